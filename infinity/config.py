@@ -1,0 +1,194 @@
+"""Settings: one frozen tree of dataclasses, TOML at the edge, sizes in bytes inside.
+
+Every field carries its documentation; `docs/settings.md` is generated from here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from infinity.errors import ConfigError
+from infinity.units import KIB, MIB, parse_size
+
+
+def _setting(default: Any, doc: str, *, size: bool = False, minimum: int | None = None) -> Any:
+    return field(default=default, metadata={"doc": doc, "size": size, "minimum": minimum})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """Where pages live and how they are moved."""
+
+    paths: tuple[str, ...] = _setting((), "Folders on NVMe drives, one or more; pages are spread over them.")
+    engine: Literal["auto", "io_uring", "threads"] = _setting(
+        "auto", "I/O engine. `auto` takes io_uring where the kernel allows it, else threads."
+    )
+    request_bytes: int = _setting(
+        MIB, "Largest single request to a drive; a page is moved as several.", size=True, minimum=4 * KIB
+    )
+    queue_depth: int = _setting(32, "Requests in flight at most.", minimum=1)
+    timeout_seconds: int = _setting(
+        120, "A transfer that takes longer ends the run with a report of what is waited for.", minimum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """The host arena."""
+
+    host_bytes: int = _setting(
+        0, "Size of the pinned host arena of this rank, allocated once. 0: a quarter of the free memory.", size=True
+    )
+    page_bytes: int = _setting(
+        0, "Largest page, and the size of a frame. 0: derived from the arena and the model.", size=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig:
+    """Where in the step the optimizer's update runs."""
+
+    placement: Literal["auto", "in_backward", "after_backward"] = _setting(
+        "auto",
+        "`in_backward` updates a unit as soon as its gradients are reduced; `after_backward` does it in "
+        "`step()`. `auto` takes in_backward when the first step shows that nothing global is needed "
+        "(no clipping, one backward per step).",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Identity of a run."""
+
+    seed: int = _setting(0, "Seed of the initialisation of models on the meta device.")
+    resume: str = _setting("", "`latest`, or the id of a run in the first path, to continue from its last commit.")
+    keep: Literal["auto", "always", "never"] = _setting(
+        "auto", "What `close()` leaves on disk: `auto` keeps a run that has a commit and removes one that has none."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """Counters for the daemon and the exporter."""
+
+    runtime_dir: str = _setting(
+        "", "Folder of the stats pages that `infinityd` reads. Empty: `infinity` in the system's temporary folder."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of one rank."""
+
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def with_values(self, **dotted: Any) -> Config:
+        """Return a copy with settings replaced, ``with_values(**{"memory.host_bytes": "2GiB"})``."""
+        tree: dict[str, dict[str, Any]] = {}
+        for name, value in dotted.items():
+            section, _, key = name.partition(".")
+            tree.setdefault(section, {})[key] = value
+        return _overlay(self, tree, "")
+
+
+def runtime_dir(config: TelemetryConfig) -> Path:
+    """Return the folder of the stats pages."""
+    return Path(config.runtime_dir or Path(tempfile.gettempdir()) / "infinity")
+
+
+def load_config(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+    """Return the settings from a TOML file, a nested mapping, a ready `Config`, or the defaults.
+
+    Raises:
+        ConfigError: an unknown key (the nearest known one is named), a value of the wrong type or range,
+            or a file that is missing or is not TOML.
+    """
+    if source is None:
+        return Config()
+    if isinstance(source, Config):
+        return source
+    if isinstance(source, Mapping):
+        return _overlay(Config(), source, "")
+    try:
+        with open(source, "rb") as file:
+            data = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"configuration file {os.fspath(source)!r} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"configuration file {os.fspath(source)!r} is not valid TOML: {error}") from error
+    return _overlay(Config(), data, "")
+
+
+def check_config(config: Config) -> None:
+    """Check what concerns several fields or the machine.
+
+    Raises:
+        ConfigError: naming the setting and the fix.
+    """
+    if not config.storage.paths:
+        raise ConfigError("storage.paths is empty; name at least one folder on an NVMe drive")
+    for path in config.storage.paths:
+        if not Path(path).is_dir():
+            raise ConfigError(f"storage.paths: {path!r} is not a folder; create it or name another one")
+    resolved = [str(Path(path).resolve()) for path in config.storage.paths]
+    if len(set(resolved)) != len(resolved):
+        raise ConfigError(f"storage.paths names the same folder twice: {list(config.storage.paths)}")
+    page, host = config.memory.page_bytes, config.memory.host_bytes
+    if page and (page % (64 * KIB) or page < 64 * KIB):
+        raise ConfigError(f"memory.page_bytes = {page} must be a multiple of 64 KiB; try {max(1, page // 65536) * 65536}")
+    if page and host and host < page:
+        raise ConfigError(f"memory.host_bytes = {host} is smaller than one page (memory.page_bytes = {page})")
+    if config.storage.request_bytes % 4096:
+        raise ConfigError(f"storage.request_bytes = {config.storage.request_bytes} must be a multiple of 4096")
+
+
+def _overlay(base: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    known = {f.name: f for f in fields(base)}
+    types_of = typing.get_type_hints(type(base))
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"; did you mean {prefix}{near[0]!r}?".replace("'", "") if near else ""
+            raise ConfigError(f"unknown setting {name}{hint} (known here: {', '.join(known)})")
+        current = getattr(base, key)
+        if is_dataclass(current):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{name} = {value!r} must be a table of settings")
+            changes[key] = _overlay(current, value, f"{name}.")
+        else:
+            changes[key] = _checked(value, types_of[key], known[key].metadata, name)
+    return replace(base, **changes)
+
+
+def _checked(value: Any, kind: Any, metadata: types.MappingProxyType[Any, Any], name: str) -> Any:
+    if metadata["size"]:
+        value = parse_size(value, name=name)
+    elif typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ConfigError(f"{name} = {value!r} is not one of {', '.join(map(repr, choices))}")
+    elif typing.get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in value):
+            raise ConfigError(f"{name} = {value!r} must be a list of texts")
+        value = tuple(os.fspath(item) for item in value)
+    elif type(value) is not kind:
+        raise ConfigError(f"{name} = {value!r} must be of type {kind.__name__}")
+    minimum = metadata["minimum"]
+    if minimum is not None and value < minimum:
+        raise ConfigError(f"{name} = {value} is below the minimum of {minimum}")
+    return value

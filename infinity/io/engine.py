@@ -1,0 +1,138 @@
+"""The whole contract of an I/O engine.
+
+An engine moves bytes between memory and (file, offset). Every request has a ticket of its own; whoever
+needs the bytes waits for *that* ticket. A ticket completes exactly once: with nothing (every byte moved)
+or with a `StorageError` that names operation, path, offset, length and errno. Short transfers are continued
+by the engine; a transfer that makes no progress is an error.
+
+Alignment: file offset, length and address must be multiples of `DataFile.alignment` when
+`DataFile.direct` is true; the engine checks and raises `ValueError`, it never copies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from infinity.errors import InfinityError, StallError
+
+
+class Op(Enum):
+    """Direction of a transfer."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """An open file that an engine can transfer from and to."""
+
+    path: str
+    fd: int
+    direct: bool
+    alignment: int
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request: what it moves, and how it ended.
+
+    The engine calls `complete` exactly once, from any thread. Callbacks run in the completing thread,
+    in the order in which they were added; one added after completion runs at once in the adding thread.
+    """
+
+    op: Op
+    path: str
+    offset: int
+    length: int
+    submitted: float = field(default_factory=time.perf_counter)
+    completed: float = 0.0
+    error: InfinityError | None = None
+    _done: threading.Event = field(default_factory=threading.Event, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _callbacks: list[Callable[[Ticket], None]] = field(default_factory=list, repr=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether the transfer has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the transfer has ended.
+
+        Raises:
+            StorageError: the transfer failed.
+            StallError: `timeout` seconds passed.
+        """
+        if not self._done.wait(timeout):
+            raise StallError(
+                f"{self.op.value} of {self.length} bytes at offset {self.offset} of {self.path} has not "
+                f"completed after {time.perf_counter() - self.submitted:.1f} s"
+            )
+        if self.error is not None:
+            raise self.error
+
+    def on_done(self, callback: Callable[[Ticket], None]) -> None:
+        """Call `callback(ticket)` when the transfer has ended."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def complete(self, error: InfinityError | None = None) -> None:
+        """End the transfer (engines only)."""
+        with self._lock:
+            self.error, self.completed = error, time.perf_counter()
+            self._done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+
+class Engine(Protocol):
+    """What an engine does. Safe to call from several threads."""
+
+    @property
+    def name(self) -> str:
+        """Name in settings, metrics and logs: ``io_uring``, ``threads``, ``faulty(...)``."""
+
+    @property
+    def inflight(self) -> int:
+        """Requests submitted and not yet completed."""
+
+    def open(self, path: str, *, create: bool = False) -> DataFile:
+        """Open (or create) a file, with O_DIRECT where the file system has it.
+
+        Raises:
+            StorageError: the file cannot be opened.
+        """
+
+    def register(self, memory: memoryview) -> None:
+        """Announce the memory that later transfers use (pinned once); a failure only costs speed."""
+
+    def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
+        """Start moving ``len(memory)`` bytes and return at once. Never blocks on the device.
+
+        Raises:
+            ValueError: misaligned or empty request.
+            InfinityError: the engine is closed.
+        """
+
+    def sync(self, file: DataFile) -> None:
+        """Make completed writes durable (`fdatasync`).
+
+        Raises:
+            StorageError: the device refused.
+        """
+
+    def forget(self, file: DataFile) -> None:
+        """Close a file that has no request in flight."""
+
+    def close(self) -> None:
+        """Wait for what is in flight, then release threads, rings and descriptors. Idempotent."""

@@ -1,0 +1,56 @@
+"""Sizes: text at the edge, integers in bytes everywhere else."""
+
+from __future__ import annotations
+
+import re
+
+from infinity.errors import ConfigError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_SUFFIX = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "kib": KIB,
+    "m": 10**6, "mb": 10**6, "mib": MIB,
+    "g": 10**9, "gb": 10**9, "gib": GIB,
+    "t": 10**12, "tb": 10**12, "tib": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(value: int | str, *, name: str = "size") -> int:
+    """Return a size in bytes from an integer or from text such as ``"64MiB"`` or ``"1.5 GB"``.
+
+    Raises:
+        ConfigError: for anything else, naming `name` and the value.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise ConfigError(f"{name} = {value} is negative; give a size in bytes or text such as '64MiB'")
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    factor = _SUFFIX.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{name} = {value!r} is not a size; write bytes or text such as '64MiB' or '2GiB'")
+    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def format_size(size: float) -> str:
+    """Return a size in binary units with three significant digits, such as ``"1.25 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def align_up(value: int, alignment: int) -> int:
+    """Return the smallest multiple of `alignment` that is not below `value`."""
+    return -(-value // alignment) * alignment
+
+
+def align_down(value: int, alignment: int) -> int:
+    """Return the largest multiple of `alignment` that is not above `value`."""
+    return value // alignment * alignment
