@@ -1,0 +1,20 @@
+"""Moving bytes between memory and files on NVMe."""
+
+from infinity.io.engine import DataFile, Engine, Op, Ticket
+from infinity.io.faults import Fault, FaultEngine, FaultKind
+from infinity.io.select import open_engine
+from infinity.io.threads import ThreadEngine
+from infinity.io.uring import UringEngine
+
+__all__ = [
+    "DataFile",
+    "Engine",
+    "Fault",
+    "FaultEngine",
+    "FaultKind",
+    "Op",
+    "ThreadEngine",
+    "Ticket",
+    "UringEngine",
+    "open_engine",
+]

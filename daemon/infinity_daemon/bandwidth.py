@@ -1,0 +1,91 @@
+"""Bandwidth profiles of drives, kept in one JSON file of the runtime folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import aiofiles
+import aiofiles.os
+
+from infinity.errors import ConfigError
+from infinity_daemon.drives import Drive
+from infinity_daemon.log import event
+
+FILE_NAME: Final = "bandwidth.json"
+_MAX_DRIVES: Final = 256
+_MAX_FILE: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bandwidth:
+    """Bytes per second of a drive, and the Unix time at which a rank measured them."""
+
+    read: float
+    write: float
+    measured: float
+
+
+class BandwidthProfile:
+    """The profiles by identity of the drive. Changed only on the event loop, read from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / FILE_NAME
+        self._known: dict[str, Bandwidth] = {}
+        self._writing = asyncio.Lock()
+
+    def of(self, drive: Drive) -> Bandwidth | None:
+        """Return the profile of a drive, or None if it was never measured."""
+        return self._known.get(drive.identity)
+
+    async def load(self) -> None:
+        """Read the file; one that is missing or malformed leaves the profile empty, and is said."""
+        try:
+            async with aiofiles.open(self._file, "rb") as file:
+                tree = json.loads(await file.read(_MAX_FILE))
+            self._known = {str(name): _bandwidth(entry) for name, entry in tree["drives"].items()}
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            event(logging.WARNING, "bandwidth.unreadable", file=self._file, reason=error)
+
+    async def record(self, drive: Drive, *, read: float, write: float) -> Bandwidth:
+        """Keep what a rank measured and write the file.
+
+        Raises:
+            ConfigError: too many drives are known.
+            OSError: the file cannot be written; the profile is then kept in memory only.
+        """
+        if drive.identity not in self._known and len(self._known) >= _MAX_DRIVES:
+            raise ConfigError(f"profiles of {_MAX_DRIVES} drives are kept already; remove {self._file}")
+        found = Bandwidth(read=read, write=write, measured=time.time())
+        self._known = {**self._known, drive.identity: found}
+        async with self._writing:
+            await self._save()
+        return found
+
+    async def _save(self) -> None:
+        text = json.dumps({"drives": {name: asdict(entry) for name, entry in self._known.items()}}, indent=1)
+        draft = self._file.with_name(f".{FILE_NAME}.{os.getpid()}")
+        async with aiofiles.open(draft, "w", opener=_private) as file:
+            await file.write(text + "\n")
+        await aiofiles.os.replace(draft, self._file)
+
+
+def _bandwidth(entry: dict[str, object]) -> Bandwidth:
+    numbers = {key: entry[key] for key in ("read", "write", "measured")}
+    checked = {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
+    if len(checked) != 3 or not all(0 < value < math.inf for value in checked.values()):
+        raise ValueError(f"{entry!r:.200} is no bandwidth")
+    return Bandwidth(**checked)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

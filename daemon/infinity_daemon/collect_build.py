@@ -1,0 +1,38 @@
+"""Collector `build`: what the daemon is and since when it runs."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+
+from prometheus_client.core import Metric as Family
+
+from infinity.telemetry import BY_NAME
+from infinity.telemetry.exporter import new_family
+
+
+def version() -> str:
+    """Return the version of the installed package, or ``unknown`` for a bare checkout."""
+    try:
+        return metadata.version("infinity-offload")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class BuildCollector:
+    """Serves ``daemon_build_info`` and ``daemon_start_time_seconds``; `started` is a Unix time."""
+
+    name = "build"
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+
+    def collect(self) -> Iterator[Family]:
+        """Yield both families."""
+        info = new_family(BY_NAME["daemon_build_info"])
+        info.add_sample(info.name, {"version": version(), "python_version": platform.python_version()}, 1)
+        yield info
+        start = new_family(BY_NAME["daemon_start_time_seconds"])
+        start.add_sample(start.name, {}, self._started)
+        yield start

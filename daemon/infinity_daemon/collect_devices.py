@@ -1,0 +1,112 @@
+"""Collector `devices`: the drives behind the paths that the daemon was given and that live ranks use."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from prometheus_client.core import Metric as Family
+
+from infinity.telemetry import BY_NAME
+from infinity.telemetry.exporter import new_family, select_pages
+from infinity_daemon.bandwidth import Bandwidth
+from infinity_daemon.drives import SYSFS, Drive, Place, locate, space, traffic, wear_ratio
+from infinity_daemon.pages import Pages
+
+Samples = Iterator[tuple[dict[str, str], float]]
+
+
+class DevicesCollector:
+    """Serves the ``device_*`` metrics, once per drive however many paths are on it.
+
+    `reserved` gives the bytes reserved per drive name, `bandwidth` the profile of a drive or None.
+    """
+
+    name = "devices"
+
+    def __init__(
+        self,
+        *,
+        paths: Sequence[str],
+        pages: Pages,
+        reserved: Callable[[], Mapping[str, int]],
+        bandwidth: Callable[[Drive], Bandwidth | None],
+        sysfs: Path = SYSFS,
+    ) -> None:
+        self._paths, self._pages = tuple(paths), pages
+        self._reserved, self._bandwidth, self._sysfs = reserved, bandwidth, sysfs
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the families. Raises OSError at the end if one of the daemon's own paths cannot be read."""
+        places: dict[str, Place] = {}
+        failed: list[OSError] = []
+        for path in self.known_paths():
+            try:
+                places[path] = locate(path, self._sysfs)
+            except OSError as error:
+                failed += [error] if path in self._paths else []
+        drives = {place.drive.name: place.drive for place in places.values()}
+        for name, samples in {
+            "device_read_bytes_total": self._traffic(drives, "read"),
+            "device_written_bytes_total": self._traffic(drives, "written"),
+            "device_bandwidth_bytes_per_second": self._profiles(drives),
+            "device_capacity_bytes": _spaces(places.values(), "capacity"),
+            "device_free_bytes": _spaces(places.values(), "free"),
+            "device_reserved_bytes": self._reservations(drives),
+            "device_wear_ratio": self._wear(drives),
+            "rank_device_info": self._owners(places),
+        }.items():
+            family = new_family(BY_NAME[name])
+            for labels, value in samples:
+                family.add_sample(family.name + ("_total" if family.type == "counter" else ""), labels, value)
+            yield family
+        if failed:
+            raise failed[0]
+
+    def known_paths(self) -> tuple[str, ...]:
+        """Return the daemon's own paths and those of live ranks, each once."""
+        used = (path for page in self._pages.scan().live for path in page.header.paths)
+        return tuple(dict.fromkeys((*self._paths, *used)))
+
+    def _traffic(self, drives: Mapping[str, Drive], side: str) -> Samples:
+        for name, drive in drives.items():
+            found = traffic(drive, self._sysfs)
+            if found is not None:
+                yield {"device": name}, getattr(found, side)
+
+    def _profiles(self, drives: Mapping[str, Drive]) -> Samples:
+        for name, drive in drives.items():
+            found = self._bandwidth(drive)
+            if found is not None:
+                yield {"device": name, "op": "read"}, found.read
+                yield {"device": name, "op": "write"}, found.write
+
+    def _reservations(self, drives: Mapping[str, Drive]) -> Samples:
+        reserved = self._reserved()
+        for name in dict.fromkeys((*drives, *reserved)):
+            yield {"device": name}, reserved.get(name, 0)
+
+    def _wear(self, drives: Mapping[str, Drive]) -> Samples:
+        for name, drive in drives.items():
+            ratio = wear_ratio(drive, self._sysfs)
+            if ratio is not None:
+                yield {"device": name}, ratio
+
+    def _owners(self, places: Mapping[str, Place]) -> Samples:
+        served, _ = select_pages(self._pages.scan().pages)
+        for page in served:
+            for device, path in zip(page.header.devices, page.header.paths, strict=False):
+                if path in places:
+                    block = places[path].drive.name
+                    yield {"rank": str(page.header.rank), "device": device, "block_device": block}, 1
+
+
+def _spaces(places: Iterable[Place], side: str) -> Samples:
+    """Yield bytes per drive: the sum over its file systems, each counted once."""
+    one_path = {place.file_system: place for place in places}
+    total: dict[str, float] = defaultdict(float)
+    for place in one_path.values():
+        total[place.drive.name] += getattr(space(place.path), side)
+    for name, size in total.items():
+        yield {"device": name}, size

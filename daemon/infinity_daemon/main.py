@@ -1,0 +1,61 @@
+"""Console script `infinityd`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infinity.config import TelemetryConfig, runtime_dir
+from infinity.errors import InfinityError
+from infinity_daemon.log import start_logging
+from infinity_daemon.service import SOCKET_NAME, Options, run
+
+
+def _daemon(
+    runtime_folder: Annotated[
+        str,
+        typer.Option("--runtime-dir", help="Folder of the stats pages; default as telemetry.runtime_dir."),
+    ] = "",
+    port: Annotated[int, typer.Option(help="TCP port of /metrics and /healthz; 0 takes any.")] = 9470,
+    host: Annotated[str, typer.Option(help="Address to listen on; empty means all.")] = "",
+    device_path: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Folder on an NVMe drive to report; may be repeated. Those of live ranks are found."
+        ),
+    ] = None,
+    socket: Annotated[
+        str, typer.Option(help=f"Unix socket for ranks; default {SOCKET_NAME} in the runtime folder.")
+    ] = "",
+    keep_dead_minutes: Annotated[
+        float, typer.Option(min=0, help="How long the page of a dead rank is still served.")
+    ] = 15.0,
+) -> None:
+    """Serve the metrics of this node's ranks and drives, and answer the ranks' questions about space."""
+    folder = runtime_dir(TelemetryConfig(runtime_dir=runtime_folder))
+    start_logging()
+    options = Options(
+        runtime_dir=folder,
+        socket=Path(socket) if socket else folder / SOCKET_NAME,
+        host=host,
+        port=port,
+        device_paths=tuple(device_path or ()),
+        keep_dead_seconds=60 * keep_dead_minutes,
+    )
+    try:
+        asyncio.run(run(options))
+    except InfinityError as error:
+        typer.echo(f"infinityd: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def main() -> None:
+    """Run the daemon; exit status 2 for a setting or a socket that cannot be used."""
+    typer.run(_daemon)
+
+
+if __name__ == "__main__":
+    main()

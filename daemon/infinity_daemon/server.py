@@ -1,0 +1,204 @@
+"""The Unix socket: one listener per node, peers checked, every size, number and wait bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import json
+import logging
+import os
+import socket
+import stat
+import struct
+from asyncio.trsock import TransportSocket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+from infinity.errors import ConfigError, FolderBusyError
+from infinity.telemetry.page import process_start
+from infinity.units import KIB
+from infinity_daemon.log import event
+from infinity_daemon.requests import Answer
+from infinity_daemon.reservations import Owner
+
+MAX_MESSAGE_BYTES: Final = 64 * KIB
+MAX_CLIENTS: Final = 64
+_MAX_SOCKET_PATH: Final = 107  # sun_path without the closing zero
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class SocketServer:
+    """Answers lines of JSON with `answer`. `message_seconds` bounds one message from its first byte on."""
+
+    def __init__(
+        self,
+        path: Path,
+        answer: Callable[[bytes, Owner], Awaitable[Answer]],
+        *,
+        message_seconds: float = 10.0,
+        idle_seconds: float = 300.0,
+    ) -> None:
+        self._path, self._answer = path, answer
+        self._message_seconds, self._idle_seconds = message_seconds, idle_seconds
+        self._clients: dict[int, asyncio.Task[None]] = {}
+        self._numbers = itertools.count(1)
+        self._server: asyncio.Server | None = None
+        self._lock = -1
+
+    async def start(self) -> None:
+        """Take the socket's name and listen; a stale socket is replaced.
+
+        Raises:
+            FolderBusyError: a live process holds the name; the message says which.
+            ConfigError: the name cannot be used.
+        """
+        if len(os.fsencode(self._path)) > _MAX_SOCKET_PATH:
+            raise ConfigError(f"socket path {str(self._path)!r} is longer than {_MAX_SOCKET_PATH} bytes")
+        self._lock = _claim(self._path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(self._path))
+            os.chmod(self._path, 0o600)
+            self._server = await asyncio.start_unix_server(
+                self._accept, sock=listener, limit=MAX_MESSAGE_BYTES
+            )
+        except OSError as error:
+            listener.close()
+            os.close(self._lock)
+            raise ConfigError(f"socket {str(self._path)!r} cannot be made: {error.strerror}") from error
+
+    async def stop(self) -> None:
+        """Hang up on everybody and remove the socket."""
+        if self._server is None:
+            return
+        self._server.close()
+        tasks = list(self._clients.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        os.close(self._lock)
+        self._server = None
+
+    def is_alive(self, owner: Owner) -> bool:
+        """Whether the process, or the connection that stands for it, is still there."""
+        if owner.pid:
+            return bool(owner.process_started) and process_start(owner.pid) == owner.process_started
+        return owner.connection in self._clients
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number, task = next(self._numbers), asyncio.current_task()
+        try:
+            if len(self._clients) >= MAX_CLIENTS or task is None:
+                await self._send(writer, {"error": f"too many clients; at most {MAX_CLIENTS} are served"})
+                return
+            self._clients[number] = task
+            await self._serve(reader, writer, number)
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            pass  # the client is gone or silent, or the daemon ends: nobody is left to tell
+        finally:
+            self._clients.pop(number, None)
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        pid, uid = peer_of(writer.get_extra_info("socket"))
+        if uid not in (0, os.getuid()):
+            event(logging.WARNING, "client.refused", uid=uid, pid=pid)
+            await self._send(writer, {"error": f"uid {uid} may not talk to this daemon"})
+            return
+        owner = Owner(pid=pid, process_started=process_start(pid), connection=0 if pid else number)
+        while True:
+            try:
+                line = await self._read_line(reader, None if owner.connection else self._idle_seconds)
+            except ValueError:
+                await self._send(writer, {"error": f"a message may have {MAX_MESSAGE_BYTES} bytes at most"})
+                return
+            except TimeoutError:
+                await self._send(writer, {"error": "no complete message in time"})
+                return
+            if not line:
+                return
+            if not line.endswith(b"\n"):
+                await self._send(writer, {"error": "the message ends without a newline"})
+                return
+            await self._send(writer, await self._answer(line, owner))
+
+    async def _read_line(self, reader: asyncio.StreamReader, idle_seconds: float | None) -> bytes:
+        """Return one line; empty at the end. A connection may be idle, but a message must go on."""
+        try:
+            # Not wait_for: before Python 3.12 it loses a cancellation that meets the end of the read.
+            async with asyncio.timeout(idle_seconds):
+                first = await reader.readexactly(1)
+        except asyncio.IncompleteReadError:
+            return b""
+        if first == b"\n":
+            return first
+        async with asyncio.timeout(self._message_seconds):
+            return first + await reader.readline()
+
+    async def _send(self, writer: asyncio.StreamWriter, answer: Answer) -> None:
+        writer.write(json.dumps(answer).encode() + b"\n")
+        async with asyncio.timeout(self._message_seconds):
+            await writer.drain()
+
+
+def peer_of(connected: socket.socket | TransportSocket) -> tuple[int, int]:
+    """Return process number (0: not visible from here) and uid of the other end, as the kernel vouches."""
+    answer = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(answer)
+    return pid, uid
+
+
+def _claim(path: Path) -> int:
+    """Return the locked descriptor that makes this process the only one to use a socket's name.
+
+    The lock, not the socket, decides: two daemons that start at once cannot both find it stale. The lock
+    file stays when the daemon ends, because removing it would let two processes lock two files.
+    """
+    name = path.with_name(path.name + ".lock")
+    try:
+        lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f"socket {str(path)!r} cannot be made: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise FolderBusyError(
+                f"socket {str(path)!r} is held by another infinityd, pid {holder}"
+            ) from error
+        _remove_stale(path)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket that nobody listens on. Raises FolderBusyError or ConfigError for anything else."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(
+                f"{str(path)!r} exists and is not a socket; remove it or choose another --socket"
+            )
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            event(logging.INFO, "socket.stale", path=path)
+            return
+        except OSError as error:
+            raise FolderBusyError(f"socket {str(path)!r} cannot be probed: {error}") from error
+        pid, _ = peer_of(probe)
+        raise FolderBusyError(f"socket {str(path)!r} is held by a live process, pid {pid}")

@@ -1,0 +1,110 @@
+"""The running daemon: puts the parts together and ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+
+from infinity.errors import ConfigError
+from infinity.telemetry.exporter import serve_registry
+from infinity_daemon.bandwidth import BandwidthProfile
+from infinity_daemon.collect_build import BuildCollector, version
+from infinity_daemon.collect_devices import DevicesCollector
+from infinity_daemon.collect_ranks import RanksCollector
+from infinity_daemon.collection import Collection
+from infinity_daemon.log import event
+from infinity_daemon.pages import Pages
+from infinity_daemon.requests import Requests
+from infinity_daemon.reservations import Ledger
+from infinity_daemon.server import SocketServer
+
+SOCKET_NAME: Final = "infinityd.sock"
+_SWEEP_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a daemon runs. `keep_dead_seconds`: how long the page of a dead rank is still served."""
+
+    runtime_dir: Path
+    socket: Path
+    host: str
+    port: int
+    device_paths: tuple[str, ...] = ()
+    keep_dead_seconds: float = 900.0
+
+
+async def run(options: Options) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: a folder, port or socket that cannot be used.
+        FolderBusyError: another daemon holds the socket.
+    """
+    _make_folder(options.runtime_dir)
+    started = time.time()
+    pages, ledger = Pages(options.runtime_dir, options.keep_dead_seconds), Ledger()
+    profile = BandwidthProfile(options.runtime_dir)
+    await profile.load()
+    devices = DevicesCollector(
+        paths=options.device_paths, pages=pages, reserved=ledger.by_drive, bandwidth=profile.of
+    )
+    collection = Collection([BuildCollector(started), devices, RanksCollector(pages)])
+    about: dict[str, object] = {"version": version(), "pid": os.getpid(), "started": started}
+    server: SocketServer
+
+    requests = Requests(
+        pages=pages,
+        profile=profile,
+        ledger=ledger,
+        known_paths=devices.known_paths,
+        is_alive=lambda owner: server.is_alive(owner),
+        about=lambda: {**about, "collectors": collection.health},
+    )
+    server = SocketServer(options.socket, requests.answer)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await server.start()
+    try:
+        registry = CollectorRegistry()
+        registry.register(collection)
+        with serve_registry(
+            options.port, registry, lambda: {**about, "collectors": collection.health}, options.host
+        ) as http:
+            about["metrics_port"] = http.port
+            event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=options.socket)
+            await _sweep_until(stop, pages, ledger, server)
+    finally:
+        await server.stop()
+    event(logging.INFO, "stopped")
+
+
+async def _sweep_until(stop: asyncio.Event, pages: Pages, ledger: Ledger, server: SocketServer) -> None:
+    """Until told to stop: end reservations of the dead and remove old pages, also when nobody scrapes."""
+    while not stop.is_set():
+        for entry in ledger.expire(server.is_alive):
+            event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
+        await asyncio.to_thread(pages.scan)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"runtime folder {str(folder)!r} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"runtime folder {str(folder)!r} is not yours to write; choose another --runtime-dir"
+        )

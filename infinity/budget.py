@@ -1,0 +1,95 @@
+"""The memory budget of a rank: page size, frames, and the error when they do not suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.errors import BudgetError
+from infinity.layout import Layout, Role, StateFormat, UnitSpec, build_layout
+from infinity.schedule.planner import least_frames
+from infinity.schedule.trace import range_access
+from infinity.units import KIB, MIB, format_size
+
+_LARGEST_PAGE = 8 * MIB
+_SMALLEST_PAGE = 64 * KIB
+_WANTED_FRAMES = 64
+_LEAST_FILLED = 0.8
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How a rank's host memory is used."""
+
+    layout: Layout
+    frames: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the arena."""
+        return self.frames * self.layout.page_bytes
+
+
+def choose_budget(
+    units: Sequence[UnitSpec], formats: dict[str, StateFormat], host_bytes: int, page_bytes: int
+) -> Budget:
+    """Return page size and number of frames for an arena of at most `host_bytes`.
+
+    Args:
+        page_bytes: largest page; 0 takes the largest of 8 MiB, 4 MiB, … 64 KiB with which the arena has enough
+            frames and the pages fill them well.
+
+    Raises:
+        BudgetError: the arena is too small; a table of the need and the setting to change are in the message.
+    """
+    if page_bytes:
+        layout = build_layout(units, formats, page_bytes)
+    else:
+        page_bytes = _LARGEST_PAGE
+        layout = build_layout(units, formats, page_bytes)
+        while page_bytes > _SMALLEST_PAGE and not _good(layout, host_bytes):
+            page_bytes //= 2
+            layout = build_layout(units, formats, page_bytes)
+    frames = host_bytes // page_bytes
+    least = least_frames(widest_access(layout))
+    if frames < min(least, len(layout.pages)):
+        raise BudgetError(_explain(layout, host_bytes, least))
+    return Budget(layout, min(frames, len(layout.pages)))
+
+
+def _good(layout: Layout, host_bytes: int) -> bool:
+    frames = host_bytes // layout.page_bytes
+    filled = sum(page.nbytes for page in layout.pages) / (len(layout.pages) * layout.page_bytes)
+    return frames >= _WANTED_FRAMES and (filled >= _LEAST_FILLED or frames >= 4 * len(layout.pages))
+
+
+def widest_access(layout: Layout) -> int:
+    """Return the largest number of pages that are needed at the same moment."""
+    return max(
+        (
+            len(range_access(segment, position, gradients_paged=True))
+            for segment in layout.segments
+            if segment.trainable
+            for position in range(len(segment.ranges))
+        ),
+        default=1,
+    )
+
+
+def _explain(layout: Layout, host_bytes: int, least: int) -> str:
+    need = least * layout.page_bytes
+    rows = [
+        ("weights in the compute dtype", layout.bytes_of(Role.PARAM)),
+        ("master weights and moments", layout.bytes_of(Role.UPDATE)),
+        ("gradients", layout.bytes_of(Role.GRAD)),
+        ("page", layout.page_bytes),
+        (f"smallest arena ({least} pages)", need),
+        ("memory.host_bytes", host_bytes),
+    ]
+    table = "\n".join(f"  {name:<34}{format_size(size):>12}" for name, size in rows)
+    return (
+        f"the host arena is too small for this model:\n{table}\n"
+        f"set memory.host_bytes to {format_size(need)} or more" + (
+            "" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower"
+        )
+    )

@@ -1,0 +1,114 @@
+"""What a commit holds beside the pages: buffers, random states, scalars and group settings, as plain data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import nn
+
+from infinity.errors import CommitError
+
+_BUFFER, _TORCH, _CUDA, _NUMPY = "buffer.", "random.torch", "random.cuda.", "random.numpy"
+
+
+def save_tensors(model: nn.Module) -> bytes:
+    """Return the model's buffers and the states of torch's and NumPy's generators, as safetensors."""
+    tensors = {_BUFFER + name: buffer.detach().cpu().contiguous() for name, buffer in model.named_buffers()}
+    tensors[_TORCH] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        for index, state in enumerate(torch.cuda.get_rng_state_all()):
+            tensors[f"{_CUDA}{index}"] = state
+    tensors[_NUMPY] = torch.from_numpy(np.random.get_state(legacy=True)[1].astype(np.int64))  # noqa: NPY002
+    return bytes(save({name: tensor.clone() for name, tensor in tensors.items()}))
+
+
+def load_tensors(data: bytes, model: nn.Module) -> None:
+    """Put back what `save_tensors` returned.
+
+    Raises:
+        CommitError: a buffer is missing or has another shape.
+    """
+    try:
+        tensors = load(data)
+    except Exception as error:
+        raise CommitError(f"the state file of the commit is malformed: {error}") from error
+    for name, buffer in model.named_buffers():
+        saved = tensors.get(_BUFFER + name)
+        if saved is None or saved.shape != buffer.shape:
+            raise CommitError(f"the commit has no buffer {name} of shape {tuple(buffer.shape)}")
+        with torch.no_grad():
+            buffer.copy_(saved)
+    torch.set_rng_state(tensors[_TORCH])
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if f"{_CUDA}{index}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"{_CUDA}{index}"], index)
+
+
+def save_random() -> dict[str, Any]:
+    """Return the states of Python's and NumPy's generators as plain data."""
+    version, internal, gauss = random.getstate()
+    kind, _, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, int(position), int(has_gauss), float(cached)],
+    }
+
+
+def load_random(saved: Mapping[str, Any], data: bytes) -> None:
+    """Put back what `save_random` returned; `data` is the state file, which has NumPy's key."""
+    version, internal, gauss = saved["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, position, has_gauss, cached = saved["numpy"]
+    key = load(data)[_NUMPY].numpy().astype(np.uint32)
+    np.random.set_state((kind, key, position, has_gauss, cached))  # noqa: NPY002
+
+
+def save_scalars(scalars: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return optimizer scalars as plain data: a tensor becomes [dtype, shape, value]."""
+    return {shard: {key: _plain(value) for key, value in values.items()} for shard, values in scalars.items()}
+
+
+def load_scalars(saved: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return what `save_scalars` was given."""
+    return {shard: {key: _rich(value) for key, value in values.items()} for shard, values in saved.items()}
+
+
+def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of param groups as plain data, parameters left out."""
+    return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def load_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Put settings back into param groups.
+
+    Raises:
+        CommitError: there is another number of groups.
+    """
+    if len(saved) != len(groups):
+        raise CommitError(f"the commit has {len(saved)} param groups, the optimizer {len(groups)}")
+    for values, group in zip(saved, groups, strict=True):
+        group.update({key: _rich(value) for key, value in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "value": value.tolist()}
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(item) for item in value]}
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    raise CommitError(f"an optimizer setting of type {type(value).__name__} cannot be committed: {value!r}")
+
+
+def _rich(value: Any) -> Any:
+    if isinstance(value, Mapping) and "tensor" in value:
+        return torch.tensor(value["value"], dtype=getattr(torch, value["tensor"])).reshape(value["shape"])
+    if isinstance(value, Mapping) and "tuple" in value:
+        return tuple(_rich(item) for item in value["tuple"])
+    return value

@@ -1,0 +1,180 @@
+"""Attachment: replaces the shards of a sharded model by paged ones and listens to gathers and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import UnsupportedError
+from infinity.fsdp import private
+from infinity.fsdp.content import dtype_name
+from infinity.fsdp.materialize import Member
+from infinity.fsdp.shard import PagedShard, ShardSource
+from infinity.layout import ShardSpec, StateFormat, UnitSpec
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """What `fully_shard` left behind: units, their parameters, and what each looks like on this rank."""
+
+    model: nn.Module
+    names: tuple[str, ...]
+    groups: tuple[Any, ...]
+    members: tuple[tuple[Member, ...], ...]
+    device: torch.device
+    on_meta: bool
+
+    @classmethod
+    def inspect(cls, model: nn.Module) -> ShardedModel:
+        """Find the units of a model.
+
+        Raises:
+            UnsupportedError: the model is not sharded, or a parameter is outside of all units.
+        """
+        found = list(private.parameter_groups(model))
+        if not found:
+            raise UnsupportedError("the model is not sharded: call fully_shard on its layers and on itself first")
+        names_of: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(id(param), []).append(name)
+        members = []
+        for name, group in found:
+            if private.uses_cpu_offload(group):
+                raise UnsupportedError(
+                    f"unit {name} was sharded with CPUOffloadPolicy; leave offload_policy out, infinity pages instead"
+                )
+            members.append(
+                tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in private.fsdp_params(group))
+            )
+        if names_of:
+            left = sorted(name for names in names_of.values() for name in names)
+            raise UnsupportedError(f"parameters outside of all units: {', '.join(left)}; call fully_shard(model) too")
+        devices = {member.param.sharded_param.device.type for unit in members for member in unit}
+        return cls(
+            model=model,
+            names=tuple(name for name, _ in found),
+            groups=tuple(group for _, group in found),
+            members=tuple(members),
+            device=found[0][1].device,
+            on_meta="meta" in devices,
+        )
+
+    def parameters(self) -> list[list[nn.Parameter]]:
+        """Return the sharded parameters, unit by unit."""
+        return [[member.param.sharded_param for member in unit] for unit in self.members]
+
+    def describe(
+        self, format_of: Callable[[nn.Parameter, str], StateFormat]
+    ) -> tuple[list[UnitSpec], dict[str, StateFormat]]:
+        """Return the units and state formats from which pages are laid out.
+
+        Args:
+            format_of: state format of a trainable parameter, given the dtype it is gathered in.
+        """
+        units: list[UnitSpec] = []
+        formats: dict[str, StateFormat] = {}
+        for name, group, members in zip(self.names, self.groups, self.members, strict=True):
+            shards = []
+            for member in members:
+                param = member.param.sharded_param
+                gather = dtype_name(private.compute_dtype(group, member.param))
+                own = dtype_name(param.dtype)
+                if param.requires_grad:
+                    fmt = format_of(param, gather)
+                    fmt = replace(fmt, master="" if own == gather else own, grad=own)
+                else:
+                    fmt = StateFormat(param=gather)
+                key = f"{'trained' if param.requires_grad else 'frozen'} {own} {fmt}"
+                formats[key] = fmt
+                shards.append(
+                    ShardSpec(
+                        name=member.names[0],
+                        numel=private.local_tensor(member.param).numel(),
+                        padded=private.padded_shape(member.param).numel(),
+                        segment_key=key,
+                        trainable=param.requires_grad,
+                    )
+                )
+            units.append(UnitSpec(name=name, shards=tuple(shards)))
+        return units, formats
+
+
+class Attachment:
+    """Paged shards in place of real ones, and hooks on what FSDP2 does with them."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        source: ShardSource,
+        *,
+        gradient_arrived: Callable[[int, nn.Parameter, torch.Tensor], None],
+    ) -> None:
+        self._handles: list[Any] = []
+        self.parameters: list[nn.Parameter] = []
+        self.replaced: dict[int, nn.Parameter] = {}
+        self._grad_enabled = True
+        index = 0
+        for group, members in zip(sharded.groups, sharded.members, strict=True):
+            for member in members:
+                self.parameters.append(self._attach(index, group, member, source, gradient_arrived))
+                index += 1
+        for module in sharded.model.modules():
+            if isinstance(module, private.FSDPModule):
+                self._handles.append(module.register_forward_pre_hook(self._note_grad_mode, prepend=True))
+
+    def _attach(
+        self,
+        index: int,
+        group: Any,
+        member: Member,
+        source: ShardSource,
+        gradient_arrived: Callable[[int, nn.Parameter, torch.Tensor], None],
+    ) -> nn.Parameter:
+        param = member.param
+        old: nn.Parameter = param.sharded_param
+        local = private.local_tensor(param)
+        shard = PagedShard(
+            source,
+            index,
+            local.shape,
+            private.padded_shape(param),
+            old.dtype,
+            private.compute_dtype(group, param),
+            group.device,
+        )
+        new = private.replace_local_tensor(param, shard)
+        if new is not None:
+            self.replaced[id(old)] = new
+        current: nn.Parameter = param.sharded_param
+        if current.requires_grad:
+
+            def arrived(parameter: nn.Parameter) -> None:
+                gradient = private.local_gradient(parameter)
+                parameter.grad = None
+                gradient_arrived(index, parameter, gradient)
+
+            self._handles.append(current.register_post_accumulate_grad_hook(arrived))
+        return current
+
+    def _note_grad_mode(self, module: nn.Module, args: Any) -> None:
+        self._grad_enabled = torch.is_grad_enabled()
+
+    @property
+    def training_pass(self) -> bool:
+        """Whether the pass that is running belongs to a training step (not to an evaluation under no_grad)."""
+        return self._grad_enabled or private.in_backward()
+
+    def remap(self, optimizer: torch.optim.Optimizer) -> None:
+        """Point the param groups at the parameters that replaced those on the meta device."""
+        for group in optimizer.param_groups:
+            group["params"] = [self.replaced.get(id(param), param) for param in group["params"]]
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,149 @@
+"""Content of shards, through the pager: whole shards in and out of their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infinity.errors import UnsupportedError
+from infinity.layout import MASTER, Layout, Page, Placed, Role, overlapping
+from infinity.schedule.pager import Pager
+from infinity.schedule.trace import Mode, Use
+from infinity.units import format_size
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return a dtype from its name in a `StateFormat`."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is not a dtype")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as a `StateFormat` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def section(content: torch.Tensor, page: Page, layout: Layout, name: str) -> torch.Tensor:
+    """Return one section of a page's bytes, shape (page.count,).
+
+    Args:
+        content: uint8, the page's bytes.
+        name: ``master`` or a state kind for update pages; ignored for PARAM and GRAD pages, which have one.
+    """
+    fmt = layout.segments[page.segment].format
+    if page.role is Role.UPDATE:
+        dtype = torch_dtype(dict(fmt.sections)[name])
+        start = fmt.offsets[name] * page.count
+    else:
+        dtype = torch_dtype(fmt.param if page.role is Role.PARAM else fmt.grad)
+        start = 0
+    return content[start : start + page.count * dtype.itemsize].view(dtype)
+
+
+class ShardContent:
+    """Loads, saves and gathers shards; implements what a `PagedShard` asks for.
+
+    `gathering(shard)` is called before the pages of a shard are copied out for an all-gather.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        pager: Pager,
+        *,
+        load_limit: int,
+        gathering: Callable[[int], bool],
+    ) -> None:
+        self._layout, self._pager = layout, pager
+        self._load_limit, self._gathering = load_limit, gathering
+        self.loads = 0
+
+    def gather_into(self, shard: int, destination: torch.Tensor) -> None:
+        """Copy the compute-dtype elements of a shard, padding included, into a flat tensor."""
+        placed = self._layout.shards[shard]
+        planned = self._gathering(shard)
+        with torch.no_grad():
+            self._copy_param(placed, destination, planned=planned)
+
+    def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
+        segment = self._layout.segments[placed.segment]
+        for page, first, last in overlapping(segment.param_pages, placed.start, placed.start + placed.spec.padded):
+            with self._pager.access((Use(page.index, Mode.READ),), planned=planned) as (content,):
+                source = section(content, page, self._layout, "")[first - page.start : last - page.start]
+                target = destination[first - placed.start : last - placed.start]
+                target.copy_(source, non_blocking=True)
+                if target.is_cuda:
+                    # The frame may be reused once this returns: the copy must have left it.
+                    torch.cuda.current_stream(target.device).synchronize()
+
+    def load(self, shard: int) -> torch.Tensor:
+        """Return the real elements of a shard in the dtype it is trained in.
+
+        Raises:
+            UnsupportedError: the shard is larger than the limit for loading outside the plan.
+        """
+        return self.load_section(shard, MASTER)
+
+    def load_section(self, shard: int, name: str) -> torch.Tensor:
+        """Return one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
+        placed = self._layout.shards[shard]
+        segment = self._layout.segments[placed.segment]
+        in_param = name == MASTER and not segment.format.master
+        pages = segment.param_pages if in_param else segment.update_pages
+        dtype = torch_dtype(segment.format.param if in_param else dict(segment.format.sections)[name])
+        size = placed.spec.numel * dtype.itemsize
+        if size > self._load_limit:
+            raise UnsupportedError(
+                f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena "
+                f"(limit {format_size(self._load_limit)}); use optimizer.commit() to save and export from a commit"
+            )
+        self.loads += 1
+        result = torch.empty(placed.spec.numel, dtype=dtype)
+        for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
+            with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
+                part = section(content, page, self._layout, name)
+                result[first - placed.start : last - placed.start] = part[first - page.start : last - page.start]
+        return result
+
+    def save(self, shard: int, content: torch.Tensor) -> None:
+        """Replace the real elements of a shard: its master, and the weights in the compute dtype."""
+        placed = self._layout.shards[shard]
+        segment = self._layout.segments[placed.segment]
+        if content.numel() != placed.spec.numel:
+            raise UnsupportedError(
+                f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
+            )
+        content = content.detach().cpu()
+        pages = [(segment.param_pages, "")] + ([(segment.update_pages, MASTER)] if segment.format.master else [])
+        for row, name in pages:
+            for page, first, last in overlapping(row, placed.start, placed.start + placed.spec.numel):
+                with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
+                    target = section(held, page, self._layout, name)
+                    target[first - page.start : last - page.start] = content[first - placed.start : last - placed.start]
+
+    def initialise(self, unit: int, value_of: Callable[[int], torch.Tensor]) -> None:
+        """Write the first content of a unit's pages: weights and master from `value_of(shard)`, moments zero.
+
+        Args:
+            value_of: returns a shard's real elements in the dtype it is trained in, shape (numel,).
+        """
+        values = {shard: value_of(shard) for shard in self._layout.unit_shards[unit]}
+        for segment in self._layout.segments:
+            if segment.unit != unit:
+                continue
+            for page in (*segment.param_pages, *segment.update_pages):
+                with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
+                    content.zero_()
+                    if page.role is Role.UPDATE and not segment.format.master:
+                        continue
+                    target = section(content, page, self._layout, MASTER)
+                    for shard in segment.shards:
+                        placed = self._layout.shards[shard]
+                        low = max(placed.start, page.start)
+                        high = min(placed.start + placed.spec.numel, page.stop)
+                        if low < high:
+                            value = values[shard][low - placed.start : high - placed.start]
+                            target[low - page.start : high - page.start] = value

@@ -1,0 +1,154 @@
+"""Every touch of FSDP2's and DTensor's private names, in one place.
+
+`tests/fsdp/test_private.py` says what is expected of each, so that a torch release that changes one is
+found by a named test and not by a wrong gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (module name, group) for every group of parameters that FSDP2 gathers together, root first."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 has at most one group per state
+            single = state._fsdp_param_group
+            groups = [single] if single is not None else []
+        for position, group in enumerate(groups):
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield (name or "root") + (f"#{position}" if position else ""), group
+
+
+def uses_cpu_offload(group: Any) -> bool:
+    """Whether the user already gave the group an offload policy of FSDP2."""
+    return isinstance(group.offload_policy, CPUOffloadPolicy)
+
+
+def fsdp_params(group: Any) -> list[Any]:
+    """Return the parameters of a group in the order in which they are gathered."""
+    return list(group.fsdp_params)
+
+
+def owner(param: Any) -> tuple[nn.Module, str]:
+    """Return the module and attribute name that hold a parameter."""
+    return param._module_info.module, param._module_info.param_name
+
+
+def compute_dtype(group: Any, param: Any) -> torch.dtype:
+    """Return the dtype in which a parameter is gathered."""
+    dtype: torch.dtype = param.sharded_param.dtype
+    wanted = group.mp_policy.param_dtype
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def local_tensor(param: Any) -> torch.Tensor:
+    """Return this rank's slice, shape `sharded_size`."""
+    local: torch.Tensor = param._sharded_local_tensor
+    return local
+
+
+def padded_shape(param: Any) -> torch.Size:
+    """Return the shape of what this rank contributes to the all-gather."""
+    size: torch.Size = param.padded_sharded_param_size
+    return size
+
+
+def full_shape(param: Any) -> torch.Size:
+    """Return the shape of the gathered parameter (of its local part, under tensor parallelism)."""
+    size: torch.Size = param._orig_size
+    return size
+
+
+def shard_dim(param: Any) -> int:
+    """Return the dimension along which a parameter is sharded."""
+    return int(param.fsdp_placement.dim)
+
+
+def shard_rank_and_size(param: Any) -> tuple[int, int]:
+    """Return this rank's position among the ranks that share the parameter, and their number."""
+    info = param.mesh_info
+    return getattr(info, "shard_mesh_rank", 0), getattr(info, "shard_mesh_size", 1)
+
+
+def is_tensor_parallel(param: Any) -> bool:
+    """Whether the parameter was a DTensor before `fully_shard`."""
+    return bool(param.is_dtensor)
+
+
+def replace_local_tensor(param: Any, shard: torch.Tensor) -> nn.Parameter | None:
+    """Make `shard` the local tensor of a sharded parameter.
+
+    Returns:
+        A new `nn.Parameter` where the model was on the meta device (it replaces the old one on its modules),
+        else None: the parameter object stays the same.
+    """
+    param._sharded_param_data = shard.view(-1)
+    old = param.sharded_param
+    if old.device.type != "meta":
+        old._local_tensor = shard
+        return None
+    new = nn.Parameter(param.to_sharded_dtensor(shard), requires_grad=old.requires_grad)
+    param.sharded_param = new
+    param._setattr_on_modules(new)
+    return new
+
+
+def set_full_parameter(param: Any, value: nn.Parameter) -> None:
+    """Register a plain, whole parameter on the modules, for their initialisation."""
+    param._setattr_on_modules(value)
+
+
+def set_sharded_parameter(param: Any) -> None:
+    """Register the sharded parameter on the modules again."""
+    param._setattr_on_modules(param.sharded_param)
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def local_gradient(param: nn.Parameter) -> torch.Tensor:
+    """Return the local part of a reduced gradient."""
+    grad = param.grad
+    return grad._local_tensor if isinstance(grad, DTensor) else grad  # type: ignore[return-value]
+
+
+def total_norm(local_norms: list[tuple[nn.Parameter, torch.Tensor]], norm_type: float) -> torch.Tensor:
+    """Return the norm over all parameters and ranks, bit for bit as `torch.nn.utils.get_total_norm` would.
+
+    The reference computes one norm per DTensor gradient, stacks them and takes the norm of the stack; the
+    reduction over ranks happens wherever DTensor puts it. The same DTensors are built here from the local norms.
+    """
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    norms = []
+    for param, norm in local_norms:
+        if isinstance(param, DTensor):
+            placements = [_NormPartial(norm_type) if p.is_shard() else p for p in param.placements]
+            norms.append(DTensor.from_local(norm, param.device_mesh, placements, run_check=False))
+        else:
+            norms.append(norm)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total.full_tensor() if isinstance(total, DTensor) else total
+
+
+def default_mesh(device_type: str) -> DeviceMesh:
+    """Return a one-dimensional mesh over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, (torch.distributed.get_world_size(),))

@@ -1,0 +1,77 @@
+"""Whether a file can be opened with O_DIRECT, and to what its transfers must then be aligned."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+import warnings
+from dataclasses import dataclass
+
+DEFAULT_ALIGNMENT = 4096
+"""Bytes; enough for every drive and file system that does not say what it needs."""
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_DIO_FIELDS = 152  # offset of stx_dio_mem_align and stx_dio_offset_align in struct statx
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedFile:
+    """A descriptor and how transfers through it must be shaped."""
+
+    fd: int
+    direct: bool
+    alignment: int
+
+
+def open_aligned(path: str, flags: int, mode: int = 0o600) -> OpenedFile:
+    """Open `path` with O_DIRECT where its file system has it, else buffered with one warning.
+
+    Raises:
+        OSError: the file cannot be opened either way.
+    """
+    try:
+        fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return _open_buffered(path, flags, mode)
+    alignment = direct_alignment(fd)
+    if alignment == 0:
+        os.close(fd)
+        return _open_buffered(path, flags, mode)
+    return OpenedFile(fd=fd, direct=True, alignment=alignment)
+
+
+def direct_alignment(fd: int) -> int:
+    """Return the alignment in bytes of O_DIRECT transfers on `fd`; 0 where the kernel says there are none.
+
+    One number covers memory address, file offset and length. Kernels before 6.1 and file systems that do
+    not answer get `DEFAULT_ALIGNMENT`.
+    """
+    statx = getattr(_libc, "statx", None)
+    if statx is None:
+        return DEFAULT_ALIGNMENT
+    answer = ctypes.create_string_buffer(_STATX_BYTES)
+    if statx(fd, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), answer) != 0:
+        return DEFAULT_ALIGNMENT
+    (mask,) = struct.unpack_from("=I", answer, 0)
+    if not mask & _STATX_DIOALIGN:
+        return DEFAULT_ALIGNMENT
+    memory, offset = struct.unpack_from("=II", answer, _DIO_FIELDS)
+    return int(max(memory, offset))
+
+
+def _open_buffered(path: str, flags: int, mode: int) -> OpenedFile:
+    warnings.warn(
+        f"{path}: the file system has no O_DIRECT; transfers go through the page cache, which costs memory "
+        "and speed. Put storage.paths on an ext4 or XFS file system on a local drive",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return OpenedFile(fd=os.open(path, flags | os.O_CLOEXEC, mode), direct=False, alignment=1)

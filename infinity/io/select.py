@@ -1,0 +1,39 @@
+"""The choice of an engine."""
+
+from __future__ import annotations
+
+import logging
+
+from infinity.config import StorageConfig
+from infinity.errors import ConfigError
+from infinity.io.engine import Engine
+from infinity.io.ring import RingRefusedError
+from infinity.io.threads import ThreadEngine
+from infinity.io.uring import UringEngine
+
+_log = logging.getLogger(__name__)
+
+
+def open_engine(config: StorageConfig) -> tuple[Engine, str]:
+    """Return a running engine and the reason for choosing it, which is logged.
+
+    Raises:
+        ConfigError: `storage.engine` asks for io_uring and the kernel refuses it.
+    """
+    engine, reason = _choose(config)
+    _log.info("I/O engine %s: %s", engine.name, reason)
+    return engine, reason
+
+
+def _choose(config: StorageConfig) -> tuple[Engine, str]:
+    if config.engine == "threads":
+        return ThreadEngine(config.queue_depth, config.request_bytes), "set by storage.engine"
+    try:
+        engine = UringEngine(config.queue_depth, config.request_bytes)
+    except RingRefusedError as error:
+        if config.engine == "io_uring":
+            raise ConfigError(f"storage.engine = 'io_uring', but {error}; use 'auto' or 'threads'") from error
+        return ThreadEngine(config.queue_depth, config.request_bytes), str(error)
+    if config.engine == "io_uring":
+        return engine, "set by storage.engine"
+    return engine, "io_uring available"

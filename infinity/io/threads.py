@@ -1,0 +1,160 @@
+"""The engine of threads: `preadv` and `pwritev`, which release the GIL. Works everywhere.
+
+Fallback where io_uring is blocked, and the reference for the contract.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import threading
+from dataclasses import dataclass
+
+from infinity.errors import InfinityError, StorageError
+from infinity.io.engine import DataFile, Op, Ticket
+from infinity.io.files import FileTable, PinnedView, pin_request, transfer_error
+
+_log = logging.getLogger(__name__)
+
+_MOST_THREADS = 32
+_MOST_RETRIES = 1000
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    ticket: Ticket
+    file: DataFile
+    pinned: PinnedView
+    memory: memoryview
+    chunks_left: int
+    error: InfinityError | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Chunk:
+    request: _Request
+    start: int
+    stop: int
+
+
+class ThreadEngine:
+    """Moves every chunk of at most `request_bytes` in one of `threads` threads, first come, first served.
+
+    `threads` is also the number of chunks in flight at most; it defaults to `queue_depth`, bounded by 32.
+    """
+
+    name = "threads"
+
+    def __init__(self, queue_depth: int, request_bytes: int, threads: int | None = None) -> None:
+        self._request_bytes = request_bytes
+        self._files = FileTable()
+        self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._outstanding = 0
+        self._closed = False
+        count = threads if threads is not None else min(queue_depth, _MOST_THREADS)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"infinity-io-{index}", daemon=True)
+            for index in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def inflight(self) -> int:
+        """Requests submitted and not yet completed."""
+        return self._outstanding
+
+    def open(self, path: str, *, create: bool = False) -> DataFile:
+        """Open (or create, mode 0600) a file. Raises `StorageError`."""
+        return self._files.open(path, create=create)
+
+    def register(self, memory: memoryview) -> None:
+        """Do nothing: `preadv` has no use for announced memory."""
+
+    def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
+        """Queue a transfer. Raises `ValueError` (misaligned, empty) or `InfinityError` (closed)."""
+        pinned = pin_request(op, file, offset, memory)
+        length, step = pinned.length, self._request_bytes
+        self._files.require(file, op.value, offset, length)
+        ticket = Ticket(op, file.path, offset, length)
+        request = _Request(ticket, file, pinned, memory.cast("B"), -(-length // step))
+        with self._lock:
+            if self._closed:
+                raise InfinityError(f"{op.value} of {file.path}: the I/O engine is closed")
+            self._outstanding += 1
+            for start in range(0, length, step):
+                self._chunks.put(_Chunk(request, start, min(start + step, length)))
+        return ticket
+
+    def sync(self, file: DataFile) -> None:
+        """Make completed writes durable. Raises `StorageError`."""
+        self._files.sync(file)
+
+    def forget(self, file: DataFile) -> None:
+        """Close a file that has no request in flight."""
+        self._files.forget(file)
+
+    def close(self) -> None:
+        """Complete what was submitted, then end the threads and close the files. Idempotent."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            if first:
+                for _ in self._threads:
+                    self._chunks.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._files.close()
+
+    def _run(self) -> None:
+        while (chunk := self._chunks.get()) is not None:
+            request = chunk.request
+            if request.error is None:
+                try:
+                    _move(chunk)
+                except InfinityError as error:
+                    request.error = error
+                except Exception as error:
+                    ticket = request.ticket
+                    request.error = StorageError(
+                        ticket.op.value, ticket.path, ticket.offset, ticket.length, None, repr(error)
+                    )
+            self._end_chunk(request)
+            del chunk, request  # an idle thread must not keep the memory of its last request
+
+    def _end_chunk(self, request: _Request) -> None:
+        with self._lock:
+            request.chunks_left -= 1
+            if request.chunks_left:
+                return
+            self._outstanding -= 1
+        request.memory.release()
+        request.pinned.release()
+        try:
+            request.ticket.complete(request.error)
+        except Exception:
+            _log.exception("a callback of %s failed", request.ticket)
+
+
+def _move(chunk: _Chunk) -> None:
+    request, file = chunk.request, chunk.request.file
+    ticket = request.ticket
+    transfer = os.preadv if ticket.op is Op.READ else os.pwritev
+    at, retries = chunk.start, 0
+    while at < chunk.stop:
+        try:
+            with request.memory[at : chunk.stop] as part:
+                moved = transfer(file.fd, [part], ticket.offset + at)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EINTR) and retries < _MOST_RETRIES:
+                retries += 1
+                continue
+            raise transfer_error(ticket, error.errno or errno.EIO, at) from error
+        # The rest of a direct transfer must start aligned again.
+        progress = moved - moved % file.alignment
+        if progress == 0:
+            raise transfer_error(ticket, None, at)
+        at += progress

@@ -1,0 +1,346 @@
+"""The engine of io_uring: one thread that submits and reaps for everybody.
+
+`submit` only appends to a list and, if the thread sleeps, wakes it through an eventfd; the thread cuts
+requests into chunks, keeps at most `queue_depth` of them in the kernel, and hands over all new ones and
+waits for completions in a single system call. Nothing but that thread touches the ring (`ring.py` says why).
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infinity.errors import InfinityError, StorageError
+from infinity.io import ring as uapi
+from infinity.io.engine import DataFile, Op, Ticket
+from infinity.io.files import FileTable, PinnedView, pin_request, transfer_error
+from infinity.io.ring import Ring
+from infinity.units import align_down
+
+_log = logging.getLogger(__name__)
+
+_MOST_RETRIES = 1000
+_WAKE = (1 << 64) - 1
+_RETRY_ERRORS = (-errno.EAGAIN, -errno.EINTR)
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    ticket: Ticket
+    file: DataFile
+    pinned: PinnedView
+    cursor: int = 0  # bytes already cut into chunks
+    chunks: int = 0  # chunks cut and not ended
+    error: StorageError | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Chunk:
+    request: _Request
+    start: int
+    stop: int
+    retries: int = 0
+
+
+class UringEngine:
+    """Moves chunks of at most `request_bytes` with io_uring, at most `queue_depth` in flight.
+
+    Raises:
+        RingRefusedError: io_uring is not allowed here; the message says why.
+    """
+
+    name = "io_uring"
+
+    def __init__(self, queue_depth: int, request_bytes: int) -> None:
+        self._depth, self._request_bytes = queue_depth, request_bytes
+        self._files = FileTable()
+        self._lock = threading.Lock()
+        # Shared, under the lock:
+        self._incoming: list[_Request] = []
+        self._commands: list[Callable[[], None]] = []
+        self._outstanding = 0
+        self._asleep = False
+        self._closed = False
+        # Only the engine's thread touches what follows.
+        self._backlog: deque[_Request] = deque()
+        self._again: deque[_Chunk] = deque()
+        self._slots: list[_Chunk | None] = []
+        self._free: list[int] = []
+        self._wake_armed = False
+        self._pieces: list[tuple[int, int]] = []  # (address, end) of registered memory, sorted
+        self._piece_numbers: list[int] = []
+        self._registered: list[PinnedView] = []
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wake_count = ctypes.create_string_buffer(8)
+        self._start()
+
+    @property
+    def inflight(self) -> int:
+        """Requests submitted and not yet completed."""
+        return self._outstanding
+
+    def open(self, path: str, *, create: bool = False) -> DataFile:
+        """Open (or create, mode 0600) a file. Raises `StorageError`."""
+        return self._files.open(path, create=create)
+
+    def register(self, memory: memoryview) -> None:
+        """Pin `memory` in the kernel, so that transfers skip looking up its pages.
+
+        Without the right or the locked-memory limit for it (EPERM, ENOMEM), one message is logged and
+        transfers go on unregistered. The memory cannot be freed before the engine is closed.
+        """
+        pinned = PinnedView(memory)
+        done = threading.Event()
+
+        def command() -> None:
+            try:
+                self._register(pinned)
+            finally:
+                done.set()
+
+        with self._lock:
+            self._require_open("register")
+            self._commands.append(command)
+            self._wake()
+        if threading.current_thread() is not self._thread:
+            done.wait()
+
+    def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
+        """Queue a transfer. Raises `ValueError` (misaligned, empty) or `InfinityError` (closed)."""
+        pinned = pin_request(op, file, offset, memory)
+        self._files.require(file, op.value, offset, pinned.length)
+        ticket = Ticket(op, file.path, offset, pinned.length)
+        request = _Request(ticket, file, pinned)
+        with self._lock:
+            self._require_open(f"{op.value} of {file.path}")
+            self._outstanding += 1
+            self._incoming.append(request)
+            self._wake()
+        return ticket
+
+    def sync(self, file: DataFile) -> None:
+        """Make completed writes durable. Raises `StorageError`."""
+        self._files.sync(file)
+
+    def forget(self, file: DataFile) -> None:
+        """Close a file that has no request in flight."""
+        self._files.forget(file)
+
+    def close(self) -> None:
+        """Complete what was submitted, then end the thread and close ring and files. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._files.close()
+
+    def _require_open(self, what: str) -> None:
+        if self._closed:
+            raise InfinityError(f"{what}: the I/O engine is closed")
+
+    def _wake(self) -> None:
+        # Under the lock, so that the descriptor cannot be closed in between.
+        if self._asleep:
+            self._asleep = False
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _start(self) -> None:
+        ready = threading.Event()
+        refused: list[Exception] = []
+
+        def body() -> None:
+            try:
+                ring = Ring(self._depth + 1)
+            except Exception as error:
+                refused.append(error)
+                return
+            finally:
+                ready.set()
+            self._run(ring)
+
+        self._thread = threading.Thread(target=body, name="infinity-io-uring", daemon=True)
+        self._thread.start()
+        ready.wait()
+        if refused:
+            self._thread.join()
+            os.close(self._wake_fd)
+            raise refused[0]
+
+    # What follows runs in the engine's thread.
+
+    def _run(self, ring: Ring) -> None:
+        self._ring = ring
+        depth = min(self._depth, ring.entries - 1)
+        self._slots, self._free = [None] * depth, list(range(depth))
+        try:
+            while self._prepare():
+                ring.enter(1)
+                self._asleep = False
+                for data, result in ring.reap():
+                    if data == _WAKE:
+                        self._wake_armed = False
+                    else:
+                        self._on_completion(data, result)
+        except BaseException as error:
+            _log.exception("the io_uring thread failed")
+            self._abandon(error)
+        finally:
+            ring.close()
+            with self._lock:
+                os.close(self._wake_fd)
+            for pinned in self._registered:
+                pinned.release()
+
+    def _prepare(self) -> bool:
+        """Push all that fits, and return whether there is anything to wait for."""
+        while True:
+            self._push_chunks()
+            with self._lock:
+                commands, self._commands = self._commands, []
+                if self._free and self._incoming:
+                    self._backlog.extend(self._incoming)
+                    self._incoming.clear()
+                elif not commands:
+                    if self._closed and not self._outstanding:
+                        return False
+                    # With every slot taken, a completion comes first anyway: no wake-up needed.
+                    self._asleep = bool(self._free)
+                    break
+            for command in commands:
+                command()
+        if self._asleep and not self._wake_armed:
+            self._ring.push(uapi.READ, self._wake_fd, ctypes.addressof(self._wake_count), 8, 0, _WAKE)
+            self._wake_armed = True
+        return True
+
+    def _push_chunks(self) -> None:
+        free, backlog = self._free, self._backlog
+        while free:
+            if self._again:
+                self._push(self._again.popleft())
+            elif backlog:
+                request = backlog[0]
+                start, length = request.cursor, request.pinned.length
+                if start >= length:
+                    backlog.popleft()
+                    continue
+                request.cursor = stop = min(start + self._request_bytes, length)
+                request.chunks += 1
+                self._push(_Chunk(request, start, stop))
+            else:
+                return
+
+    def _push(self, chunk: _Chunk) -> None:
+        request, start = chunk.request, chunk.start
+        if request.error is not None:
+            self._end_chunk(request)
+            return
+        ticket = request.ticket
+        reading = ticket.op is Op.READ
+        address, length = request.pinned.address + start, chunk.stop - start
+        slot = self._free.pop()
+        self._slots[slot] = chunk
+        piece = self._piece_of(address, length)
+        if piece is None:
+            self._ring.push(
+                uapi.READ if reading else uapi.WRITE,
+                request.file.fd, address, length, ticket.offset + start, slot,
+            )  # fmt: skip
+        else:
+            self._ring.push(
+                uapi.READ_FIXED if reading else uapi.WRITE_FIXED,
+                request.file.fd, address, length, ticket.offset + start, slot, piece,
+            )  # fmt: skip
+
+    def _piece_of(self, address: int, length: int) -> int | None:
+        at = bisect.bisect_right(self._pieces, (address, _WAKE)) - 1
+        if at < 0 or address + length > self._pieces[at][1]:
+            return None
+        return self._piece_numbers[at]
+
+    def _on_completion(self, slot: int, result: int) -> None:
+        chunk = self._slots[slot]
+        if chunk is None:
+            raise RuntimeError(f"completion of unknown slot {slot}")
+        self._slots[slot] = None
+        self._free.append(slot)
+        request = chunk.request
+        if result == chunk.stop - chunk.start:
+            self._end_chunk(request)
+        elif result in _RETRY_ERRORS and chunk.retries < _MOST_RETRIES:
+            chunk.retries += 1
+            self._again.append(chunk)
+        elif result < 0:
+            self._fail(request, transfer_error(request.ticket, -result, chunk.start))
+        elif progress := align_down(result, request.file.alignment):
+            chunk.start += progress  # the rest of a direct transfer must start aligned again
+            self._again.append(chunk)
+        else:
+            self._fail(request, transfer_error(request.ticket, None, chunk.start))
+
+    def _fail(self, request: _Request, error: StorageError) -> None:
+        if request.error is None:
+            request.error = error
+            request.cursor = request.pinned.length
+        self._end_chunk(request)
+
+    def _end_chunk(self, request: _Request) -> None:
+        request.chunks -= 1
+        if request.chunks == 0 and request.cursor == request.pinned.length:
+            self._end_request(request, request.error)
+
+    def _end_request(self, request: _Request, error: InfinityError | None) -> None:
+        with self._lock:
+            self._outstanding -= 1
+        request.pinned.release()
+        try:
+            request.ticket.complete(error)
+        except Exception:
+            _log.exception("a callback of %s failed", request.ticket)
+
+    def _register(self, pinned: PinnedView) -> None:
+        start, end = pinned.address, pinned.address + pinned.length
+        if any(first < end and start < last for first, last in self._pieces):
+            pinned.release()
+            return
+        step = uapi.FIXED_PIECE_BYTES
+        starts = range(start, end, step)
+        number = len(self._pieces)
+        try:
+            if number + len(starts) > uapi.FIXED_PIECES:
+                raise OSError(errno.ENOSPC, "too many pieces of registered memory")
+            self._ring.register(number, [(at, min(step, end - at)) for at in starts])
+        except OSError as error:
+            _log.info("memory is not registered with io_uring (%s); transfers go on without", error.strerror)
+            pinned.release()
+            return
+        self._registered.append(pinned)
+        numbers = dict(zip(self._pieces, self._piece_numbers, strict=True))
+        for index, at in enumerate(starts):
+            numbers[at, min(at + step, end)] = number + index
+        self._pieces = sorted(numbers)
+        self._piece_numbers = [numbers[piece] for piece in self._pieces]
+
+    def _abandon(self, cause: BaseException) -> None:
+        """Fail every request after the ring broke, so that nobody waits for ever."""
+        with self._lock:
+            self._closed = True
+            waiting = [*self._backlog, *self._incoming]
+            self._incoming.clear()
+            commands, self._commands = self._commands, []
+        waiting += [chunk.request for chunk in (*self._slots, *self._again) if chunk is not None]
+        for request in dict.fromkeys(waiting):
+            ticket = request.ticket
+            if not ticket.done:
+                where = (ticket.op.value, ticket.path, ticket.offset, ticket.length)
+                self._end_request(request, StorageError(*where, None, f"io_uring failed: {cause!r}"))
+        for command in commands:
+            command()

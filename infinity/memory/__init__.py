@@ -1,0 +1,1 @@
+"""The pinned host arena and its frames."""

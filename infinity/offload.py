@@ -1,0 +1,393 @@
+"""`infinity.offload`: composes arena, store, pager, attachment and optimizer into one run."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from infinity.budget import Budget, choose_budget
+from infinity.checkpoint.commit import Committer, ResumedState, check_layout, find_commit, remove_commits, restore
+from infinity.checkpoint.manifest import Manifest
+from infinity.config import Config, check_config, load_config, runtime_dir
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.fsdp import private
+from infinity.fsdp.attach import Attachment, ShardedModel
+from infinity.fsdp.content import ShardContent, dtype_name
+from infinity.fsdp.materialize import InitFunction, Member, ModuleInitialiser, PretrainedFolder
+from infinity.io import Engine, Ticket, open_engine
+from infinity.layout import Layout, Page, StateFormat
+from infinity.memory.arena import Arena, keep_freed_memory
+from infinity.optim.kernel import UpdateKernel
+from infinity.optim.optimizer import PagedOptimizer
+from infinity.optim.step import StepState
+from infinity.ranks import Ranks
+from infinity.schedule.pager import Pager
+from infinity.store.extents import file_sizes, plan_slots, spread
+from infinity.store.folder import FolderLock, RunFolder, find_runs, latest_run, new_run_id, reserve
+from infinity.store.pages import PageStore
+from infinity.telemetry import Stats
+from infinity.telemetry.ledger import Ledger
+from infinity.units import MIB, align_down, format_size
+
+_log = logging.getLogger("infinity")
+_SPARE_SLOTS = 16
+_LOAD_LIMIT = 256 * MIB
+_live_runs: weakref.WeakSet[PagedOptimizer] = weakref.WeakSet()
+
+
+def mesh(device_type: str | None = None) -> DeviceMesh:
+    """Return a mesh over all ranks for `fully_shard(..., mesh=infinity.mesh())`.
+
+    Under torchrun the process group is made from its environment; under plain `python` one of a single rank is
+    made, without any network. A process group that exists already is used.
+
+    Args:
+        device_type: ``cuda`` or ``cpu``; by default ``cuda`` where there is a GPU.
+    """
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return private.default_mesh(device_type)
+
+
+def offload(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    init: InitFunction | None = None,
+) -> PagedOptimizer:
+    """Move a sharded model's parameters and optimizer state to NVMe; return the optimizer to train with.
+
+    Args:
+        model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
+        optimizer: any element-wise `torch.optim` optimizer over its parameters, without state yet.
+        config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
+        weights: folder of safetensors to load a model on the meta device from, as a stream.
+        init: initialises one module of a model on the meta device in place; by default the model's own
+            `_init_weights`, else each module's `reset_parameters`.
+
+    Raises:
+        ConfigError: a setting is wrong. BudgetError: the arena or the space on NVMe is too small.
+        UnsupportedError: the model or the optimizer cannot be paged, with the reason.
+        FolderBusyError: another live run owns a path. CommitError: there is nothing to resume from.
+    """
+    settings = load_config(config)
+    check_config(settings)
+    sharded = ShardedModel.inspect(model)
+    _check_optimizer(sharded, optimizer)
+    if (weights or init) and not sharded.on_meta:
+        raise ConfigError("weights and init are for models on the meta device; this model has values already")
+    keep_freed_memory()
+    ranks = Ranks.current()
+    kernel = UpdateKernel(optimizer)
+    budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
+    run = ranks.together("opening the run", lambda: _Run.open(settings, ranks, budget, sharded))
+    try:
+        paged = run.attach(sharded, optimizer, kernel, weights, init)
+    except BaseException:
+        run.close(committed=run.resumed is not None)
+        raise
+    _live_runs.add(paged)
+    return paged
+
+
+@atexit.register
+def _close_all() -> None:
+    for optimizer in list(_live_runs):
+        optimizer.close()
+
+
+def _check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    if optimizer.state:
+        raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
+    if isinstance(optimizer, PagedOptimizer):
+        raise UnsupportedError("the model is offloaded already")
+    known = {id(param) for unit in sharded.parameters() for param in unit}
+    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if foreign := len(given - known):
+        raise UnsupportedError(
+            f"{foreign} parameters of the optimizer do not belong to the model; make the optimizer after fully_shard"
+        )
+    for members in sharded.members:
+        for member in members:
+            param = member.param.sharded_param
+            if param.requires_grad and id(param) not in given:
+                raise UnsupportedError(
+                    f"{member.names[0]} requires a gradient but is not in the optimizer; add it, or freeze it with "
+                    "requires_grad_(False)"
+                )
+
+
+def _budget(
+    settings: Config, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel, ranks: Ranks
+) -> Budget:
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    kinds: dict[tuple[int, torch.dtype], tuple[tuple[str, str], ...]] = {}
+
+    def format_of(param: nn.Parameter, gather: str) -> StateFormat:
+        group = group_of[id(param)]
+        key = (id(group), param.dtype)
+        if key not in kinds:
+            kinds[key] = kernel.discover(param.dtype, group).kinds
+        return StateFormat(param=gather, kinds=kinds[key], grad=dtype_name(param.dtype))
+
+    units, formats = sharded.describe(format_of)
+    host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
+    return choose_budget(units, formats, align_down(host, 65536), settings.memory.page_bytes)
+
+
+class _Run:
+    """Everything that lives from `offload` to `close`."""
+
+    def __init__(
+        self,
+        settings: Config,
+        ranks: Ranks,
+        layout: Layout,
+        frames: int,
+        folder: RunFolder,
+        lock: FolderLock,
+        engine: Engine,
+        reason: str,
+        found: Manifest | None,
+        device: torch.device,
+    ) -> None:
+        self.settings, self.ranks, self.layout, self.folder = settings, ranks, layout, folder
+        self.engine, self.engine_reason = engine, reason
+        self.resumed: ResumedState | None = None
+        self._lock, self._found = lock, found
+        self._closers: list[Callable[[], None]] = []
+        paths = settings.storage.paths
+        self._shares = list(found.weights) if found else [1.0] * len(paths)
+        homes = spread(layout.pages, self._shares)
+        slots = plan_slots(layout.pages, homes, _SPARE_SLOTS)
+        files = [folder.data_file(index, ranks.rank) for index in range(len(paths))]
+        for file, size in zip(files, file_sizes(slots, len(paths)), strict=True):
+            reserve(file, size)
+        self.files = files
+        self.stats = Stats.create(
+            runtime_dir(settings.telemetry),
+            run_id=folder.run_id,
+            rank=ranks.rank,
+            local_rank=ranks.local_rank,
+            world_size=ranks.world_size,
+            devices=[f"nvme{index}" for index in range(len(paths))],
+            info={
+                "version": _version(),
+                "torch_version": torch.__version__,
+                "io_engine": engine.name,
+                "paths": json.dumps([str(Path(path).resolve()) for path in paths]),
+            },
+        )
+        self.ledger = Ledger(self.stats)
+        self.arena = Arena(frames, layout.page_bytes, device=device)
+        engine.register(self.arena.memory)
+        self.store = PageStore(
+            layout.pages,
+            homes,
+            files,
+            slots,
+            engine,
+            name_of=layout.page_name,
+            moved=self._moved,
+            timeout=settings.storage.timeout_seconds,
+            committed=found.pages if found else None,
+        )
+        self.pager = Pager(layout, self.arena, self.store, self.ledger, timeout=settings.storage.timeout_seconds)
+        self.stats.gauge("tier_capacity_bytes", tier="host").set(self.arena.nbytes)
+        self.stats.gauge("tier_capacity_bytes", tier="nvme").set(sum(file_sizes(slots, len(paths))))
+
+    @classmethod
+    def open(cls, settings: Config, ranks: Ranks, budget: Budget, sharded: ShardedModel) -> _Run:
+        """Take the folders, find the commit to resume from, reserve space, allocate the arena."""
+        paths = settings.storage.paths
+        run_id = new_run_id()
+        lock = FolderLock.acquire(paths, run_id, ranks.local_rank)
+        engine = None
+        folder = None
+        try:
+            resume = settings.run.resume
+            run_id = ranks.agree(latest_run(paths, resume) if resume and ranks.rank == 0 else run_id)
+            folder = RunFolder.of(paths, run_id)
+            found = None
+            if resume:
+                found = find_commit(folder, ranks)
+                check_layout(found, budget.layout, run_id)
+                if len(found.weights) != len(paths):
+                    raise ConfigError(
+                        f"run {run_id} lies on {len(found.weights)} paths, storage.paths names {len(paths)}"
+                    )
+                remove_commits(folder, ranks.rank, keep=found.step)
+            elif ranks.local_rank == 0:
+                _report_earlier_runs(paths)
+            folder.create()
+            engine, reason = open_engine(settings.storage)
+            return cls(
+                settings, ranks, budget.layout, budget.frames, folder, lock, engine, reason, found, sharded.device
+            )
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            if folder is not None and not settings.run.resume:
+                folder.remove()
+            lock.release()
+            raise
+
+    def attach(
+        self,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        kernel: UpdateKernel,
+        weights: str | os.PathLike[str] | None,
+        init: InitFunction | None,
+    ) -> PagedOptimizer:
+        """Give the model paged shards and return its optimizer."""
+        settings, layout = self.settings, self.layout
+        attachment: Attachment
+        paged: PagedOptimizer
+
+        def gathering(shard: int) -> bool:
+            return paged.gathering(shard, attachment.training_pass)
+
+        limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)
+        content = ShardContent(layout, self.pager, load_limit=limit, gathering=gathering)
+        initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
+        if self._found is None:
+            self._write_first_values(sharded, content, initialiser, weights)
+        if sharded.on_meta:
+            initialiser.buffers(sharded.device)
+        attachment = Attachment(
+            sharded, content, gradient_arrived=lambda shard, param, grad: paged.gradient_arrived(shard, param, grad)
+        )
+        self._closers.append(attachment.detach)
+        attachment.remap(optimizer)
+        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+        groups = {
+            shard: group_of[id(param)] for shard, param in enumerate(attachment.parameters) if id(param) in group_of
+        }
+        state = StepState(layout, self.pager, kernel, group_of=groups.__getitem__, phase=self.ledger.phase)
+        if self._found is not None:
+            self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
+            state.scalars.update(self.resumed.scalars)
+        index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
+        self._committer = Committer(self.folder, self.ranks, layout, self.store, self._shares)
+        self._model, self._groups = sharded.model, optimizer.param_groups
+        paged = PagedOptimizer(
+            optimizer,
+            attachment.parameters,
+            [index_of[id(param)] for param in sharded.model.parameters()],
+            layout=layout,
+            frames=self.arena.frames,
+            pager=self.pager,
+            content=content,
+            state=state,
+            ledger=self.ledger,
+            run=self,
+            placement=settings.update.placement,
+            steps=self.resumed.step if self.resumed else 0,
+            names={
+                name: shard
+                for shard, member in enumerate(member for unit in sharded.members for member in unit)
+                for name in member.names
+            },
+        )
+        self.ledger.restart_step()
+        return paged
+
+    def _write_first_values(
+        self,
+        sharded: ShardedModel,
+        content: ShardContent,
+        initialiser: ModuleInitialiser,
+        weights: str | os.PathLike[str] | None,
+    ) -> None:
+        source = PretrainedFolder(weights) if weights else initialiser
+        first = 0
+        for unit, (name, members) in enumerate(zip(sharded.names, sharded.members, strict=True)):
+            values = source.values(name, members) if sharded.on_meta else _local_values(members)
+            content.initialise(unit, lambda shard, values=values, first=first: values[shard - first])  # type: ignore[misc]
+            first += len(members)
+
+    def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
+        """Publish a commit."""
+        self._committer.publish(step, self._model, scalars, self._groups, extra)
+
+    @property
+    def resumed_extra(self) -> dict[str, Any]:
+        """The `extra` of the commit that this run resumed from."""
+        return self.resumed.extra if self.resumed else {}
+
+    def _moved(self, page: Page, ticket: Ticket, path: int) -> None:
+        self.ledger.moved(
+            ticket.op.value, page.role.value, path, ticket.length, ticket.completed - ticket.submitted, ticket.error
+        )
+
+    def close(self, *, committed: bool) -> None:
+        """Release files, memory and lock; remove the run when nothing of it is to be kept."""
+        for closer in self._closers:
+            closer()
+        self.store.close()
+        self.engine.close()
+        self.arena.close()
+        self.stats.close(remove=True)
+        keep = self.settings.run.keep
+        if keep == "never" or (keep == "auto" and not committed):
+            for file in self.files:
+                file.unlink(missing_ok=True)
+            if self.ranks.local_rank == 0:
+                shutil.rmtree(self.folder.commits, ignore_errors=True)
+            for root in self.folder.roots:
+                try:
+                    root.rmdir()
+                except OSError:  # another rank of this node is not done yet, and removes it then
+                    continue
+        self._lock.release()
+
+
+def _local_values(members: tuple[Member, ...]) -> dict[int, torch.Tensor]:
+    return {
+        position: private.local_tensor(member.param).detach().reshape(-1).cpu()
+        for position, member in enumerate(members)
+    }
+
+
+def _report_earlier_runs(paths: tuple[str, ...]) -> None:
+    runs = find_runs(paths)
+    if runs:
+        size = sum(
+            file.stat().st_blocks * 512 for path in paths for run in runs for file in (Path(path) / run).glob("*.pages")
+        )
+        _log.warning(
+            "%s holds %d earlier runs (%s): %s; resume with run.resume = \"latest\", or free the space with "
+            "`infinity store rm`",
+            ", ".join(paths), len(runs), format_size(size), ", ".join(runs),
+        )  # fmt: skip
+
+
+def _version() -> str:
+    import infinity
+
+    return infinity.__version__
+
+

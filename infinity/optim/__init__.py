@@ -1,0 +1,1 @@
+"""The update of one page, and where in the step updates run."""

@@ -1,0 +1,288 @@
+"""The optimizer that users hold: a real `torch.optim.Optimizer` whose state is paged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity.errors import InfinityError, UnsupportedError
+from infinity.fsdp import private
+from infinity.fsdp.content import ShardContent
+from infinity.layout import MASTER, Layout
+from infinity.optim.step import StepState
+from infinity.schedule.pager import Pager
+from infinity.schedule.planner import Plan, make_plan
+from infinity.schedule.trace import Event, Placement, eligible_for_backward, expand
+from infinity.telemetry.ledger import Ledger, StepRecord
+
+
+class Run(Protocol):
+    """What the optimizer needs of the run it belongs to."""
+
+    @property
+    def resumed_extra(self) -> dict[str, Any]:
+        """What the commit it resumed from was given as `extra`."""
+
+    def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
+        """Publish a commit; the pages are flushed."""
+
+    def close(self, *, committed: bool) -> None:
+        """Release everything."""
+
+
+class PagedOptimizer(torch.optim.Optimizer):
+    """Shares `param_groups` with the optimizer it was made from; made by `infinity.offload`.
+
+    A training step is forward, backward, optionally `clip_grad_norm_`, `step`, `zero_grad`. Several backward
+    passes before a step accumulate. `commit` makes the state after the last step durable.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[nn.Parameter],
+        order: list[int],
+        *,
+        layout: Layout,
+        frames: int,
+        pager: Pager,
+        content: ShardContent,
+        state: StepState,
+        ledger: Ledger,
+        run: Run,
+        placement: str,
+        steps: int = 0,
+        names: dict[str, int],
+    ) -> None:
+        self._layout, self._frames, self._pager, self._content = layout, frames, pager, content
+        self._step_state, self._ledger, self._run = state, ledger, run
+        self._parameters, self._order, self._names = parameters, order, names
+        self._wanted = placement
+        self._placed: str | None = None if placement != "after_backward" else placement
+        self._events: tuple[Event, ...] = ()
+        self._plan: Plan | None = None
+        self._settings_in_backward: list[dict[str, Any]] | None = None
+        self._closed = False
+        self._committed_step = steps if steps else -1
+        self.steps = steps
+        self.records: list[StepRecord] = []
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups  # shared, so that schedulers made before still work
+
+    # The torch.optim.Optimizer interface #
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply the gradients that have arrived since the last step.
+
+        Raises:
+            StorageError, CorruptPageError, StallError: a page could not be moved; the last commit is intact.
+            InfinityError: settings changed after updates had already run in backward.
+        """
+        self._check_open()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        state = self._step_state
+        if not state.has_gradients:
+            return loss
+        self._check_settings()
+        clipped = state.clipped
+        before = state.updated_elements
+        events = state.finish()
+        self.steps += 1
+        self._replan(events, clipped)
+        self._pager.begin_step()
+        self._settings_in_backward = None
+        self.records.append(
+            self._ledger.end_step(self.steps, state.updated_elements - before, self._pager.census())
+        )
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that have arrived and were not used by a step; after a step there are none."""
+        self._check_open()
+        if self._step_state.has_gradients:
+            self._step_state.drop_gradients()
+            self._pager.begin_step()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the global norm of all gradients over all ranks; return the norm before, a scalar tensor.
+
+        The same bits as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` in memory.
+
+        Raises:
+            InfinityError: updates run in backward, so the gradients are gone (set ``update.placement``).
+            RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        """
+        self._check_open()
+        return self._step_state.clip(float(max_norm), float(norm_type), error_if_nonfinite, self._order)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: the state lies on NVMe.
+
+        Raises:
+            UnsupportedError: always; `commit` saves the state, `read_state` reads that of one parameter.
+        """
+        raise UnsupportedError(
+            "the optimizer's state is on NVMe and would not fit in memory: optimizer.commit() saves it, "
+            "run.resume continues from it, optimizer.read_state(name) reads one parameter's"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused; see `state_dict`.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("the optimizer's state is on NVMe: set run.resume to continue from a commit")
+
+    # What paging adds #
+
+    def commit(self, extra: dict[str, Any] | None = None) -> None:
+        """Make the state after the last step durable: weights, moments, step counts, random state, `extra`.
+
+        Nothing is copied: modified pages that are still in the arena are written, then a manifest is
+        published. All ranks call it together.
+
+        Args:
+            extra: plain data (JSON) of your own, such as a scheduler's `state_dict` or the data position; a resumed
+                run finds it in `resumed_extra`.
+
+        Raises:
+            InfinityError: gradients are pending (call it after `step`), or another rank failed.
+            StorageError: a device refused; the commit before is intact.
+        """
+        self._check_open()
+        if self._step_state.has_gradients:
+            raise InfinityError("commit() between backward and step(): call it after step(), when no gradient is pending")
+        started = time.perf_counter()
+        with self._ledger.phase("commit"):
+            self._pager.flush()
+            self._run.publish(self.steps, self._step_state.scalars, dict(extra or {}))
+        self._committed_step = self.steps
+        self._ledger.committed(time.perf_counter() - started)
+        self._ledger.restart_step()
+
+    @property
+    def resumed_extra(self) -> dict[str, Any]:
+        """The `extra` of the commit that this run resumed from; empty for a new run."""
+        return self._run.resumed_extra
+
+    @property
+    def update_placement(self) -> str:
+        """Where updates run: ``in_backward``, ``after_backward``, or ``recording`` in the first step."""
+        return self._placed or "recording"
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed; None until the first step has been recorded."""
+        return self._plan
+
+    @property
+    def layout(self) -> Layout:
+        """The pages of this rank."""
+        return self._layout
+
+    @property
+    def run(self) -> Run:
+        """The run that this optimizer belongs to."""
+        return self._run
+
+    def read_state(self, name: str) -> dict[str, torch.Tensor]:
+        """Return this rank's master and optimizer states of one parameter, each of shape (local elements,).
+
+        Raises:
+            InfinityError: there is no trained parameter of that name.
+        """
+        shard = self._names.get(name, -1)
+        if shard < 0 or not self._layout.shards[shard].spec.trainable:
+            raise InfinityError(f"there is no trained parameter {name!r}")
+        kinds = self._layout.segments[self._layout.shards[shard].segment].format.kinds
+        values = {kind: self._content.load_section(shard, kind) for kind, _ in kinds}
+        scalars = self._step_state.scalars.get(shard, {})
+        return {MASTER: self._content.load(shard), **values, **scalars}
+
+    def close(self) -> None:
+        """Wait for what is in flight and release files, memory and the folder lock. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._pager.drain()
+            self._run.close(committed=self._committed_step >= 0)
+
+    def __enter__(self) -> PagedOptimizer:
+        """Close at the end of a `with` block."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close."""
+        self.close()
+
+    # Gradients and gathers, called by the attachment #
+
+    def gathering(self, shard: int, training: bool) -> bool:
+        """Note that a shard's pages are about to be copied out; return whether the plan knows of it."""
+        if not training:
+            return False
+        self._ledger.enter("backward" if private.in_backward() else "forward")
+        placed = self._layout.shards[shard]
+        if self._layout.unit_shards[placed.unit][0] == shard:
+            self._step_state.gathered(placed.unit)
+        return True
+
+    def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """Take over a reduced gradient."""
+        self._ledger.enter("backward")
+        if self._placed == "in_backward" and self._settings_in_backward is None:
+            self._settings_in_backward = self._settings()
+        self._step_state.gradient_arrived(shard, param, grad)
+
+    # Planning #
+
+    def _replan(self, events: tuple[Event, ...], clipped: bool) -> None:
+        """After a step: choose the placement once, and plan when the step was not the planned one."""
+        if self._placed is None:
+            units = frozenset() if clipped else eligible_for_backward(events)
+            if self._wanted == "in_backward" and not units:
+                raise InfinityError(
+                    'update.placement = "in_backward" is impossible here: the step clips, or the gradients of every unit '
+                    'arrive several times; set "auto" or "after_backward"'
+                )
+            self._placed = "in_backward" if units else "after_backward"
+        elif events == self._events:
+            return
+        self._events = events
+        in_backward = self._placed == "in_backward"
+        placement = Placement(eligible_for_backward(events)) if in_backward else Placement.after_backward()
+        self._step_state.placement = placement
+        self._plan = make_plan(expand(events, self._layout, placement), self._layout, self._frames)
+        self._pager.install(self._plan)
+        self._ledger.predicted(self._plan.traffic.read_bytes, self._plan.traffic.written_bytes)
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+            for group in self.param_groups
+        ]
+
+    def _check_settings(self) -> None:
+        """With updates in backward, settings that change between backward and step would apply to a part only."""
+        if self._settings_in_backward is None:
+            return
+        for before, now in zip(self._settings_in_backward, self.param_groups, strict=True):
+            for key, value in before.items():
+                if now[key] != value:
+                    raise InfinityError(
+                        f"{key} was changed from {value} to {now[key]} between backward and step(), but updates already "
+                        'ran in backward; change it before backward, or set update.placement = "after_backward"'
+                    )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InfinityError("this optimizer was closed")

@@ -1,0 +1,70 @@
+"""The ranks of a run, and the few things they agree on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from infinity.errors import InfinityError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among the ranks."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """Return this process's place, from the process group and torchrun's environment."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return cls(rank, int(os.environ.get("LOCAL_RANK", rank)), world_size)
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks on this node."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
+    def agree(self, value: T) -> T:
+        """Return rank 0's value on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def collect(self, value: T) -> list[T]:
+        """Return the values of all ranks on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def together(self, what: str, action: Callable[[], T]) -> T:
+        """Run `action` on every rank; if it fails on one, raise on all, with the reason.
+
+        Raises:
+            InfinityError: `action` failed here or elsewhere; the failing rank's own error is the cause here.
+        """
+        failure: Exception | None = None
+        result: T | None = None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        reports = self.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise InfinityError(f"{what} failed on rank {rank}: {report}")
+        return result  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Trace, planner and pager: which page is where, and when."""

@@ -1,0 +1,446 @@
+"""The pager: executes a plan. The only code that changes where a page is.
+
+[Note: states of a page] A page has at most one frame. With a frame it is READING (a fetch is under way), or
+its content is valid; it may be dirty (newer than the store) and it may be being written at the same time.
+Without a frame its content is in the store. Three counters keep a frame in place: pins (in use now), claims
+(uses inside the plan's window) and residency. A frame is given up when all three are gone: at once if
+the content is clean or dead, after the write if it is dirty.
+
+[Note: threads] `access`, `plan` and `flush` belong to the training thread. Completions arrive on the store's
+threads and only touch state under `_changed`'s lock. Content is never copied under the lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Condition
+from typing import Protocol
+
+import torch
+
+from infinity.errors import InfinityError, StallError
+from infinity.layout import Layout
+from infinity.memory.arena import Arena
+from infinity.schedule.planner import Plan
+from infinity.schedule.trace import Access, Mode, Use
+
+
+class PageReaderWriter(Protocol):
+    """What the pager needs of a store."""
+
+    def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
+        """Fetch and verify a page, then call `done` from any thread."""
+
+    def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
+        """Store a page, then call `done` from any thread."""
+
+    def discard(self, page: int) -> None:
+        """Forget the stored version of a page."""
+
+    def has(self, page: int) -> bool:
+        """Whether a version is stored."""
+
+    def oldest_request(self) -> str:
+        """Describe the request that has been in flight longest."""
+
+
+class PagerObserver(Protocol):
+    """Who is told what the pager did (telemetry)."""
+
+    def stalled(self, cause: str, seconds: float) -> None:
+        """The training thread waited; `cause` is ``read``, ``write`` or ``arena``."""
+
+    def fetched(self, result: str) -> None:
+        """A page was needed; `result` is ``hit``, ``late`` or ``miss``."""
+
+    def diverged(self, detail: str) -> None:
+        """The step departed from the plan's trace."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Where one page is."""
+
+    frame: int = -1
+    reading: bool = False
+    writing: bool = False
+    dirty: bool = False
+    pins: int = 0
+    claims: int = 0
+
+
+@dataclass
+class _Following:
+    """Progress along a plan: `position` is the next access, `cursor` the last one claimed (both unwrapped)."""
+
+    plan: Plan
+    position: int = 0
+    cursor: int = -1
+    waiting: deque[int] = field(default_factory=deque)
+
+    @property
+    def expected(self) -> Access:
+        return self.plan.trace[self.position % len(self.plan.trace)]
+
+    @property
+    def reach(self) -> int:
+        cycle, position = divmod(self.position, len(self.plan.trace))
+        return self.plan.reach[position] + cycle * len(self.plan.trace)
+
+
+class Pager:
+    """Brings pages into frames ahead of their use and writes modified ones behind it."""
+
+    def __init__(
+        self, layout: Layout, arena: Arena, store: PageReaderWriter, observer: PagerObserver, *, timeout: float
+    ) -> None:
+        self._layout, self._arena, self._store, self._observer = layout, arena, store, observer
+        self._timeout = timeout
+        self._slots = [_Slot() for _ in layout.pages]
+        self._free = list(range(arena.frames))[::-1]
+        self._owner = [-1] * arena.frames
+        self._resident: frozenset[int] = frozenset()
+        self._following: _Following | None = None
+        self._installed: Plan | None = None
+        self._changed = Condition()
+        self._failure: Exception | None = None
+        self._reads = 0
+        self._writes = 0
+
+    # What the training loop calls #
+
+    @contextmanager
+    def access(self, uses: Access, *, planned: bool = True) -> Iterator[list[torch.Tensor]]:
+        """Hold the pages of `uses` in memory, as uint8 tensors of each page's length.
+
+        Args:
+            uses: distinct pages that are needed at the same moment.
+            planned: whether this access is part of a training step (else it is served beside the plan).
+
+        Raises:
+            CorruptPageError, StorageError: a page could not be brought in.
+            StallError: a transfer took longer than the time limit.
+        """
+        planned = self._begin(uses, planned)
+        try:
+            yield [self._tensor(use.page) for use in uses]
+        finally:
+            self._end(uses, planned)
+
+    def install(self, plan: Plan | None) -> None:
+        """Follow a plan from the start of the next step on; None serves everything on demand."""
+        with self._changed:
+            self._check()
+            self._drop_claims()
+            self._installed = plan
+            self._resident = plan.resident if plan else frozenset()
+            self._following = _Following(plan) if plan and plan.trace else None
+            for page in self._holders():
+                self._settle(page)
+            self._claim_window()
+
+    def begin_step(self) -> None:
+        """Mark the boundary between two steps; a step that departed from the plan rejoins it here."""
+        with self._changed:
+            self._check()
+            following = self._following
+            if self._installed is None or not self._installed.trace:
+                return
+            if following is not None and following.position % len(following.plan.trace) == 0:
+                return
+            if following is not None:
+                self._diverge("the step ended early")
+            self._following = _Following(self._installed)
+            self._claim_window()
+
+    def flush(self) -> None:
+        """Write every modified page and wait until nothing is in flight."""
+        with self._changed:
+            while True:
+                self._check()
+                for page in self._holders():
+                    slot = self._slots[page]
+                    if slot.dirty and not slot.writing:
+                        self._start_write(page)
+                if not self._writes:
+                    return
+                self._wait(lambda: not self._writes, "write")
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """Drop the content of pages that nobody will read again."""
+        with self._changed:
+            for page in pages:
+                slot = self._slots[page]
+                self._wait(lambda slot=slot: not slot.writing, "write")  # type: ignore[misc]
+                slot.dirty = False
+                if slot.frame >= 0 and not slot.pins and not slot.reading:
+                    self._release_frame(page)
+                self._store.discard(page)
+
+    def drain(self) -> None:
+        """Wait for all transfers without raising; the pager is not used afterwards."""
+        with self._changed:
+            self._drop_claims()
+            self._following = None
+            self._changed.wait_for(
+                lambda: not self._writes and not self._reads, self._timeout
+            )
+
+    def census(self) -> dict[str, int]:
+        """Return the number of frames by status: free, resident, streaming, writing."""
+        with self._changed:
+            counts = {"free": len(self._free), "resident": 0, "streaming": 0, "writing": 0}
+            for page in self._holders():
+                slot = self._slots[page]
+                status = "writing" if slot.writing else "resident" if page in self._resident else "streaming"
+                counts[status] += 1
+            return counts
+
+    # One access #
+
+    def _begin(self, uses: Access, planned: bool) -> bool:
+        with self._changed:
+            self._check()
+            following = self._following if planned else None
+            if following is not None and following.expected != uses:
+                self._diverge(self._describe(following.expected, uses))
+                following = None
+            for use in uses:
+                self._slots[use.page].pins += 1
+            try:
+                for use in uses:
+                    self._bring(use)
+                for use in uses:
+                    slot = self._slots[use.page]
+                    self._wait(lambda slot=slot: not slot.reading, "read")  # type: ignore[misc]
+                    if use.mode.modifies:
+                        self._wait(lambda slot=slot: not slot.writing, "write")  # type: ignore[misc]
+            except BaseException:
+                for use in uses:
+                    self._slots[use.page].pins -= 1
+                raise
+            return following is not None
+
+    def _bring(self, use: Use) -> None:
+        slot = self._slots[use.page]
+        fetch = slot.frame < 0 and use.mode.fetches and self._store.has(use.page)
+        if use.mode.fetches:
+            self._observer.fetched("miss" if fetch else "late" if slot.reading else "hit")
+        if slot.frame < 0:
+            self._await_frame(use.page)
+        if slot.frame < 0:  # while waiting, a completion may have fetched this very page
+            self._occupy(use.page, self._free.pop())
+            if fetch:
+                self._start_read(use.page)
+
+    def _end(self, uses: Access, planned: bool) -> None:
+        with self._changed:
+            following = self._following if planned else None
+            for use in uses:
+                slot = self._slots[use.page]
+                slot.pins -= 1
+                if use.mode.modifies:
+                    slot.dirty = True
+                elif use.mode is Mode.CONSUME:
+                    slot.dirty = False
+                    self._store.discard(use.page)
+            if following is not None:
+                following.position += 1
+                for use in uses:
+                    slot = self._slots[use.page]
+                    slot.claims = max(0, slot.claims - 1)
+                self._claim_window()
+            for use in uses:
+                if following is not None or use.mode is Mode.CONSUME:
+                    self._settle(use.page, dead=use.mode is Mode.CONSUME)
+            self._pump()
+
+    def _tensor(self, page: int) -> torch.Tensor:
+        return self._arena.tensor(self._slots[page].frame, self._layout.pages[page].nbytes)
+
+    # Claims: what the plan's window wants in memory #
+
+    def _claim_window(self) -> None:
+        following = self._following
+        if following is None:
+            return
+        trace = following.plan.trace
+        while following.cursor < following.reach:
+            following.cursor += 1
+            for use in trace[following.cursor % len(trace)]:
+                slot = self._slots[use.page]
+                slot.claims += 1
+                if slot.claims == 1 and slot.frame < 0 and use.mode.fetches:
+                    following.waiting.append(use.page)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Start the fetches that the window wants, as far as there are frames."""
+        following = self._following
+        while following is not None and following.waiting:
+            page = following.waiting[0]
+            slot = self._slots[page]
+            if slot.frame < 0 and slot.claims and self._store.has(page):
+                if not self._free and not self._evict_clean():
+                    return
+                self._occupy(page, self._free.pop())
+                self._start_read(page)
+            following.waiting.popleft()
+
+    def _drop_claims(self) -> None:
+        for slot in self._slots:
+            slot.claims = 0
+        if self._following is not None:
+            self._following.waiting.clear()
+
+    def _diverge(self, detail: str) -> None:
+        self._drop_claims()
+        self._following = None
+        self._observer.diverged(detail)
+
+    def _describe(self, expected: Access, found: Access) -> str:
+        def names(access: Access) -> str:
+            return " + ".join(f"{use.mode.value} {self._layout.page_name(use.page)}" for use in access)
+
+        return f"expected {names(expected)}, got {names(found)}"
+
+    # Frames #
+
+    def _holders(self) -> list[int]:
+        return [page for page in self._owner if page >= 0]
+
+    def _settle(self, page: int, *, dead: bool = False) -> None:
+        """Give up the frame of a page that nobody keeps, writing it first if it is dirty."""
+        slot = self._slots[page]
+        if slot.frame < 0 or slot.pins or slot.reading or slot.writing:
+            return
+        if not dead and (slot.claims or page in self._resident):
+            return
+        if slot.dirty:
+            self._start_write(page)
+        elif not (dead and slot.claims):
+            self._release_frame(page)
+
+    def _occupy(self, page: int, frame: int) -> None:
+        self._slots[page].frame = frame
+        self._owner[frame] = page
+
+    def _release_frame(self, page: int) -> None:
+        slot = self._slots[page]
+        self._owner[slot.frame] = -1
+        self._free.append(slot.frame)
+        slot.frame = -1
+        self._changed.notify_all()
+
+    def _evict_clean(self) -> bool:
+        """Free the frame of some page that is clean and that nobody keeps."""
+        for page in self._holders():
+            slot = self._slots[page]
+            if not (slot.pins or slot.claims or slot.dirty or slot.reading or slot.writing) and (
+                page not in self._resident
+            ):
+                self._release_frame(page)
+                return True
+        return False
+
+    def _await_frame(self, page: int) -> None:
+        """Wait until a frame is free (or the page has one), writing and, off the plan, taking from later pages."""
+        slot = self._slots[page]
+        while slot.frame < 0 and not self._free and not self._evict_clean():
+            self._check()
+            if not self._writes:
+                self._write_some()
+            if not self._writes and not self._steal() and not self._reads:
+                raise InfinityError(
+                    f"all {self._arena.frames} frames of the arena are in use at once; set memory.host_bytes higher"
+                )
+            if not self._free:
+                reads, writes = self._reads, self._writes
+                self._wait(lambda r=reads, w=writes: bool(self._free) or self._reads < r or self._writes < w, "arena")  # type: ignore[misc]
+
+    def _write_some(self) -> None:
+        """Start writing a few dirty pages that nobody keeps."""
+        started = 0
+        for page in self._holders():
+            slot = self._slots[page]
+            if slot.dirty and not (slot.pins or slot.claims or slot.writing) and page not in self._resident:
+                self._start_write(page)
+                started += 1
+                if started == 4:
+                    return
+
+    def _steal(self) -> bool:
+        """Take the frame of a page that the plan wants later, or that it wants to keep."""
+        for kept in (False, True):
+            for page in reversed(self._holders()):
+                slot = self._slots[page]
+                if slot.pins or slot.reading or slot.writing or (page in self._resident) is not kept:
+                    continue
+                if slot.dirty:
+                    self._start_write(page)
+                else:
+                    self._release_frame(page)
+                return True
+        return False
+
+    # Transfers #
+
+    def _start_read(self, page: int) -> None:
+        slot = self._slots[page]
+        slot.reading, slot.dirty = True, False
+        self._reads += 1
+        memory = self._arena.view(slot.frame, self._layout.pages[page].nbytes)
+
+        def done(error: Exception | None) -> None:
+            with self._changed:
+                slot.reading = False
+                self._reads -= 1
+                self._note(error)
+                self._settle(page)
+                self._changed.notify_all()
+
+        self._store.read(page, memory, done)
+
+    def _start_write(self, page: int) -> None:
+        slot = self._slots[page]
+        slot.writing, slot.dirty = True, False
+        self._writes += 1
+        memory = self._arena.view(slot.frame, self._layout.pages[page].nbytes)
+
+        def done(error: Exception | None) -> None:
+            with self._changed:
+                slot.writing = False
+                self._writes -= 1
+                if error is not None:
+                    slot.dirty = True  # the frame still has the only copy
+                    self._note(error)
+                elif self._installed is not None:  # without a plan, pages stay until their frame is wanted
+                    self._settle(page)
+                self._pump()
+                self._changed.notify_all()
+
+        self._store.write(page, memory, done)
+
+    def _note(self, error: Exception | None) -> None:
+        if error is not None and self._failure is None:
+            self._failure = error
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _wait(self, ready: Callable[[], bool], cause: str) -> None:
+        if ready():
+            return
+        started = time.perf_counter()
+        finished = self._changed.wait_for(lambda: ready() or self._failure is not None, self._timeout)
+        self._observer.stalled(cause, time.perf_counter() - started)
+        self._check()
+        if not finished:
+            raise StallError(
+                f"waited {self._timeout:.0f} s for a {cause} of the arena; {self._store.oldest_request()}"
+            )

@@ -1,0 +1,160 @@
+"""The trace: what one training step does with pages, in order.
+
+Two levels. *Events* are what the training loop shows (a unit is gathered, its gradients arrive, `step()`
+runs); they do not depend on where updates run. *Accesses* are what the pager sees: a few pages that are needed
+in memory at the same moment. `expand` turns the first into the second for one choice of update placement, so
+changing the placement needs no new recording.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from infinity.layout import Layout, Segment, overlapping
+
+
+class EventKind(Enum):
+    """What happened to a unit (or, for STEP, to all of them)."""
+
+    GATHER = "gather"
+    GRADIENTS = "gradients"
+    STEP = "step"
+
+
+class Event(NamedTuple):
+    """One thing the training loop did."""
+
+    kind: EventKind
+    unit: int = -1
+
+
+class Mode(Enum):
+    """How an access uses a page."""
+
+    READ = "read"
+    WRITE = "write"  # the whole content is replaced: nothing needs to be fetched
+    UPDATE = "update"  # read and modified
+    CONSUME = "consume"  # read for the last time: the content is dead afterwards
+
+    @property
+    def fetches(self) -> bool:
+        """Whether the old content is needed."""
+        return self is not Mode.WRITE
+
+    @property
+    def modifies(self) -> bool:
+        """Whether there is new content to be stored afterwards."""
+        return self in (Mode.WRITE, Mode.UPDATE)
+
+
+class Use(NamedTuple):
+    """One page in one access."""
+
+    page: int
+    mode: Mode
+
+
+Access = tuple[Use, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Units whose update runs in backward; the others are updated in `step()`."""
+
+    in_backward: frozenset[int]
+
+    @classmethod
+    def after_backward(cls) -> Placement:
+        """The classic separate phase."""
+        return cls(frozenset())
+
+
+def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
+    """Return the units whose gradients arrive once per step, with no use of the weights after that.
+
+    Updating any other unit in backward would change weights that are still to be used in this step, or would
+    miss a part of the gradient.
+    """
+    arrivals = Counter(event.unit for event in events if event.kind is EventKind.GRADIENTS)
+    once = {unit for unit, count in arrivals.items() if count == 1}
+    seen: set[int] = set()
+    for event in events:
+        if event.kind is EventKind.GRADIENTS:
+            seen.add(event.unit)
+        elif event.kind is EventKind.GATHER and event.unit in seen:
+            once.discard(event.unit)
+    return frozenset(once)
+
+
+def expand(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
+    """Return the accesses of one step.
+
+    Args:
+        events: one step, ending with STEP.
+        layout: pages of this rank.
+        placement: where updates run.
+    """
+    accesses: list[Access] = []
+    arrived: dict[int, int] = {}
+    for event in events:
+        if event.kind is EventKind.GATHER:
+            accesses.extend(gather_accesses(layout, event.unit))
+        elif event.kind is EventKind.GRADIENTS:
+            if event.unit in placement.in_backward:
+                accesses.extend(update_accesses(layout, event.unit, gradients_paged=False))
+            else:
+                first = event.unit not in arrived
+                arrived[event.unit] = arrived.pop(event.unit, 0) + 1
+                accesses.extend(store_gradient_accesses(layout, event.unit, first=first))
+        else:
+            for unit in update_order(arrived):
+                accesses.extend(update_accesses(layout, unit, gradients_paged=True))
+    return tuple(accesses)
+
+
+def update_order(arrived: Iterable[int]) -> tuple[int, ...]:
+    """Return the order in which `step()` updates units: latest gradients first, while they are in the arena."""
+    return tuple(reversed(tuple(arrived)))
+
+
+def gather_accesses(layout: Layout, unit: int) -> Iterator[Access]:
+    """Yield the PARAM pages of a unit shard by shard, in the order in which they are copied out."""
+    for index in layout.unit_shards[unit]:
+        shard = layout.shards[index]
+        pages = layout.segments[shard.segment].param_pages
+        for page, _, _ in overlapping(pages, shard.start, shard.start + shard.spec.padded):
+            yield (Use(page.index, Mode.READ),)
+
+
+def store_gradient_accesses(layout: Layout, unit: int, *, first: bool) -> Iterator[Access]:
+    """Yield the GRAD pages that an arriving gradient is written (`first`) or added to."""
+    for segment in layout.unit_segments[unit]:
+        for page in layout.segments[segment].grad_pages:
+            yield (Use(page.index, Mode.WRITE if first else Mode.UPDATE),)
+
+
+def update_accesses(layout: Layout, unit: int, *, gradients_paged: bool) -> Iterator[Access]:
+    """Yield one access for each range of a unit's update."""
+    for index in layout.unit_segments[unit]:
+        segment = layout.segments[index]
+        for position in range(len(segment.ranges)):
+            yield range_access(segment, position, gradients_paged=gradients_paged)
+
+
+def range_access(segment: Segment, position: int, *, gradients_paged: bool) -> Access:
+    """Return the pages that the update of one range needs: gradients, master and moments, weights."""
+    item = segment.ranges[position]
+    uses: list[Use] = []
+    if gradients_paged:
+        for page, _, stop in overlapping(segment.grad_pages, item.start, item.stop):
+            uses.append(Use(page.index, Mode.CONSUME if stop == page.stop else Mode.READ))
+    if segment.update_pages:
+        uses.append(Use(item.index, Mode.UPDATE))
+    for page, start, _ in overlapping(segment.param_pages, item.start, item.stop):
+        replaced = bool(segment.format.master) and start == page.start
+        uses.append(Use(page.index, Mode.WRITE if replaced else Mode.UPDATE))
+    return tuple(uses)

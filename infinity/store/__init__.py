@@ -1,0 +1,1 @@
+"""Page versions in extents over the NVMe paths, and the commits that name them."""

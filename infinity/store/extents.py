@@ -1,0 +1,112 @@
+"""Where page versions lie on the NVMe paths.
+
+Every path holds one data file per rank. A file is a row of *slots*; pages of the same length on the same path
+share a class of slots, so space never fragments and the whole need is known before the first byte is written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from threading import Condition
+from typing import NamedTuple
+
+from infinity.errors import StallError
+from infinity.layout import Page, Role
+
+
+class Extent(NamedTuple):
+    """A run of bytes of one path's data file."""
+
+    path: int
+    offset: int
+    length: int
+
+
+def spread(pages: Sequence[Page], weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the path of every page so that bytes follow `weights`, role by role and in page order.
+
+    Consecutive pages alternate between paths, so that any stretch of the trace keeps all drives busy.
+    """
+    total = sum(weights)
+    given: dict[Role, list[float]] = {role: [0.0] * len(weights) for role in Role}
+    paths: list[int] = []
+    for page in pages:
+        loads = given[page.role]
+        path = min(range(len(weights)), key=lambda k: ((loads[k] + page.nbytes) * total / weights[k], k))
+        loads[path] += page.nbytes
+        paths.append(path)
+    return tuple(paths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotClass:
+    """`count` slots of `length` bytes, from `offset` on, in the file of `path`."""
+
+    path: int
+    length: int
+    offset: int
+    count: int
+
+
+def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int) -> tuple[SlotClass, ...]:
+    """Return the slots that hold one commit, one newer version of every page, and writes in flight.
+
+    Args:
+        pages: all pages of the rank.
+        paths: path of every page.
+        spare: writes that may be in flight at once; each needs one slot more.
+    """
+    kept: Counter[tuple[int, int]] = Counter()
+    members: Counter[tuple[int, int]] = Counter()
+    for page, path in zip(pages, paths, strict=True):
+        kept[path, page.nbytes] += 1 if page.role is Role.GRAD else 2
+        members[path, page.nbytes] += 1
+    offsets = [0] * (max(paths, default=0) + 1)
+    classes = []
+    for (path, length), count in sorted(kept.items()):
+        number = count + min(spare, members[path, length])
+        classes.append(SlotClass(path=path, length=length, offset=offsets[path], count=number))
+        offsets[path] += number * length
+    return tuple(classes)
+
+
+def file_sizes(classes: Iterable[SlotClass], paths: int) -> tuple[int, ...]:
+    """Return the size in bytes of every path's data file."""
+    sizes = [0] * paths
+    for item in classes:
+        sizes[item.path] = max(sizes[item.path], item.offset + item.count * item.length)
+    return tuple(sizes)
+
+
+class ExtentAllocator:
+    """Hands out slots. Safe to call from several threads."""
+
+    def __init__(self, classes: Sequence[SlotClass], used: Iterable[Extent] = ()) -> None:
+        taken = set(used)
+        self._freed = Condition()
+        self._free: dict[tuple[int, int], list[int]] = {}
+        for item in classes:
+            slots = (Extent(item.path, item.offset + k * item.length, item.length) for k in range(item.count))
+            self._free[item.path, item.length] = [slot.offset for slot in slots if slot not in taken][::-1]
+
+    def take(self, path: int, length: int, timeout: float) -> Extent:
+        """Return a free slot, waiting for one if all are in use by versions that are being replaced.
+
+        Raises:
+            StallError: none was freed within `timeout` seconds.
+        """
+        with self._freed:
+            free = self._free[path, length]
+            if not self._freed.wait_for(lambda: bool(free), timeout):
+                raise StallError(f"no slot of {length} bytes on path {path} was freed within {timeout:.0f} s")
+            return Extent(path, free.pop(), length)
+
+    def give(self, extent: Extent) -> None:
+        """Take a slot back."""
+        with self._freed:
+            self._free[extent.path, extent.length].append(extent.offset)
+            self._freed.notify_all()
+
+

@@ -1,0 +1,190 @@
+"""A run's place on the NVMe paths, and who owns it.
+
+    <path>/infinity.lock.<local rank>       held (flock) by the live run, says who
+    <path>/<run id>/rank00000.pages         data file of one rank
+    <path>/<run id>/commits/                manifests, on the first path only
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.errors import BudgetError, CommitError, ConfigError, FolderBusyError, StorageError
+from infinity.units import format_size
+
+LOCK_NAME = "infinity.lock"
+
+
+def new_run_id() -> str:
+    """Return an id that sorts by time: ``20260131-142530-1a2b3c``."""
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folders of one run, one per NVMe path."""
+
+    run_id: str
+    roots: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, paths: Sequence[str | Path], run_id: str) -> RunFolder:
+        """Return the folders of `run_id` on the configured paths."""
+        return cls(run_id, tuple(Path(path) / run_id for path in paths))
+
+    def data_file(self, path: int, rank: int) -> Path:
+        """Return the data file of a rank on the path with that index."""
+        return self.roots[path] / f"rank{rank:05d}.pages"
+
+    @property
+    def commits(self) -> Path:
+        """Folder of the manifests."""
+        return self.roots[0] / "commits"
+
+    def create(self) -> None:
+        """Make the folders.
+
+        Raises:
+            ConfigError: a path is not writable.
+        """
+        for root in (*self.roots, self.commits):
+            try:
+                root.mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"cannot make the run folder {root}: {error.strerror}") from error
+
+    def remove(self) -> None:
+        """Remove the run from all paths."""
+        for root in self.roots:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def find_runs(paths: Sequence[str | Path]) -> list[str]:
+    """Return the ids of the runs that have a folder on the first path, oldest first."""
+    return sorted(entry.parent.name for entry in Path(paths[0]).glob("*/commits") if entry.is_dir())
+
+
+class FolderLock:
+    """Ownership of the NVMe paths by this process; lost when the process dies, never before."""
+
+    def __init__(self, descriptors: list[int], files: list[Path]) -> None:
+        self._descriptors, self._files = descriptors, files
+
+    @classmethod
+    def acquire(cls, paths: Sequence[str | Path], run_id: str, local_rank: int) -> FolderLock:
+        """Take every path.
+
+        Raises:
+            FolderBusyError: another live run holds one; the message says which process.
+            ConfigError: a path is not writable.
+        """
+        descriptors: list[int] = []
+        files: list[Path] = []
+        owner = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        lock = cls(descriptors, files)
+        for path in paths:
+            file = Path(path) / f"{LOCK_NAME}.{local_rank}"
+            try:
+                descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+            except OSError as error:
+                lock.release()
+                raise ConfigError(f"storage.paths: {str(path)!r} is not writable: {error.strerror}") from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                held = describe_holder(file)
+                os.close(descriptor)
+                lock.release()
+                raise FolderBusyError(f"{path} is in use by {held}; wait for it to end or name another folder") from None
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+            descriptors.append(descriptor)
+            files.append(file)
+        return lock
+
+    def release(self) -> None:
+        """Give the paths back. Idempotent."""
+        for descriptor, file in zip(self._descriptors, self._files, strict=True):
+            file.unlink(missing_ok=True)  # before the lock is dropped, so nobody's new file is removed
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._files.clear()
+
+
+def describe_holder(file: Path) -> str:
+    """Return who holds a lock file, from what the holder wrote into it."""
+    try:
+        owner = json.loads(file.read_text())
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
+        return f"run {owner['run_id']} (process {owner['pid']} on {owner['host']}, since {since})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another run"
+
+
+def live_run(path: str | Path) -> str | None:
+    """Return who holds a path, or None when nobody does."""
+    for file in Path(path).glob(f"{LOCK_NAME}.*"):
+        descriptor = os.open(file, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return describe_holder(file)
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def reserve(file: Path, size: int) -> None:
+    """Make the file `size` bytes long with all its blocks allocated.
+
+    Raises:
+        BudgetError: the file system has no room; both sizes are named.
+        StorageError: the file cannot be made.
+    """
+    before = file.stat().st_size if file.exists() else 0
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StorageError("open", str(file), 0, size, error.errno) from error
+    try:
+        if before < size:
+            os.posix_fallocate(descriptor, 0, size)
+        os.fsync(descriptor)
+    except OSError as error:
+        if before == 0:
+            file.unlink(missing_ok=True)
+        usage = shutil.disk_usage(file.parent)
+        raise BudgetError(
+            f"{file.parent} has {format_size(usage.free)} free, but this run needs {format_size(size)} there "
+            f"({error.strerror}); free space, add a path to storage.paths, or remove earlier runs with `infinity store rm`"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def latest_run(paths: Sequence[str | Path], wanted: str) -> str:
+    """Return the id of the run to resume.
+
+    Args:
+        wanted: an id, or ``latest`` for the newest run that has a commit.
+
+    Raises:
+        CommitError: there is none; the runs that exist are named.
+    """
+    runs = find_runs(paths)
+    committed = [run for run in runs if any((Path(paths[0]) / run / "commits").glob("*.json"))]
+    if wanted == "latest" and committed:
+        return committed[-1]
+    if wanted in committed:
+        return wanted
+    listed = ", ".join(committed) or "none"
+    raise CommitError(f"no commit to resume from: {wanted!r} in {paths[0]} (runs with a commit: {listed})")

@@ -1,0 +1,83 @@
+"""Which cell of a stats page holds what; made from the table of metrics alone."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from infinity.telemetry.metrics import METRICS, Label, Metric
+
+CLOSED_CELL: Final = 0
+
+PageKey = tuple[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which cell holds what.
+
+    `cells` gives the index of the first cell of every (metric, label values); `length` is the number of
+    cells; `counted` are the cells that can only be zero or more; `fingerprint` tells layouts apart.
+    """
+
+    cells: Mapping[PageKey, int]
+    length: int
+    counted: tuple[int, ...]
+    fingerprint: str
+
+    def metric_at(self, index: int) -> str:
+        """Return the name of the metric that a cell belongs to."""
+        owners = [name for (name, _), first in self.cells.items() if first <= index]
+        return owners[-1] if owners else "closed"
+
+
+@lru_cache(maxsize=64)
+def layout_of(devices: tuple[str, ...]) -> Layout:
+    """Return the layout of a page with these devices.
+
+    A counter and a gauge take one cell; a histogram takes one per bucket, not cumulative, one for the
+    infinite bucket and one for the sum.
+    """
+    cells: dict[PageKey, int] = {}
+    counted = [CLOSED_CELL]
+    described: list[object] = []
+    at = CLOSED_CELL + 1
+    for metric in METRICS:
+        if metric.server != "rank" or metric.kind == "info":
+            continue
+        for values in label_sets(metric, devices):
+            cells[metric.name, values] = at
+            size = len(metric.buckets) + 2 if metric.kind == "histogram" else 1
+            counted += range(at, at + size) if metric.kind != "gauge" else ()
+            at += size
+            described.append((metric.name, metric.kind, metric.label_names, values, metric.buckets))
+    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
+    return Layout(cells=cells, length=at, counted=tuple(counted), fingerprint=digest)
+
+
+def label_sets(metric: Metric, devices: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield every combination of label values of a metric, in the order of the table."""
+
+    def values(label: Label) -> tuple[str, ...]:
+        return devices if label.name == "device" else label.values
+
+    return itertools.product(*map(values, metric.labels))
+
+
+def check_values(layout: Layout, values: tuple[float, ...]) -> None:
+    """Check that counting can have made the cells of counters and histograms.
+
+    Raises:
+        ValueError: a cell is negative or not finite, naming its metric.
+    """
+    for index in layout.counted:
+        if not 0 <= values[index] < math.inf:
+            raise ValueError(
+                f"{layout.metric_at(index)} counts {values[index]} in cell {index}, which cannot be"
+            )

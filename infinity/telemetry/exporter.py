@@ -1,0 +1,219 @@
+"""Prometheus exposition of stats pages, and the small HTTP server for it."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from infinity.errors import ConfigError
+from infinity.telemetry.cells import label_sets
+from infinity.telemetry.metrics import METRICS, PREFIX, Metric
+from infinity.telemetry.page import Snapshot
+
+Source = Callable[[], Iterable[Snapshot]]
+Buckets = tuple[list[tuple[str, float]], float]
+
+_CLIENT_TIMEOUT_SECONDS: Final = 10
+_MAX_CLIENTS: Final = 16
+
+
+def select_pages(pages: Iterable[Snapshot]) -> tuple[list[Snapshot], list[Snapshot]]:
+    """Return the page to serve for every rank number, in order, and the pages that are hidden by them.
+
+    Two pages of one rank number would be two samples of one series, which Prometheus refuses. A live page
+    hides a dead one, and a page made later hides an earlier one.
+    """
+    ordered = sorted(pages, key=lambda page: (page.alive, page.header.started, page.header.run_id))
+    served = {page.header.rank: page for page in ordered}
+    hidden = [page for page in ordered if served[page.header.rank] is not page]
+    return [served[rank] for rank in sorted(served)], hidden
+
+
+class StatsCollector(Collector):
+    """Turns snapshots into metric families: the prefix on every name, the label ``rank`` on every sample."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def describe(self) -> Iterable[Family]:
+        """Return nothing: what is served is known only when it is read."""
+        return ()
+
+    def collect(self) -> Iterator[Family]:
+        """Yield one family per metric of a rank, with a sample for every label set of every page."""
+        pages, _ = select_pages(self._source())
+        for metric in METRICS:
+            if metric.server == "rank":
+                yield _family(metric, pages)
+
+
+def new_family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily:
+    """Return the empty family of a metric, with ``rank`` first among its labels if ranks count it."""
+    labels = (*(("rank",) if metric.server == "rank" else ()), *metric.label_names)
+    name = PREFIX + metric.name
+    if metric.kind == "counter":
+        return CounterMetricFamily(name, metric.doc, labels=labels)
+    if metric.kind == "histogram":
+        return HistogramMetricFamily(name, metric.doc, labels=labels)
+    return GaugeMetricFamily(name, metric.doc, labels=labels)
+
+
+def _family(metric: Metric, pages: list[Snapshot]) -> Family:
+    family = new_family(metric)
+    for page in pages:
+        rank = str(page.header.rank)
+        if metric.kind == "info":
+            family.add_metric((rank, *_info(metric, page)), 1)  # type: ignore[call-arg,arg-type]
+            continue
+        for values in label_sets(metric, page.header.devices):
+            if isinstance(family, HistogramMetricFamily):
+                family.add_metric((rank, *values), *_buckets(metric, page, values))
+            else:
+                family.add_metric((rank, *values), page.value_at(metric, values))
+    return family
+
+
+def _info(metric: Metric, page: Snapshot) -> tuple[str, ...]:
+    known: Mapping[str, str] = {
+        **page.header.info,
+        "run_id": page.header.run_id,
+        "world_size": str(page.header.world_size),
+    }
+    return tuple(known.get(name, "unknown") for name in metric.label_names)
+
+
+def _buckets(metric: Metric, page: Snapshot, values: tuple[str, ...]) -> Buckets:
+    found = page.histogram_at(metric, values)
+    bounds = (*(str(float(bound)) for bound in metric.buckets), "+Inf")
+    return list(zip(bounds, accumulate(found.counts), strict=True)), found.sum
+
+
+class _Request(WSGIRequestHandler):
+    timeout = _CLIENT_TIMEOUT_SECONDS  # of every read from the client
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: a line per scrape is noise."""
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A WSGI server with a thread per client and a limit on clients; one above it is hung up on."""
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._places = threading.BoundedSemaphore(_MAX_CLIENTS)
+        super().__init__(address, _Request)
+
+    def server_bind(self) -> None:
+        # WSGIServer asks the name service for this machine's name here, which can take seconds.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that hangs up in the middle is its own affair."""
+
+
+class ExporterServer:
+    """A running server of ``/metrics`` and ``/healthz``; a context manager that closes it."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        self._thread = threading.Thread(
+            target=server.serve_forever, args=(0.1,), name="infinity-exporter", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The TCP port, also where 0 was asked for."""
+        return self._server.server_port
+
+    def close(self) -> None:
+        """Stop serving and give the port back. Idempotent."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> ExporterServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve(port: int, source: Source, host: str = "") -> ExporterServer:
+    """Serve the pages that `source` gives, from a thread of this process.
+
+    `source` is called for every scrape: ``lambda: [stats.snapshot()]`` serves this rank,
+    ``lambda: read_pages(folder)`` every rank of the node. Port 0 takes any free one; an empty host means all
+    addresses.
+
+    Raises:
+        ConfigError: the port is taken or may not be used.
+    """
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(source))
+    return serve_registry(port, registry, dict, host)
+
+
+def serve_registry(
+    port: int, registry: CollectorRegistry, health: Callable[[], Mapping[str, object]], host: str = ""
+) -> ExporterServer:
+    """Serve a registry as `serve` does; `health` adds to the JSON object of ``/healthz``.
+
+    Raises:
+        ConfigError: the port is taken or may not be used.
+    """
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"metrics port {port} must be from 0 to 65535")
+    try:
+        server = _Server((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"metrics port {port} on {host or 'all addresses'} cannot be used: {error.strerror}; "
+            "choose another port, or 0 for any free one"
+        ) from error
+    metrics = make_wsgi_app(registry)
+
+    def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if path == "/metrics":
+            return metrics(environ, start)  # type: ignore[no-any-return]
+        if path == "/healthz":
+            return _answer(start, "200 OK", {"status": "ok", **health()})
+        return _answer(start, "404 Not Found", {"error": "there are /metrics and /healthz"})
+
+    server.set_app(application)
+    return ExporterServer(server)
+
+
+def _answer(start: StartResponse, status: str, body: Mapping[str, object]) -> Iterable[bytes]:
+    start(status, [("Content-Type", "application/json")])
+    return [json.dumps(body).encode() + b"\n"]

@@ -1,0 +1,310 @@
+"""The one table of metrics.
+
+The layout of the stats page, the exporter and `docs/metrics.md` are all made from `METRICS`; a metric that
+is not here cannot be counted, served or documented. Conventions: base units in the plural, ``_total`` on
+counters, no rates and no percentages, labels only from closed sets. Names are written here without the
+``infinity_`` prefix, which the exporter adds.
+
+``python -m infinity.telemetry.metrics`` prints the table as Markdown.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from infinity.errors import CorruptPageError, StallError, StorageError
+
+PREFIX: Final = "infinity_"
+
+Kind = Literal["counter", "gauge", "histogram", "info"]
+Server = Literal["rank", "daemon"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """A label and the closed set of its values.
+
+    `values` is empty where the set is closed but known only on the machine: the devices of a page, the
+    drives and collectors of a daemon, the texts of an info metric.
+    """
+
+    name: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One row of the table.
+
+    `name` carries the unit; `buckets` are the upper bounds of a histogram, in the unit of the name, without
+    the last (infinite) one. `server` says who counts it: a rank on its stats page, or the daemon. The
+    exporter puts the label ``rank`` on every metric of a rank.
+    """
+
+    name: str
+    kind: Kind
+    doc: str
+    labels: tuple[Label, ...] = ()
+    buckets: tuple[float, ...] = ()
+    server: Server = "rank"
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Names of the labels, in the order of the table, without ``rank``."""
+        return tuple(label.name for label in self.labels)
+
+
+TIERS: Final = ("device", "host", "nvme")
+STATES: Final = ("param", "master", "grad", "update", "other")
+ROLES: Final = ("param", "update", "grad")
+OPS: Final = ("read", "write")
+PHASES: Final = ("forward", "backward", "update", "commit", "other")
+CAUSES: Final = ("read", "write", "arena", "collective")
+FETCH_RESULTS: Final = ("hit", "late", "miss")
+FRAME_STATUSES: Final = ("free", "resident", "streaming", "writing")
+ERROR_REASONS: Final = ("eio", "enospc", "corrupt", "timeout", "other")
+RANK_STATUSES: Final = ("live", "dead", "hidden", "broken")
+COLLECTORS: Final = ("build", "devices", "ranks")
+
+_OP = Label(name="op", values=OPS)
+_STATE = Label(name="state", values=STATES)
+_ROLE = Label(name="state", values=ROLES)
+_TIER = Label(name="tier", values=TIERS)
+_PHASE = Label(name="phase", values=PHASES)
+_CAUSE = Label(name="cause", values=CAUSES)
+_DEVICE = Label(name="device")
+_COLLECTOR = Label(name="collector", values=COLLECTORS)
+
+_REQUEST_BUCKETS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0,
+)  # fmt: skip
+_STEP_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
+_COMMIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
+
+
+def _rank(name: str, kind: Kind, doc: str, *labels: Label, buckets: tuple[float, ...] = ()) -> Metric:
+    return Metric(name=name, kind=kind, doc=doc, labels=labels, buckets=buckets)
+
+
+def _daemon(name: str, kind: Kind, doc: str, *labels: Label) -> Metric:
+    return Metric(name=name, kind=kind, doc=doc, labels=labels, server="daemon")
+
+
+METRICS: Final[tuple[Metric, ...]] = (
+    _rank(
+        "build_info",
+        "info",
+        "Versions a rank runs with and the I/O engine it chose; always 1.",
+        Label(name="version"),
+        Label(name="torch_version"),
+        Label(name="io_engine"),
+    ),
+    _rank(
+        "run_info",
+        "info",
+        "Identity of the run a rank belongs to; always 1.",
+        Label(name="run_id"),
+        Label(name="world_size"),
+    ),
+    _rank("io_requests_total", "counter", "Requests completed by the I/O engine.", _OP),
+    _rank(
+        "io_bytes_total",
+        "counter",
+        "Bytes moved between the host arena and NVMe, by the role of the page and the configured path.",
+        _OP,
+        _ROLE,
+        _DEVICE,
+    ),
+    _rank(
+        "io_request_duration_seconds",
+        "histogram",
+        "Seconds from submission to completion of one request.",
+        _OP,
+        buckets=_REQUEST_BUCKETS,
+    ),
+    _rank(
+        "io_errors_total",
+        "counter",
+        "Transfers that failed for good.",
+        _OP,
+        Label(name="reason", values=ERROR_REASONS),
+    ),
+    _rank(
+        "io_retries_total", "counter", "Requests submitted again after a short or interrupted transfer.", _OP
+    ),
+    _rank("io_inflight_requests", "gauge", "Requests submitted and not yet completed.", _OP),
+    _rank("tier_used_bytes", "gauge", "Bytes of training state held in a tier.", _TIER, _STATE),
+    _rank("tier_capacity_bytes", "gauge", "Bytes a tier may hold for this rank.", _TIER),
+    _rank(
+        "transfer_bytes_total",
+        "counter",
+        "Bytes copied from one tier to another.",
+        Label(name="source_tier", values=TIERS),
+        Label(name="target_tier", values=TIERS),
+    ),
+    _rank(
+        "pool_frames",
+        "gauge",
+        "Frames of the host arena by what they are used for.",
+        Label(name="status", values=FRAME_STATUSES),
+    ),
+    _rank("pool_wait_seconds_total", "counter", "Seconds the pager waited for a free frame."),
+    _rank(
+        "prefetch_fetches_total",
+        "counter",
+        "Pages asked for: ready in time (hit), still being read (late) or not begun (miss).",
+        Label(name="result", values=FETCH_RESULTS),
+    ),
+    _rank(
+        "stall_seconds_total",
+        "counter",
+        "Seconds the training thread stood still, by phase and by cause.",
+        _PHASE,
+        _CAUSE,
+    ),
+    _rank("steps_total", "counter", "Optimizer steps completed."),
+    _rank(
+        "step_duration_seconds",
+        "histogram",
+        "Seconds of one optimizer step, from end to end.",
+        buckets=_STEP_BUCKETS,
+    ),
+    _rank("step_phase_seconds_total", "counter", "Seconds of all steps, split by phase.", _PHASE),
+    _rank(
+        "step_last_completed_timestamp_seconds",
+        "gauge",
+        "Unix time at which the last step ended; 0 before.",
+    ),
+    _rank("plan_divergences_total", "counter", "Page uses that were not the next ones in the plan."),
+    _rank("plan_predicted_bytes_per_step", "gauge", "NVMe bytes the plan predicts for one step.", _OP),
+    _rank("optimizer_updated_parameters_total", "counter", "Parameters updated, summed over the steps."),
+    _rank(
+        "commit_duration_seconds",
+        "histogram",
+        "Seconds from the start of a commit until it is durable.",
+        buckets=_COMMIT_BUCKETS,
+    ),
+    _rank(
+        "commit_last_success_timestamp_seconds", "gauge", "Unix time of the last durable commit; 0 before."
+    ),
+    _daemon(
+        "device_read_bytes_total", "counter", "Bytes read from a drive by everybody, since boot.", _DEVICE
+    ),
+    _daemon(
+        "device_written_bytes_total", "counter", "Bytes written to a drive by everybody, since boot.", _DEVICE
+    ),
+    _daemon(
+        "device_bandwidth_bytes_per_second",
+        "gauge",
+        "Bandwidth of a drive as it was profiled.",
+        _DEVICE,
+        _OP,
+    ),
+    _daemon("device_capacity_bytes", "gauge", "Size of the file system on a drive.", _DEVICE),
+    _daemon(
+        "device_free_bytes", "gauge", "Bytes of the file system on a drive that are free to users.", _DEVICE
+    ),
+    _daemon(
+        "device_reserved_bytes",
+        "gauge",
+        "Bytes that ranks have reserved on a drive and not released.",
+        _DEVICE,
+    ),
+    _daemon(
+        "device_wear_ratio",
+        "gauge",
+        "Share of its rated life that a drive has used, where it tells.",
+        _DEVICE,
+    ),
+    _daemon(
+        "rank_device_info",
+        "info",
+        "Which drive is behind the device number of a rank; always 1.",
+        Label(name="rank"),
+        _DEVICE,
+        Label(name="block_device"),
+    ),
+    _daemon(
+        "daemon_build_info",
+        "info",
+        "Versions the daemon runs with; always 1.",
+        Label(name="version"),
+        Label(name="python_version"),
+    ),
+    _daemon("daemon_start_time_seconds", "gauge", "Unix time at which the daemon started."),
+    _daemon(
+        "daemon_ranks",
+        "gauge",
+        "Stats pages found: live, dead, hidden (an older page of a rank number that is served) or broken.",
+        Label(name="status", values=RANK_STATUSES),
+    ),
+    _daemon(
+        "daemon_collector_success", "gauge", "1 if the collector's last run succeeded, else 0.", _COLLECTOR
+    ),
+    _daemon("daemon_collector_duration_seconds", "gauge", "Seconds of the collector's last run.", _COLLECTOR),
+)
+
+BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in METRICS}
+
+
+def error_reason(error: BaseException) -> str:
+    """Return the value of the label ``reason`` of ``io_errors_total`` for an error."""
+    if isinstance(error, CorruptPageError):
+        return "corrupt"
+    if isinstance(error, StallError | TimeoutError):
+        return "timeout"
+    code = error.errno if isinstance(error, StorageError | OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "enospc"
+    return "eio" if code == errno.EIO else "other"
+
+
+def series_names(metric: Metric) -> tuple[str, ...]:
+    """Return the names under which Prometheus stores a metric, prefix included."""
+    name = PREFIX + metric.name
+    if metric.kind == "histogram":
+        return (f"{name}_bucket", f"{name}_sum", f"{name}_count")
+    return (name,)
+
+
+_SECTIONS = (
+    (
+        "rank",
+        "Per rank",
+        "Counted by each rank, all with the label `rank` as well. `device` is the number of the configured\n"
+        "path (`nvme0` is the first one); `infinity_rank_device_info` tells the drive behind it.",
+    ),
+    ("daemon", "Per node", "Served by `infinityd`. `device` is the kernel's name of the block device."),
+)
+
+
+def markdown() -> str:
+    """Return the table as the Markdown text of `docs/metrics.md`."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated by `python -m infinity.telemetry.metrics`; do not edit. Every label set of a metric",
+        "that a rank counts exists from the start at 0.",
+        "",
+    ]
+    for server, title, text in _SECTIONS:
+        lines += [f"## {title}", "", text, "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
+        lines += [_row(metric) for metric in METRICS if metric.server == server]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(metric: Metric) -> str:
+    labels = "; ".join(
+        f"`{label.name}`: {', '.join(label.values)}" if label.values else f"`{label.name}`"
+        for label in metric.labels
+    )
+    kind = "gauge" if metric.kind == "info" else metric.kind
+    return f"| `{PREFIX}{metric.name}` | {kind} | {labels} | {metric.doc} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

@@ -1,0 +1,266 @@
+"""The stats page of one rank, from the side that counts.
+
+A page is a mapped file of doubles: counting is one read and one write of memory, with no lock and no system
+call, and what was counted survives the rank. **One writer per cell**: an increment is a read followed by a
+write, so two threads that add to the *same* label set lose counts; let one thread own a label set, or hold
+the lock that protects what is counted. Readers: see [Note: torn reads] in `telemetry/page.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import math
+import mmap
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from infinity.errors import ConfigError
+from infinity.telemetry.cells import CLOSED_CELL, layout_of
+from infinity.telemetry.metrics import BY_NAME, Kind, Metric
+from infinity.telemetry.page import (
+    SUFFIX,
+    PageHeader,
+    Snapshot,
+    encode_head,
+    page_name,
+    pid_namespace,
+    process_start,
+)
+
+
+class Counter:
+    """A cell that only grows."""
+
+    __slots__ = ("_cells", "_index")
+
+    def __init__(self, cells: memoryview[float], index: int) -> None:
+        self._cells, self._index = cells, index
+
+    def add(self, amount: float = 1) -> None:
+        """Add `amount`, which must not be negative (unchecked: this is called for every request)."""
+        self._cells[self._index] += amount
+
+    @property
+    def value(self) -> float:
+        """The sum of what was added."""
+        return self._cells[self._index]
+
+
+class Gauge:
+    """A cell that goes up and down."""
+
+    __slots__ = ("_cells", "_index")
+
+    def __init__(self, cells: memoryview[float], index: int) -> None:
+        self._cells, self._index = cells, index
+
+    def set(self, value: float) -> None:
+        """Replace the value."""
+        self._cells[self._index] = value
+
+    @property
+    def value(self) -> float:
+        """The value last set."""
+        return self._cells[self._index]
+
+
+class Histogram:
+    """Cells of a distribution: one per bucket, then the sum."""
+
+    __slots__ = ("_bounds", "_cells", "_first", "_last")
+
+    def __init__(self, cells: memoryview[float], first: int, bounds: tuple[float, ...]) -> None:
+        self._cells, self._first, self._bounds = cells, first, bounds
+        self._last = first + len(bounds) + 1
+
+    def observe(self, value: float) -> None:
+        """Count one observation, in the unit of the metric's name."""
+        self._cells[self._first + bisect_left(self._bounds, value)] += 1
+        self._cells[self._last] += value
+
+    @property
+    def count(self) -> float:
+        """Number of observations."""
+        return math.fsum(self._cells[self._first : self._last])
+
+    @property
+    def sum(self) -> float:
+        """Sum of the observations."""
+        return self._cells[self._last]
+
+
+class Stats:
+    """A rank's stats page; made by `Stats.create`.
+
+    Counters, gauges and histograms handed out keep working after `close` (what they count is then lost), so
+    threads that end late need not be told.
+    """
+
+    def __init__(
+        self, header: PageHeader, memory: mmap.mmap, offset: int, path: Path | None, file: int
+    ) -> None:
+        self._header, self._memory, self._path, self._file = header, memory, path, file
+        self._layout = layout_of(header.devices)
+        self._cells: memoryview[float] = memoryview(memory)[offset:].cast("B").cast("d")
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str] | None,
+        *,
+        run_id: str,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        devices: Sequence[str],
+        info: Mapping[str, str],
+    ) -> Stats:
+        """Make the page of this rank with every label set at 0.
+
+        `path` is the *runtime folder*; the page becomes ``<run_id>.rank<k>.stats`` in it, readable by its
+        owner only, and replaces an earlier one of that name. The folder is made if it is missing. With None
+        the page is anonymous memory and only this process sees it. `devices` are the values of the label
+        ``device`` (``nvme0``, ``nvme1``, … in the order of the configured paths); `info` takes ``version``,
+        ``torch_version``, ``io_engine`` and ``paths`` (a JSON list).
+
+        Raises:
+            ConfigError: a malformed argument, or a folder in which no file can be made; naming the setting
+                ``telemetry.runtime_dir``.
+        """
+        header = PageHeader(
+            run_id=run_id,
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            pid=os.getpid(),
+            process_started=process_start(os.getpid()),
+            pid_namespace=pid_namespace(),
+            started=time.time(),
+            devices=tuple(devices),
+            info=dict(info),
+            fingerprint=layout_of(tuple(devices)).fingerprint,
+        )
+        head = encode_head(header)
+        size = len(head) + 8 * layout_of(header.devices).length
+        if path is None:
+            return cls(header, mmap.mmap(-1, size), len(head), None, -1)
+        file, place = _new_file(Path(path), page_name(run_id, rank), head, size)
+        return cls(header, mmap.mmap(file, size), len(head), place, file)
+
+    @property
+    def path(self) -> Path | None:
+        """The page's file; None for anonymous memory."""
+        return self._path
+
+    @property
+    def header(self) -> PageHeader:
+        """Who writes this page."""
+        return self._header
+
+    def counter(self, name: str, **labels: str) -> Counter:
+        """Return the counter of a label set.
+
+        Raises:
+            ConfigError: an unknown metric, label or label value (the nearest is named), or no counter.
+        """
+        return Counter(self._cells, self._index(_metric(name, "counter"), labels))
+
+    def gauge(self, name: str, **labels: str) -> Gauge:
+        """Return the gauge of a label set; raises as `counter` does."""
+        return Gauge(self._cells, self._index(_metric(name, "gauge"), labels))
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        """Return the histogram of a label set; raises as `counter` does."""
+        metric = _metric(name, "histogram")
+        return Histogram(self._cells, self._index(metric, labels), metric.buckets)
+
+    def snapshot(self) -> Snapshot:
+        """Return what was counted until now, for an exporter in this process."""
+        values = tuple(self._cells)
+        return Snapshot(header=self._header, values=values, status="dead" if values[CLOSED_CELL] else "live")
+
+    def close(self, remove: bool) -> None:
+        """Mark the page as closed and, if asked, remove its file. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._cells[CLOSED_CELL] = time.time()
+        if self._path is None:
+            return
+        if remove and _same_file(self._file, self._path):
+            with contextlib.suppress(FileNotFoundError):
+                self._path.unlink()
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        os.close(self._file)
+
+    def _index(self, metric: Metric, labels: Mapping[str, str]) -> int:
+        known = metric.label_names
+        if set(labels) != set(known):
+            raise ConfigError(
+                f"metric {metric.name!r} has the labels ({', '.join(known)}), got ({', '.join(labels)})"
+            )
+        for label in metric.labels:
+            choices = self._header.devices if label.name == "device" else label.values
+            if labels[label.name] not in choices:
+                value = labels[label.name]
+                raise ConfigError(
+                    f"metric {metric.name!r}: {label.name} = {value!r} is not one of "
+                    f"{', '.join(choices) or 'none'}{_nearest(value, choices)}"
+                )
+        return self._layout.cells[metric.name, tuple(labels[key] for key in known)]
+
+
+def _metric(name: str, kind: Kind) -> Metric:
+    metric = BY_NAME.get(name)
+    if metric is None or metric.server != "rank":
+        names = [known.name for known in BY_NAME.values() if known.server == "rank"]
+        raise ConfigError(f"unknown metric {name!r}{_nearest(name, names)}")
+    if metric.kind != kind:
+        raise ConfigError(f"metric {name!r} is of kind {metric.kind}, not {kind}")
+    return metric
+
+
+def _nearest(value: object, choices: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.3)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, Path]:
+    """Make a page's file, complete and locked before it has its name, and return its descriptor."""
+    if folder.suffix == SUFFIX:
+        raise ConfigError(f"{folder} looks like a stats page; give the runtime folder instead")
+    draft = folder / f".{name}.{os.getpid()}"
+    file = -1
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft.unlink(missing_ok=True)
+        file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        # The blocks are taken now: a store to a hole of a full disk would end the process with SIGBUS.
+        os.posix_fallocate(file, 0, size)
+        os.pwrite(file, head, 0)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(draft, folder / name)
+    except OSError as error:
+        if file >= 0:
+            os.close(file)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+        raise ConfigError(
+            f"no stats page can be made in {str(folder)!r} ({error.strerror}); set "
+            "telemetry.runtime_dir to a folder that you may write to"
+        ) from error
+    return file, folder / name
+
+
+def _same_file(file: int, path: Path) -> bool:
+    """Whether the name still means this page and not one that a later rank put in its place."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        return False

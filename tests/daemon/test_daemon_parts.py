@@ -1,0 +1,363 @@
+"""The parts of the daemon, each alone: space, isolation, drives, pages, profiles."""
+
+import asyncio
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+
+from infinity.errors import BudgetError
+from infinity.telemetry import Stats
+from infinity_daemon.bandwidth import FILE_NAME, BandwidthProfile
+from infinity_daemon.collect_devices import DevicesCollector
+from infinity_daemon.collect_ranks import RanksCollector
+from infinity_daemon.collection import Collection
+from infinity_daemon.drives import Drive, Place, locate, space, traffic, wear_ratio
+from infinity_daemon.pages import Pages
+from infinity_daemon.reservations import Ledger, Owner
+from infinity_daemon.server import SocketServer
+
+DRIVE = Drive(name="nvme0n1", identity="wwid-0")
+ALICE, BOB = Owner(pid=10, process_started=1), Owner(pid=11, process_started=1)
+
+
+def place(path="/a", file_system=1, drive=DRIVE):
+    return Place(path=path, drive=drive, file_system=file_system)
+
+
+# Space
+
+
+def test_reservations_of_one_file_system_may_not_exceed_what_is_free():
+    ledger = Ledger()
+    assert ledger.reserve(ALICE, "r", place("/a"), 60, free=100) == 40
+    with pytest.raises(BudgetError, match=r"50 B do not fit at /b: 100 B are free and 60 B"):
+        ledger.reserve(BOB, "r", place("/b"), 50, free=100)
+    assert ledger.reserve(BOB, "r", place("/b"), 40, free=100) == 0
+    assert ledger.reserve(BOB, "r", place("/c", file_system=2), 100, free=100) == 0
+    assert ledger.by_drive() == {"nvme0n1": 200}
+
+
+def test_asking_again_replaces_and_only_the_owner_releases():
+    ledger = Ledger()
+    ledger.reserve(ALICE, "r", place(), 60, free=100)
+    assert ledger.reserve(ALICE, "r", place(), 90, free=100) == 10
+    with pytest.raises(BudgetError):
+        ledger.reserve(ALICE, "r", place(), 101, free=100)
+    assert ledger.by_drive() == {"nvme0n1": 90}  # a refusal changes nothing
+    assert ledger.release(BOB, "r", "/a") == 0
+    assert ledger.release(ALICE, "r", "/a") == 90
+    assert ledger.release(ALICE, "r", "/a") == 0
+    assert ledger.entries() == ()
+
+
+def test_reservations_end_with_their_owner():
+    ledger = Ledger()
+    ledger.reserve(ALICE, "r", place(), 60, free=100)
+    ledger.reserve(BOB, "r", place(), 40, free=100)
+    assert [entry.owner for entry in ledger.expire(lambda owner: owner == BOB)] == [ALICE]
+    assert ledger.by_drive() == {"nvme0n1": 40}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([ALICE, BOB]), st.sampled_from("abc"), st.sampled_from([1, 2]), st.integers(0, 90)
+        ),
+        max_size=30,
+    )
+)
+def test_no_sequence_of_requests_promises_more_than_there_is(requests):
+    ledger = Ledger()
+    for owner, run, number, size in requests:
+        try:
+            if size == 0:
+                ledger.release(owner, run, f"/{number}")
+            else:
+                ledger.reserve(owner, run, place(f"/{number}", number), size, free=100)
+        except BudgetError:
+            pass
+        for number in (1, 2):
+            assert sum(e.size for e in ledger.entries() if e.place.file_system == number) <= 100
+
+
+# Isolation
+
+
+class Good:
+    name = "good"
+
+    def collect(self):
+        yield GaugeMetricFamily("infinity_good", "Good.", value=1)
+
+
+class Failing:
+    name = "failing"
+
+    def collect(self):
+        yield GaugeMetricFamily("infinity_partial", "Partial.", value=1)
+        raise OSError("drive gone")
+
+
+class Hanging:
+    name = "hanging"
+
+    def __init__(self):
+        self.release, self.runs = threading.Event(), 0
+
+    def collect(self):
+        self.runs += 1
+        self.release.wait(10)
+        return []
+
+
+def scrape(*collectors, timeout=5.0):
+    registry = CollectorRegistry()
+    collection = Collection(collectors, timeout)
+    registry.register(collection)
+    return collection, lambda: generate_latest(registry).decode()
+
+
+def test_a_failing_collector_does_not_hurt_the_others():
+    collection, text = scrape(Failing(), Good())
+    found = text()
+    assert 'infinity_daemon_collector_success{collector="failing"} 0.0' in found
+    assert 'infinity_daemon_collector_success{collector="good"} 1.0' in found
+    assert "infinity_good 1.0" in found
+    assert "infinity_partial 1.0" in found
+    assert 'infinity_daemon_collector_duration_seconds{collector="good"}' in found
+    assert collection.health == {"failing": False, "good": True}
+
+
+def test_a_hanging_collector_is_left_behind_and_not_started_twice():
+    hanging = Hanging()
+    _, text = scrape(hanging, Good(), timeout=0.05)
+    for _ in range(3):
+        found = text()
+        assert 'infinity_daemon_collector_success{collector="hanging"} 0.0' in found
+        assert "infinity_good 1.0" in found
+    assert hanging.runs == 1
+    hanging.release.set()
+
+
+# Drives
+
+
+def fake_sysfs(root, number, partitions=()):
+    """A sysfs with one drive nvme7n1, of which `number` (st_dev) is the device or its first partition."""
+    drive = root / "devices/pci/nvme7/nvme7n1"
+    drive.mkdir(parents=True)
+    (drive / "stat").write_text("5 0 100 7 5 0 2048 9 0 0 0 0 0 0 0 0 0\n")
+    (drive / "wwid").write_text("eui.0025\n")
+    (root / "class/block").mkdir(parents=True)
+    (root / "class/block/nvme7n1").symlink_to(drive)
+    target = drive
+    for partition in partitions:
+        target = drive / partition
+        target.mkdir()
+        (target / "partition").write_text("1\n")
+    (root / "dev/block").mkdir(parents=True)
+    (root / f"dev/block/{os.major(number)}:{os.minor(number)}").symlink_to(target)
+
+
+@pytest.mark.parametrize("partitions", [(), ("nvme7n1p1",)])
+def test_a_folder_is_traced_to_its_drive(tmp_path, partitions):
+    number = os.stat(tmp_path).st_dev
+    fake_sysfs(tmp_path / "sys", number, partitions)
+    found = locate(str(tmp_path), tmp_path / "sys")
+    assert found.drive == Drive(name="nvme7n1", identity="eui.0025")
+    assert found.file_system == number
+    counted = traffic(found.drive, tmp_path / "sys")
+    assert (counted.read, counted.written) == (100 * 512, 2048 * 512)
+    assert wear_ratio(found.drive, tmp_path / "sys") is None
+
+
+def test_wear_is_told_where_sysfs_tells_it(tmp_path):
+    folder = tmp_path / "class/block/mmcblk0/device"
+    folder.mkdir(parents=True)
+    (folder / "life_time").write_text("0x02 0x05\n")
+    assert wear_ratio(Drive(name="mmcblk0", identity=""), tmp_path) == 0.5
+    (folder / "life_time").write_text("0x00 0x00\n")
+    assert wear_ratio(Drive(name="mmcblk0", identity=""), tmp_path) is None
+
+
+def test_a_folder_without_a_block_device_has_a_name_too(tmp_path):
+    found = locate("/proc")
+    assert found.drive.name.startswith("proc-")
+    assert traffic(found.drive) is None
+    with pytest.raises(FileNotFoundError):
+        locate(str(tmp_path / "missing"))
+    assert 0 < space(str(tmp_path)).free <= space(str(tmp_path)).capacity
+
+
+def devices_text(tmp_path, paths, pages=None):
+    collector = DevicesCollector(
+        paths=paths,
+        pages=pages or Pages(tmp_path / "none", 60),
+        reserved=dict,
+        bandwidth=lambda drive: None,
+    )
+    collection, text = scrape(collector)
+    return collection, text()
+
+
+def test_a_drive_behind_two_paths_is_reported_once(tmp_path):
+    paths = [str(tmp_path / name) for name in ("one", "two")]
+    for path in paths:
+        os.mkdir(path)
+    _, one = devices_text(tmp_path, paths[:1])
+    _, both = devices_text(tmp_path, paths)
+
+    def keep(text):
+        return [line.split(" ")[0] for line in text.splitlines() if line.startswith("infinity_device")]
+
+    assert keep(one) == keep(both)
+    assert sum(line.startswith("infinity_device_capacity_bytes{") for line in both.splitlines()) == 1
+
+
+def test_paths_of_live_ranks_are_found_and_a_missing_own_path_is_a_failure(tmp_path):
+    used = tmp_path / "used"
+    used.mkdir()
+    info = {"paths": json.dumps([str(used), str(tmp_path / "gone")])}
+    stats = Stats.create(
+        tmp_path, run_id="r", rank=2, local_rank=0, world_size=4, devices=["nvme0", "nvme1"], info=info
+    )
+    pages, name = Pages(tmp_path, 60), locate(str(used)).drive.name
+    collection, text = devices_text(tmp_path, [], pages)
+    assert collection.health == {"devices": True}  # a rank's missing path is the rank's affair
+    assert f'infinity_rank_device_info{{block_device="{name}",device="nvme0",rank="2"}} 1.0' in text
+    collection, text = devices_text(tmp_path, [str(tmp_path / "not-here")], pages)
+    assert collection.health == {"devices": False}
+    assert "infinity_device_capacity_bytes{" in text
+    stats.close(remove=True)
+
+
+# Pages
+
+
+def make(folder, rank, run_id="run"):
+    return Stats.create(folder, run_id=run_id, rank=rank, local_rank=0, world_size=8, devices=[], info={})
+
+
+def test_ranks_are_counted_by_status(tmp_path):
+    live, dead = make(tmp_path, 0), make(tmp_path, 1)
+    hidden = make(tmp_path, 0, "later")
+    dead.close(remove=False)
+    (tmp_path / "broken.stats").write_text("no page")
+    _, text = scrape(RanksCollector(Pages(tmp_path, 60)))
+    found = text()
+    for status, count in {"live": 1, "dead": 1, "hidden": 1, "broken": 1}.items():
+        assert f'infinity_daemon_ranks{{status="{status}"}} {count}.0' in found
+    assert 'infinity_run_info{rank="0",run_id="later",world_size="8"} 1.0' in found
+    for stats in (live, hidden):
+        stats.close(remove=True)
+
+
+def test_pages_of_the_long_dead_are_removed_but_never_those_of_the_living(tmp_path):
+    live, dead = make(tmp_path, 0), make(tmp_path, 1)
+    dead.close(remove=False)
+    (tmp_path / ".run.rank2.stats.123").write_text("left by a killed rank")
+    assert len(Pages(tmp_path, 60).scan().pages) == 2
+    assert [page.header.rank for page in Pages(tmp_path, 0).scan().pages] == [0]
+    assert os.listdir(tmp_path) == [live.path.name]
+    live.close(remove=True)
+
+
+# Connections
+
+
+def test_a_message_must_be_complete_in_time_and_an_idle_client_is_hung_up_on(tmp_path):
+    async def scene(sent):
+        async def answer(line, owner):
+            return {}
+
+        server = SocketServer(tmp_path / "s", answer, message_seconds=0.05, idle_seconds=0.05)
+        await server.start()
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
+        writer.write(sent)
+        said = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        await server.stop()
+        return said
+
+    for sent in (b'{"op"', b""):
+        assert b"no complete message in time" in asyncio.run(scene(sent))
+
+
+def test_a_peer_of_another_container_stands_and_falls_with_its_connection(tmp_path, monkeypatch):
+    monkeypatch.setattr("infinity_daemon.server.peer_of", lambda peer: (0, os.getuid()))
+
+    async def scene():
+        owners = []
+
+        async def answer(line, owner):
+            owners.append(owner)
+            return {}
+
+        server = SocketServer(tmp_path / "s", answer)
+        await server.start()
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
+        writer.write(b"{}\n")
+        await reader.readline()
+        before = server.is_alive(owners[0])
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.sleep(0.05)
+        after = server.is_alive(owners[0])
+        await server.stop()
+        return owners[0], before, after
+
+    owner, before, after = asyncio.run(scene())
+    assert (owner.pid, before, after) == (0, True, False)
+
+
+def test_a_peer_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("infinity_daemon.server.peer_of", lambda peer: (1, os.getuid() + 1))
+
+    async def scene():
+        server = SocketServer(tmp_path / "s", None)
+        await server.start()
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
+        said = await reader.read()
+        writer.close()
+        await server.stop()
+        return said
+
+    assert b"may not talk to this daemon" in asyncio.run(scene())
+
+
+# Profiles
+
+
+def test_profiles_are_kept_across_restarts(tmp_path):
+    async def first():
+        profile = BandwidthProfile(tmp_path)
+        await profile.load()
+        assert profile.of(DRIVE) is None
+        await profile.record(DRIVE, read=2e9, write=1e9)
+
+    async def second():
+        profile = BandwidthProfile(tmp_path)
+        await profile.load()
+        return profile.of(DRIVE)
+
+    asyncio.run(first())
+    found = asyncio.run(second())
+    assert (found.read, found.write) == (2e9, 1e9)
+    assert os.listdir(tmp_path) == [FILE_NAME]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"drives": {"a": {"read": -1}}}', '{"drives": 3}', "\xff" * 9, "[" * 99999]
+)
+def test_a_malformed_profile_is_an_empty_one(tmp_path, content):
+    Path(tmp_path / FILE_NAME).write_text(content)
+    profile = BandwidthProfile(tmp_path)
+    asyncio.run(profile.load())
+    assert profile.of(DRIVE) is None

@@ -1,0 +1,314 @@
+"""The daemon as a process: end to end, and its socket abused."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from infinity.telemetry import Stats
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon"), *filter(None, sys.path)]),
+}
+
+
+@contextlib.contextmanager
+def daemon(folder, *options):
+    """A started daemon with `port` and `log` (path of its stderr); ended by SIGTERM, which must be clean."""
+    command = [
+        sys.executable,
+        "-m",
+        "infinity_daemon.main",
+        "--runtime-dir",
+        str(folder),
+        "--port",
+        "0",
+        *options,
+    ]
+    log = Path(folder) / "daemon.log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, env=ENVIRONMENT, stderr=stderr)
+    try:
+        until(lambda: " started " in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        process.port = int(re.search(r"port=(\d+)", log.read_text())[1])
+        process.log = log
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0, log.read_text()
+
+
+def until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited for too long"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One daemon for the tests that only talk to it, and its folder."""
+    folder = tmp_path_factory.mktemp("runtime")
+    with daemon(folder) as process:
+        yield process, folder
+
+
+def client(folder):
+    peer = socket.socket(socket.AF_UNIX)
+    peer.settimeout(5)
+    peer.connect(str(folder / "infinityd.sock"))
+    return peer
+
+
+def talk(folder, *messages):
+    """Send each message (an object or raw bytes) over one connection; return the answers."""
+    with client(folder) as peer, peer.makefile("rb") as answers:
+        found = []
+        for message in messages:
+            peer.sendall(message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n")
+            found.append(json.loads(answers.readline()))
+        return found
+
+
+def get(port, path):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        return answer.read().decode()
+
+
+RANK = """
+import json, sys, time
+from infinity.telemetry import Stats
+rank, info = int(sys.argv[2]), {"version": "1", "paths": json.dumps([sys.argv[1]])}
+stats = Stats.create(
+    sys.argv[1], run_id="e2e", rank=rank, local_rank=rank, world_size=2, devices=["nvme0"], info=info
+)
+stats.counter("steps_total").add(5 + rank)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_ranks_one_killed_end_to_end(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path), str(rank)], env=ENVIRONMENT, stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.stdout.readline() for rank in ranks] == [b"ready\n"] * 2
+        with daemon(tmp_path) as process:
+            text = get(process.port, "/metrics")
+            assert 'infinity_steps_total{rank="0"} 5.0' in text
+            assert 'infinity_steps_total{rank="1"} 6.0' in text
+            assert 'infinity_daemon_ranks{status="live"} 2.0' in text
+            assert re.search(r"infinity_device_capacity_bytes{device=.*} [1-9]", text)
+            ranks[1].kill()
+            ranks[1].wait()
+            text = get(process.port, "/metrics")
+            assert 'infinity_steps_total{rank="1"} 6.0' in text  # what it counted survives it
+            assert 'infinity_daemon_ranks{status="dead"} 1.0' in text
+            health = json.loads(get(process.port, "/healthz"))
+            assert health["status"] == "ok"
+            assert health["collectors"] == {"build": True, "devices": True, "ranks": True}
+            (status,) = talk(tmp_path, {"op": "status"})
+            assert [rank["status"] for rank in status["ranks"]] == ["live", "dead"]
+            assert status["metrics_port"] == process.port
+            assert status["paths"][0]["path"] == str(tmp_path)
+        assert not (tmp_path / "infinityd.sock").exists()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()
+
+
+def test_bandwidth_is_null_until_a_rank_has_measured_it(shared):
+    _, folder = shared
+    ask = {"op": "bandwidth", "paths": [str(folder)]}
+    before, done, after = talk(
+        folder, ask, {"op": "record_bandwidth", "path": str(folder), "read": 3e9, "write": 2e9}, ask
+    )
+    assert before == {"ok": True, "bandwidth": {str(folder): None}}
+    assert done["ok"]
+    assert after["bandwidth"][str(folder)]["read"] == 3e9
+    assert (folder / "bandwidth.json").exists()
+    (status,) = talk(folder, {"op": "status"})
+    assert status["ok"]
+
+
+def test_space_is_reserved_refused_and_given_back(shared):
+    _, folder = shared
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    half = {"op": "reserve", "path": str(folder), "bytes": free // 2, "run_id": "r"}
+    more = {**half, "bytes": free * 2 // 3, "run_id": "other"}
+    release = {"op": "release", "path": str(folder), "run_id": "r"}
+    first, refused, status, released, again, last = talk(
+        folder, half, more, {"op": "status"}, release, more, {**release, "run_id": "other"}
+    )
+    assert first["ok"]
+    assert first["remaining_bytes"] > 0
+    assert "do not fit" in refused["error"]
+    assert [entry["bytes"] for entry in status["reservations"]] == [free // 2]
+    assert released == {"ok": True, "released_bytes": free // 2}
+    assert again["ok"]
+    assert last["released_bytes"] == free * 2 // 3
+
+
+def test_a_reservation_dies_with_the_process_that_made_it(shared):
+    process, folder = shared
+    code = (
+        "import json, socket, sys\n"
+        "peer = socket.socket(socket.AF_UNIX); peer.connect(sys.argv[1] + '/infinityd.sock')\n"
+        "ask = {'op': 'reserve', 'path': sys.argv[1], 'bytes': 4096, 'run_id': 'short'}\n"
+        "peer.sendall(json.dumps(ask).encode() + b'\\n'); assert b'ok' in peer.recv(999); peer.close()\n"
+        "print('ready', flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout.readline() == b"ready\n"
+        (status,) = talk(folder, {"op": "status"})
+        assert [entry["run_id"] for entry in status["reservations"]] == [
+            "short"
+        ]  # it outlives the connection
+        assert re.search(r"infinity_device_reserved_bytes{device=.*} 4096\.0", get(process.port, "/metrics"))
+        rank.kill()
+    until(lambda: talk(folder, {"op": "status"})[0]["reservations"] == [])
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (b"garbage\n", "not JSON"),
+        (b"\n", "not JSON"),
+        (b"\xff\xfe\n", "not UTF-8"),
+        (b"[1]\n", "must be an object"),
+        (b"[" * 60000 + b"\n", "not JSON"),
+        ({"op": "reserv"}, "did you mean 'reserve'"),
+        ({"op": ["x"]}, "unknown op"),
+        ({"op": "status", "paths": []}, "unknown key 'paths'"),
+        ({"op": "bandwidth"}, "needs the key 'paths'"),
+        ({"op": "bandwidth", "paths": []}, "list of 1 to 64"),
+        ({"op": "bandwidth", "paths": ["/no/such/folder"]}, "No such file"),
+        ({"op": "bandwidth", "paths": ["relative"]}, "must be absolute"),
+        ({"op": "bandwidth", "paths": ["/a\0b"]}, "printable"),
+        ({"op": "bandwidth", "paths": ["/\ud800"]}, "printable"),
+        ({"op": "record_bandwidth", "path": "/", "read": float("nan"), "write": 1}, "read = nan"),
+        ({"op": "reserve", "path": "/", "bytes": -1, "run_id": "r"}, "above 0"),
+        ({"op": "reserve", "path": "/", "bytes": True, "run_id": "r"}, "above 0"),
+        ({"op": "reserve", "path": "/", "bytes": 1, "run_id": ""}, "run_id"),
+    ],
+)
+def test_bad_input_is_answered_and_the_connection_goes_on(shared, message, words):
+    _, folder = shared
+    answer, status = talk(folder, message, {"op": "status"})
+    assert words in answer["error"]
+    assert status["ok"]
+
+
+def test_an_oversized_message_is_refused(shared):
+    _, folder = shared
+    with client(folder) as peer:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            peer.sendall(b"x" * (64 << 10) + b"x" * 4096)
+        assert b"65536 bytes at most" in peer.recv(4096)
+    assert talk(folder, {"op": "status"})[0]["ok"]
+
+
+def test_half_a_message_is_refused(shared):
+    _, folder = shared
+    with client(folder) as peer:
+        peer.sendall(b'{"op": "sta')
+        peer.shutdown(socket.SHUT_WR)
+        assert b"without a newline" in peer.recv(4096)
+
+
+def test_clients_are_bounded_and_the_daemon_recovers(shared):
+    _, folder = shared
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(client(folder)) for _ in range(80)]
+        for peer in peers[-10:]:
+            assert b"too many clients" in peer.recv(4096)
+    until(lambda: talk(folder, {"op": "status"})[0].get("ok"))
+
+
+def start_second(folder, *options):
+    command = [sys.executable, "-m", "infinity_daemon.main", "--runtime-dir", str(folder), *options]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=10)
+
+
+def test_a_second_daemon_is_refused_and_told_who_holds_the_socket(shared):
+    process, folder = shared
+    second = start_second(folder, "--port", "0")
+    assert second.returncode == 2
+    assert f"held by another infinityd, pid {process.pid}" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert talk(folder, {"op": "status"})[0]["ok"]
+
+
+def test_a_busy_port_is_a_clear_error_and_leaves_no_socket(shared, tmp_path):
+    process, _ = shared
+    second = start_second(tmp_path, "--port", str(process.port))
+    assert second.returncode == 2
+    assert f"port {process.port}" in second.stderr
+    assert not (tmp_path / "infinityd.sock").exists()
+
+
+def test_a_socket_of_another_program_is_left_alone(tmp_path):
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "infinityd.sock"))
+        other.listen()
+        second = start_second(tmp_path, "--port", "0")
+        assert second.returncode == 2
+        assert f"held by a live process, pid {os.getpid()}" in second.stderr
+        assert (tmp_path / "infinityd.sock").exists()
+    (tmp_path / "file").write_text("precious")
+    assert "not a socket" in start_second(tmp_path, "--port", "0", "--socket", str(tmp_path / "file")).stderr
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_stale_socket_is_taken_over(tmp_path):
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(tmp_path / "infinityd.sock"))
+    with daemon(tmp_path):
+        assert talk(tmp_path, {"op": "status"})[0]["ok"]
+
+
+def test_sigint_with_a_connected_client_ends_cleanly(tmp_path):
+    with daemon(tmp_path) as process, client(tmp_path) as peer:
+        peer.sendall(b'{"op": ')
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+        assert "Traceback" not in process.log.read_text()
+        assert not (tmp_path / "infinityd.sock").exists()
+
+
+def test_a_page_that_appears_and_turns_to_garbage_never_stops_the_daemon(shared):
+    process, folder = shared
+    stats = Stats.create(folder, run_id="g", rank=0, local_rank=0, world_size=1, devices=[], info={})
+    assert 'infinity_steps_total{rank="0"} 0.0' in get(process.port, "/metrics")
+    os.truncate(stats.path, 100)
+    text = get(process.port, "/metrics")
+    assert 'infinity_daemon_ranks{status="broken"} 1.0' in text
+    assert 'infinity_daemon_collector_success{collector="ranks"} 1.0' in text
+    stats.path.unlink()
+
+
+def test_the_daemon_does_not_import_torch():
+    code = "import sys, infinity_daemon.main; print('torch' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "False"

@@ -1,0 +1,40 @@
+"""Engines and files for the tests of `infinity.io`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from io_engines import KINDS, make_engine
+
+from infinity.io import Engine
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Name of an engine."""
+    return request.param
+
+
+@pytest.fixture
+def engine(kind: str) -> Iterator[Engine]:
+    """A running engine of each kind, closed afterwards."""
+    running = make_engine(kind)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def blob() -> bytes:
+    """Four MiB of noise."""
+    return os.urandom(4 << 20)
+
+
+@pytest.fixture
+def filled(tmp_path: Path, blob: bytes) -> str:
+    """A file that holds `blob`."""
+    path = tmp_path / "filled"
+    path.write_bytes(blob)
+    return str(path)

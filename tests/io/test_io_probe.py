@@ -1,0 +1,113 @@
+"""`infinity.io.probe` and the command on top of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from infinity.errors import BudgetError, ConfigError
+from infinity.io.probe import Load, Progress, measure_paths, points_of
+from infinity_tools.probe import probe
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_several_paths_at_once(tmp_path: Path, engine: str) -> None:
+    folders = [str(tmp_path / name) for name in "ab"]
+    for folder in folders:
+        os.mkdir(folder)
+    points = points_of(list(Load), [64 << 10, MIB], [1, 4])
+    seen: list[Progress] = []
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    found = measure_paths(
+        folders, points, file_bytes=16 * MIB, seconds=0.02, engine=engine, on_progress=seen.append
+    )
+    assert list(found) == folders
+    for folder in folders:
+        assert [bandwidth.point for bandwidth in found[folder]] == list(points)
+        assert os.listdir(folder) == []
+    for bandwidth in found[folders[0]]:
+        load = bandwidth.point.load
+        assert (bandwidth.read_bytes_per_second > 0) == (load is not Load.WRITE)
+        assert (bandwidth.write_bytes_per_second > 0) == (load is not Load.READ)
+        assert bandwidth.seconds >= 0.02
+    assert [progress.done for progress in seen] == list(range(1, 2 + len(points) + 1))
+    assert seen[-1].total == seen[-1].done
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
+def test_impossible_requests_are_refused(tmp_path: Path) -> None:
+    point = points_of([Load.READ], [MIB], [4])
+    with pytest.raises(ConfigError, match="not a folder"):
+        measure_paths([tmp_path / "missing"], point, file_bytes=16 * MIB)
+    with pytest.raises(ConfigError, match="too small"):
+        measure_paths([tmp_path], point, file_bytes=4 * MIB)
+    with pytest.raises(BudgetError, match="free"):
+        measure_paths([tmp_path], point, file_bytes=1 << 60)
+    with pytest.raises(ConfigError, match="twice"):
+        measure_paths([tmp_path, tmp_path], point, file_bytes=16 * MIB)
+    with pytest.raises(ConfigError, match="engine"):
+        measure_paths([tmp_path], point, file_bytes=16 * MIB, engine="aio")
+    with pytest.raises(ConfigError, match="multiple of 4096"):
+        points_of([Load.READ], [1000], [4])
+    with pytest.raises(ConfigError, match="depth = 0"):
+        points_of([Load.READ], [MIB], [0])
+    assert os.listdir(tmp_path) == []
+
+
+def test_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="not writable"):
+        measure_paths([tmp_path], points_of([Load.READ], [MIB], [4]), file_bytes=16 * MIB)
+
+
+_SMALL = ["--size", "16MiB", "--block", "64KiB,1MiB", "--depth", "1", "--depth", "2", "--seconds", "0.02"]
+
+
+def _command() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(probe)
+    return app
+
+
+def test_command_writes_table_json_and_picture(tmp_path: Path) -> None:
+    data, out = tmp_path / "data", tmp_path / "out" / "here"
+    data.mkdir()
+    result = CliRunner().invoke(
+        _command(), [str(data), *_SMALL, "--out", str(out)], catch_exceptions=False, env={"COLUMNS": "200"}
+    )
+    assert result.exit_code == 0
+    assert "GB/s" in result.stdout
+    assert "64 KiB" in result.stdout
+    document = json.loads((out / "probe.json").read_text())
+    assert len(document["paths"][str(data)]) == 3 * 2 * 2
+    assert (out / "probe.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_prints_json_only(tmp_path: Path) -> None:
+    result = CliRunner().invoke(_command(), [str(tmp_path), *_SMALL, "--json"], catch_exceptions=False)
+    point = json.loads(result.stdout)["paths"][str(tmp_path)][0]
+    assert set(point) == {
+        "load",
+        "block_bytes",
+        "depth",
+        "read_bytes_per_second",
+        "write_bytes_per_second",
+        "bytes_per_second",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["--depth", "many"], "--depth = 'many'"), (["--block", "1 parsec"], "--block"), (["--size", "0"], "size = 0")],
+)
+def test_command_refuses_nonsense(tmp_path: Path, arguments: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        CliRunner().invoke(_command(), [str(tmp_path), *arguments], catch_exceptions=False)

@@ -1,0 +1,208 @@
+"""What drives, limits and file systems refuse becomes an error that says where."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from io_engines import BLOCK, PATIENCE, make_engine, mapped
+
+from infinity.config import StorageConfig
+from infinity.errors import ConfigError, StorageError
+from infinity.io import Engine, Op, open_engine
+from infinity.io import alignment as alignment_module
+from infinity.io import ring as ring_module
+from infinity.io import select as select_module
+from infinity.io.ring import Ring, RingRefusedError
+
+_ROOT = Path(__file__).parents[2]
+
+_LIMITED = """
+import mmap, resource, sys
+sys.path[:0] = [sys.argv[4], sys.argv[3]]
+from io_engines import make_engine
+from infinity.errors import StorageError
+from infinity.io import Op
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+engine = make_engine(sys.argv[1])
+file = engine.open(sys.argv[2], create=True)
+ticket = engine.submit(Op.WRITE, file, 0, memoryview(mmap.mmap(-1, 2 << 20)))
+try:
+    ticket.wait(20)
+except StorageError as error:
+    print(error.errno, error.op, error.offset, error.length, error.path)
+engine.close()
+"""
+
+
+def test_write_past_the_file_size_limit(kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "file")
+    command = [sys.executable, "-c", _LIMITED, kind, path, str(_ROOT), str(_ROOT / "tests" / "io")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(errno.EFBIG), "write", "0", str(2 << 20), path], done.stderr
+
+
+@pytest.fixture
+def tiny(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A mounted file system with 16 MiB."""
+    spec = importlib.util.spec_from_file_location("loopdev", _ROOT / "benchmarks" / "loopdev.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loopdev = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loopdev)
+    try:
+        device = loopdev.loop_device(16 << 20, filesystem="ext4")
+        folder = device.__enter__()
+    except (loopdev.LoopDeviceError, OSError) as error:
+        pytest.skip(f"no small file system to fill: {error}")
+    yield folder
+    device.__exit__(None, None, None)
+
+
+def test_full_file_system(kind: str, tiny: Path) -> None:
+    engine = make_engine(kind)
+    with mapped(32 << 20) as memory:
+        file = engine.open(str(tiny / "file"), create=True)
+        ticket = engine.submit(Op.WRITE, file, 0, memory)
+        with pytest.raises(StorageError, match="ENOSPC") as caught:
+            ticket.wait(PATIENCE)
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.path == file.path
+        engine.close()
+
+
+def test_write_to_a_file_that_was_opened_for_reading(engine: Engine, filled: str) -> None:
+    """Any errno of a completion arrives: here EBADF, after the descriptor was replaced."""
+    file = engine.open(filled)
+    reading = os.open(filled, os.O_RDONLY | os.O_DIRECT)
+    os.dup2(reading, file.fd)
+    os.close(reading)
+    with mapped(BLOCK) as memory:
+        with pytest.raises(StorageError) as caught:
+            engine.submit(Op.WRITE, file, BLOCK, memory).wait(PATIENCE)
+        engine.submit(Op.READ, file, BLOCK, memory).wait(PATIENCE)
+    assert (caught.value.errno, caught.value.offset, caught.value.length) == (errno.EBADF, BLOCK, BLOCK)
+
+
+def test_file_system_without_direct_io(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(alignment_module.os, "open", refuse)
+    path = str(tmp_path / "file")
+    with pytest.warns(RuntimeWarning, match=path) as caught:
+        file = engine.open(path, create=True)
+    assert len(caught) == 1
+    assert (file.direct, file.alignment) == (False, 1)
+    with mapped(BLOCK) as memory:
+        memory[:] = os.urandom(BLOCK)
+        engine.submit(Op.WRITE, file, 7, memory[3:1000]).wait(PATIENCE)
+        assert Path(path).read_bytes()[7:] == memory[3:1000]
+
+
+def test_alignment_of_a_direct_file(engine: Engine, filled: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file = engine.open(filled)
+    assert file.direct
+    assert BLOCK % file.alignment == 0
+
+
+def test_alignment_without_statx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alignment_module, "_libc", object())
+    assert alignment_module.direct_alignment(0) == alignment_module.DEFAULT_ALIGNMENT
+
+
+def _refuse(code: int) -> type[Ring]:
+    class Refused(Ring):
+        def __init__(self, entries: int) -> None:
+            raise RingRefusedError(code)
+
+    return Refused
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
+def test_threads_where_io_uring_is_refused(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.io.uring.Ring", _refuse(code))
+    before = len(os.listdir("/proc/self/fd"))
+    engine, reason = open_engine(StorageConfig(engine="auto"))
+    engine.close()
+    assert engine.name == "threads"
+    assert f"io_uring refused: {errno.errorcode[code]}" in reason
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ConfigError, match=r"storage\.engine = 'io_uring'"):
+        open_engine(StorageConfig(engine="io_uring"))
+
+
+def test_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger=select_module.__name__):
+        engine, reason = open_engine(StorageConfig(engine="threads"))
+    engine.close()
+    assert (engine.name, reason) == ("threads", "set by storage.engine")
+    assert [record.getMessage() for record in caplog.records] == ["I/O engine threads: set by storage.engine"]
+
+
+def test_registration_refused_is_not_fatal(
+    filled: str, blob: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Ring, first: int, pieces: list[tuple[int, int]]) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(ring_module.Ring, "register", refuse)
+    engine = make_engine("io_uring")
+    file = engine.open(filled)
+    with mapped(len(blob)) as memory:
+        with caplog.at_level("INFO"):
+            engine.register(memory)
+        engine.submit(Op.READ, file, 0, memory).wait(PATIENCE)
+        assert memory == blob
+        engine.close()
+    assert "Cannot allocate memory" in caplog.text
+
+
+def test_registration_without_the_new_system_calls(
+    filled: str, blob: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels before 5.19 have no sparse tables: one registration works, a second is done without."""
+    real = ring_module.Ring._register
+
+    def old(self: Ring, opcode: int, argument: object, count: int) -> int:
+        return -1 if opcode == ring_module._REGISTER_BUFFERS2 else real(self, opcode, argument, count)
+
+    monkeypatch.setattr(ring_module.Ring, "_register", old)
+    engine = make_engine("io_uring")
+    file = engine.open(filled)
+    with mapped(len(blob)) as memory:
+        engine.register(memory[: 2 << 20])
+        engine.register(memory[2 << 20 :])
+        assert len(engine._pieces) == 1
+        engine.submit(Op.READ, file, 0, memory).wait(PATIENCE)
+        assert memory == blob
+        engine.close()
+
+
+def test_broken_ring_fails_every_ticket(filled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Ring, wait_for: int) -> None:
+        raise OSError(errno.EBADF, "broken")
+
+    engine = make_engine("io_uring")
+    monkeypatch.setattr(ring_module.Ring, "enter", broken)
+    file = engine.open(filled)
+    with mapped(1 << 20) as memory:
+        for ticket in [engine.submit(Op.READ, file, 0, memory) for _ in range(2)]:
+            with pytest.raises(StorageError, match="io_uring failed"):
+                ticket.wait(PATIENCE)
+        engine.close()

@@ -1,0 +1,136 @@
+"""What Prometheus sees: golden text, promtool, and the server."""
+
+import json
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from infinity.errors import ConfigError
+from infinity.telemetry import METRICS, PREFIX, Stats
+from infinity.telemetry.exporter import StatsCollector, select_pages, serve
+from infinity.telemetry.metrics import markdown
+
+GOLDEN = Path(__file__).with_name("golden_metrics.txt")
+ROOT = Path(__file__).parents[2]
+
+
+def snapshot(rank=0, run_id="run-1"):
+    """A page with known counts; nothing in its exposition depends on time or machine."""
+    stats = Stats.create(
+        None,
+        run_id=run_id,
+        rank=rank,
+        local_rank=rank,
+        world_size=2,
+        devices=["nvme0", "nvme1"],
+        info={"version": "0.1.0", "torch_version": '2.13.0+cpu "x"', "io_engine": "threads", "paths": "[]"},
+    )
+    stats.counter("io_bytes_total", op="read", state="update", device="nvme1").add(1 << 40)
+    stats.counter("stall_seconds_total", phase="backward", cause="arena").add(0.25)
+    stats.gauge("tier_capacity_bytes", tier="host").set(2**31)
+    for seconds in (0.3, 7.0, 1e6):
+        stats.histogram("step_duration_seconds").observe(seconds)
+    return stats.snapshot()
+
+
+def exposition(pages):
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(lambda: pages))
+    return generate_latest(registry).decode()
+
+
+def test_exposition_equals_the_golden_text():
+    """After a wanted change: write `exposition([snapshot(0)])` to the golden file and read the difference."""
+    assert exposition([snapshot(0)]) == GOLDEN.read_text()
+
+
+def test_promtool_finds_nothing_to_say():
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+    text = exposition([snapshot(0), snapshot(1)])
+    found = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+def test_every_metric_of_a_rank_is_served_with_the_prefix_and_the_rank():
+    families = list(text_string_to_metric_families(exposition([snapshot(0), snapshot(1)])))
+    served = {family.name for family in families}
+    table = {PREFIX + metric.name.removesuffix("_total") for metric in METRICS if metric.server == "rank"}
+    assert served == table
+    assert all(sample.labels["rank"] in "01" for family in families for sample in family.samples)
+
+
+def test_histogram_buckets_are_cumulative():
+    samples = {
+        sample.labels.get("le", sample.name): sample.value
+        for family in text_string_to_metric_families(exposition([snapshot()]))
+        if family.name == "infinity_step_duration_seconds"
+        for sample in family.samples
+    }
+    assert (samples["0.25"], samples["0.5"], samples["10.0"], samples["1800.0"], samples["+Inf"]) == (
+        0,
+        1,
+        2,
+        2,
+        3,
+    )
+    assert samples["infinity_step_duration_seconds_count"] == 3
+
+
+def test_of_two_pages_of_a_rank_the_live_and_then_the_later_one_is_served():
+    old, new = snapshot(run_id="old"), snapshot(run_id="new")
+    dead = replace(snapshot(run_id="dead"), status="dead", header=replace(new.header, started=4e9))
+    served, hidden = select_pages([dead, new, old])
+    assert served == [new]
+    assert {page.header.run_id for page in hidden} == {"old", dead.header.run_id}
+    exposition([dead, new, old])
+
+
+def get(port, path):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        return answer.status, answer.read()
+
+
+def test_server_serves_metrics_and_health_and_gives_its_port_back():
+    pages = [snapshot()]
+    with serve(0, lambda: pages, host="127.0.0.1") as server:
+        assert get(server.port, "/metrics") == (200, GOLDEN.read_bytes())
+        status, body = get(server.port, "/healthz")
+        assert (status, json.loads(body)) == (200, {"status": "ok"})
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(server.port, "/else")
+        with pytest.raises(ConfigError, match=f"port {server.port} .*choose another port"):
+            serve(server.port, lambda: pages, host="127.0.0.1")
+        port = server.port
+    serve(port, lambda: pages, host="127.0.0.1").close()
+    with pytest.raises(ConfigError, match="0 to 65535"):
+        serve(70000, lambda: pages)
+
+
+def test_the_documentation_is_the_table():
+    """Run `python -m infinity.telemetry.metrics > docs/metrics.md` after a change of the table."""
+    assert (ROOT / "docs" / "metrics.md").read_text() == markdown()
+
+
+def test_names_follow_the_conventions():
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert metric.name.endswith("_info") == (metric.kind == "info"), metric.name
+        assert bool(metric.buckets) == (metric.kind == "histogram"), metric.name
+        assert list(metric.buckets) == sorted(metric.buckets)
+        assert metric.doc.endswith("."), metric.name
+
+
+def test_counting_needs_neither_torch_nor_prometheus():
+    code = "import sys, infinity.telemetry; print({'torch', 'prometheus_client'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.strip() == "set()"

@@ -1,0 +1,311 @@
+"""The stats page: what a rank counts is what a reader sees, whatever happens to the rank or the file."""
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.errors import ConfigError, CorruptPageError, StallError, StorageError
+from infinity.telemetry import Stats, StatsPageError, error_reason, read_page, read_pages
+
+LABELS = {"op": "read", "state": "param", "device": "nvme0"}
+
+
+def make(folder, rank=0, **changes):
+    arguments = dict(
+        run_id="run-a", rank=rank, local_rank=rank, world_size=4, devices=["nvme0", "nvme1"], info={}
+    )
+    return Stats.create(folder, **{**arguments, **changes})
+
+
+def test_increments_of_the_writer_are_seen_by_the_reader(tmp_path):
+    stats = make(tmp_path, info={"paths": json.dumps(["/a", "/b"])})
+    counter, gauge = stats.counter("io_bytes_total", **LABELS), stats.gauge("pool_frames", status="free")
+    histogram = stats.histogram("io_request_duration_seconds", op="write")
+    counter.add(4096)
+    counter.add()
+    gauge.set(7)
+    for seconds in (0.0001, 0.0002, 1e9):
+        histogram.observe(seconds)
+    page = read_page(stats.path)
+    assert page.alive
+    assert page.header.paths == ("/a", "/b")
+    assert page.value("io_bytes_total", **LABELS) == counter.value == 4097
+    assert page.value("pool_frames", status="free") == gauge.value == 7
+    seen = page.histogram("io_request_duration_seconds", op="write")
+    assert (seen.count, seen.counts[0], seen.counts[1], seen.counts[-1]) == (3, 1, 1, 1)
+    assert histogram.count == 3
+    assert seen.sum == histogram.sum == pytest.approx(1e9)
+    assert page.values == stats.snapshot().values
+    assert sum(page.values) == pytest.approx(4097 + 7 + 3 + 1e9)  # and every other cell is 0
+
+
+def test_file_is_private_named_by_run_and_rank_and_leaves_no_draft(tmp_path):
+    stats = make(tmp_path / "new" / "folder", rank=3)
+    assert stats.path.name == "run-a.rank3.stats"
+    assert stat.S_IMODE(stats.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(stats.path.parent.stat().st_mode) == 0o700
+    assert os.listdir(stats.path.parent) == [stats.path.name]
+    stats.close(remove=True)
+    stats.close(remove=True)
+    assert os.listdir(stats.path.parent) == []
+
+
+def test_close_without_removal_marks_the_page_and_late_counting_is_harmless(tmp_path):
+    stats = make(tmp_path)
+    counter = stats.counter("steps_total")
+    counter.add()
+    stats.close(remove=False)
+    counter.add()
+    page = read_page(stats.path)
+    assert not page.alive
+    assert page.closed > 0
+
+
+def test_close_does_not_remove_the_page_of_a_successor(tmp_path):
+    first = make(tmp_path)
+    second = make(tmp_path)
+    first.close(remove=True)
+    assert second.path.exists()
+    assert read_page(second.path).alive
+
+
+def test_anonymous_page_has_no_file():
+    stats = make(None)
+    stats.counter("steps_total").add(2)
+    assert stats.path is None
+    assert stats.snapshot().value("steps_total") == 2
+    stats.close(remove=True)
+    assert not stats.snapshot().alive
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda s: s.counter("io_byte_total"), "did you mean 'io_bytes_total'"),
+        (
+            lambda s: s.counter("io_bytes_total", op="raed", state="param", device="nvme0"),
+            "did you mean 'read'",
+        ),
+        (
+            lambda s: s.counter("io_bytes_total", op="read", state="master", device="nvme0"),
+            "state = 'master'",
+        ),
+        (lambda s: s.counter("io_bytes_total", op="read", state="param", device="nvme2"), "nvme0, nvme1"),
+        (lambda s: s.counter("io_bytes_total", op="read"), "labels (op, state, device)"),
+        (lambda s: s.counter("pool_frames", status="free"), "is of kind gauge"),
+        (lambda s: s.gauge("steps_total"), "is of kind counter"),
+        (lambda s: s.gauge("build_info"), "is of kind info"),
+        (lambda s: s.counter("device_read_bytes_total", device="nvme0"), "unknown metric"),
+    ],
+)
+def test_unknown_names_are_refused_naming_the_nearest(ask, words):
+    with pytest.raises(ConfigError) as caught:
+        ask(make(None))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run_id": "../up"},
+        {"run_id": ""},
+        {"rank": 4},
+        {"rank": -1},
+        {"devices": ["nvme0", "nvme0"]},
+        {"devices": [f"nvme{i}" for i in range(65)]},
+        {"info": {"version": "a\nb"}},
+        {"info": {"x": "y" * 70000}},
+    ],
+)
+def test_malformed_arguments_are_refused(tmp_path, changes):
+    with pytest.raises(ConfigError):
+        make(tmp_path, **changes)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_names_the_setting(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"telemetry\.runtime_dir"):
+        make(tmp_path / "file" / "below")
+    with pytest.raises(ConfigError, match="runtime folder instead"):
+        make(tmp_path / "run-a.rank0.stats")
+
+
+@contextlib.contextmanager
+def rank_process(code, *arguments):
+    """A process that runs `code` and has printed ``ready``."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as rank:
+        try:
+            assert rank.stdout.readline() == "ready\n"
+            yield rank
+        finally:
+            rank.kill()
+
+
+def test_killed_rank_leaves_its_counts_and_is_dead(tmp_path):
+    code = (
+        "import sys, time\n"
+        "from infinity.telemetry import Stats\n"
+        "s = Stats.create(sys.argv[1], run_id='k', rank=0, local_rank=0, world_size=1, devices=[], info={})\n"
+        "s.counter('steps_total').add(11)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    path = tmp_path / "k.rank0.stats"
+    with rank_process(code, tmp_path) as rank:
+        assert read_page(path).alive
+        os.kill(rank.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # a zombie now, still in /proc
+        assert read_page(path).status == "dead"
+    page = read_page(path)
+    assert page.status == "dead"
+    assert page.value("steps_total") == 11
+
+
+def test_a_recycled_process_number_is_not_taken_for_the_rank(tmp_path):
+    stats = make(tmp_path)
+    data = stats.path.read_bytes()
+    at = data.index(b'"process_started": ') + len(b'"process_started": ')
+    other = bytes([data[at] % 57 + 1 if data[at] != 57 else 49])
+    copy = tmp_path / "copy.rank0.stats"
+    copy.write_bytes(data[:at] + other + data[at + 1 :])
+    assert read_page(copy).status == "dead"
+
+
+def test_a_rank_of_another_pid_namespace_is_told_by_its_lock(tmp_path, monkeypatch):
+    stats = make(tmp_path)
+    monkeypatch.setattr("infinity.telemetry.page.pid_namespace", lambda: 1)
+    assert read_page(stats.path).status == "live"
+    copy = tmp_path / "copy.rank0.stats"
+    copy.write_bytes(stats.path.read_bytes())  # the same content, but nobody holds it
+    assert read_page(copy).status == "dead"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"INFSTATS", b"{}" * 500, b"\0" * 4096, b"INFSTATS" + b"\xff" * 4096]
+)
+def test_foreign_files_are_refused_with_a_named_error(tmp_path, content):
+    path = tmp_path / "x.stats"
+    path.write_bytes(content)
+    with pytest.raises(StatsPageError, match=r"x\.stats"):
+        read_page(path)
+
+
+def test_what_is_no_regular_file_is_refused_and_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "fifo.stats")
+    (tmp_path / "folder.stats").mkdir()
+    stats = make(tmp_path)
+    (tmp_path / "link.stats").symlink_to(stats.path)
+    for name in ("fifo.stats", "folder.stats", "link.stats", "missing.stats", "a\0b"):
+        with pytest.raises(StatsPageError):
+            read_page(tmp_path / name)
+    assert [page.header.run_id for page in read_pages(tmp_path)] == ["run-a"]
+    assert list(read_pages(tmp_path / "nowhere")) == []
+
+
+@pytest.fixture(scope="module")
+def intact():
+    with tempfile.TemporaryDirectory() as folder:
+        stats = make(folder, info={"version": "1", "paths": '["/a"]'})
+        stats.counter("steps_total").add(3)
+        yield Path(folder), stats.path.read_bytes()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_random_corruption_is_read_or_refused_but_never_crashes(intact, data):
+    folder, original = intact
+    page = bytearray(original)
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(page) - 1))
+        page[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
+        page = page or bytearray(b"\0")
+    path = folder / "corrupt.stats"
+    path.write_bytes(page[: data.draw(st.one_of(st.just(len(page)), st.integers(0, len(page))))])
+    try:
+        found = read_page(path)
+    except StatsPageError:
+        return
+    assert found.value("steps_total") >= 0
+    assert isinstance(found.header.paths, tuple)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    key=st.sampled_from(
+        ["run_id", "rank", "pid", "process_started", "started", "devices", "info", "fingerprint"]
+    ),
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+        max_leaves=6,
+    ),
+)
+def test_any_json_in_the_header_is_read_or_refused(intact, key, value):
+    folder, original = intact
+    length = int.from_bytes(original[12:16], "little")
+    tree = json.loads(original[16 : 16 + length])
+    body = json.dumps({**tree, key: value}).encode()
+    head = original[:12] + len(body).to_bytes(4, "little") + body
+    cells = original[-(-(16 + length) // 64) * 64 :]
+    path = folder / "header.stats"
+    path.write_bytes(head.ljust(-(-len(head) // 64) * 64, b"\0") + cells)
+    try:
+        page = read_page(path)
+    except StatsPageError:
+        return
+    "".join([page.header.run_id, *page.header.devices, *page.header.info.values()]).encode()
+
+
+def test_a_counter_no_counting_can_have_made_is_refused(tmp_path):
+    stats = make(tmp_path)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        stats.gauge("pool_frames", status="free").set(wrong)  # any value is a gauge's own business
+        read_page(stats.path)
+        counter = stats.counter("steps_total")
+        counter.add(wrong)
+        with pytest.raises(StatsPageError, match="steps_total"):
+            read_page(stats.path)
+        counter._cells[counter._index] = 0.0
+
+
+def test_a_reader_never_sees_half_a_double(tmp_path):
+    """Two bit patterns that differ in every byte are written in turn; any mixture would be a third value."""
+    code = (
+        "import sys\n"
+        "from infinity.telemetry import Stats\n"
+        "s = Stats.create(sys.argv[1], run_id='t', rank=0, local_rank=0, world_size=1, devices=[], info={})\n"
+        "gauge, a, b = s.gauge('pool_frames', status='free'), float(sys.argv[2]), float(sys.argv[3])\n"
+        "gauge.set(a)\n"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    gauge.set(b)\n"
+        "    gauge.set(a)\n"
+    )
+    both = [struct.unpack("<d", bytes([byte]) * 8)[0] for byte in (0x2A, 0xD4)]
+    with rank_process(code, tmp_path, *map(repr, both)) as rank:
+        pages = (read_page(tmp_path / "t.rank0.stats") for _ in range(3000))
+        seen = {page.value("pool_frames", status="free") for page in pages}
+        rank.kill()
+    assert seen == set(both)
+
+
+def test_error_reason_is_in_the_closed_set():
+    assert error_reason(StorageError("write", "/x", 0, 1, 28)) == "enospc"
+    assert error_reason(StorageError("read", "/x", 0, 1, 5)) == "eio"
+    assert error_reason(CorruptPageError("p", "/x", 0, 1, 1, 2)) == "corrupt"
+    assert error_reason(StallError("waited")) == "timeout"
+    assert error_reason(ValueError()) == "other"

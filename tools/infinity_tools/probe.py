@@ -1,0 +1,169 @@
+"""`infinity probe`: what bandwidth do these folders have, at which request size and depth?"""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+from rich.table import Table
+
+from infinity.errors import ConfigError
+from infinity.io.probe import Bandwidth, Load, Progress, measure_paths, points_of
+from infinity.units import format_size, parse_size
+
+Results = dict[str, tuple[Bandwidth, ...]]
+
+
+def probe(
+    paths: Annotated[list[Path], typer.Argument(help="Folders to measure, all at the same time.")],
+    size: Annotated[str, typer.Option(help="Size of the file written into each folder.")] = "2GiB",
+    block: Annotated[
+        list[str] | None,
+        typer.Option(help="Bytes per request; repeat or separate by commas. [default: 256KiB,1MiB,4MiB]"),
+    ] = None,
+    depth: Annotated[
+        list[str] | None,
+        typer.Option(help="Requests in flight; repeat or separate by commas. [default: 1,4,8,16,32]"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Length of each measurement.")] = 1.0,
+    engine: Annotated[str, typer.Option(help="auto, io_uring or threads.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for probe.json and probe.png.")] = None,
+) -> None:
+    """Measure read, write and mixed bandwidth of folders through infinity's own I/O engine."""
+    file_bytes = parse_size(size, name="--size")
+    blocks = [parse_size(text, name="--block") for text in _items(block or ["256KiB,1MiB,4MiB"])]
+    depths = [_whole(text, "--depth") for text in _items(depth or ["1,4,8,16,32"])]
+    points = points_of(list(Load), blocks, depths)
+    with ProgressBar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=json,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("writing files", total=len(paths) + len(points))
+
+        def show(progress: Progress) -> None:
+            speed = sum(found.bytes_per_second for found in progress.latest.values())
+            tail = f"  {speed / 1e9:.2f} GB/s" if progress.latest else ""
+            bar.update(task, completed=progress.done, description=progress.label + tail)
+
+        names = [str(path) for path in paths]
+        results = measure_paths(
+            names, points, file_bytes=file_bytes, seconds=seconds, engine=engine, on_progress=show
+        )
+    text = json_format.dumps(_document(results, file_bytes, seconds, engine), indent=2)
+    if out is not None:
+        _write(out, text, results)
+    if json:
+        typer.echo(text)
+        return
+    console = Console()
+    for path, bandwidths in results.items():
+        console.print(_table(path, bandwidths))
+    if out is not None:
+        console.print(f"wrote {out / 'probe.json'} and {out / 'probe.png'}")
+
+
+def _items(values: list[str]) -> list[str]:
+    return [item.strip() for value in values for item in value.split(",") if item.strip()]
+
+
+def _whole(text: str, name: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{name} = {text!r} is not a whole number")
+    return int(text)
+
+
+def _document(results: Results, file_bytes: int, seconds: float, engine: str) -> dict[str, Any]:
+    return {
+        "engine": engine,
+        "file_bytes": file_bytes,
+        "seconds": seconds,
+        "paths": {
+            path: [
+                {
+                    "load": found.point.load.value,
+                    "block_bytes": found.point.block_bytes,
+                    "depth": found.point.depth,
+                    "read_bytes_per_second": round(found.read_bytes_per_second),
+                    "write_bytes_per_second": round(found.write_bytes_per_second),
+                    "bytes_per_second": round(found.bytes_per_second),
+                }
+                for found in bandwidths
+            ]
+            for path, bandwidths in results.items()
+        },
+    }
+
+
+def _write(out: Path, text: str, results: Results) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "probe.json").write_text(text + "\n")
+        _figure(results).savefig(out / "probe.png", dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from error
+
+
+def _table(path: str, bandwidths: tuple[Bandwidth, ...]) -> Table:
+    table = Table(title=f"{path} (GB/s)")
+    for heading in ("block", "in flight", *(load.value for load in Load)):
+        table.add_column(heading, justify="right")
+    best = {
+        load: max(found.bytes_per_second for found in bandwidths if found.point.load is load) for load in Load
+    }
+    rows: dict[tuple[int, int], dict[Load, float]] = {}
+    for found in bandwidths:
+        row = rows.setdefault((found.point.block_bytes, found.point.depth), {})
+        row[found.point.load] = found.bytes_per_second
+    for (block, depth), speeds in rows.items():
+        cells = [_cell(speeds[load], best[load]) for load in Load]
+        table.add_row(format_size(block), str(depth), *cells)
+    return table
+
+
+def _cell(speed: float, best: float) -> str:
+    text = f"{speed / 1e9:.2f}"
+    return f"[bold green]{text}[/]" if speed == best else text
+
+
+def _figure(results: Results) -> Figure:
+    figure = Figure(figsize=(12, 3.6 * len(results)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(results), len(Load), sharex=True, sharey="row", squeeze=False)
+    for row, (path, bandwidths) in zip(grid, results.items(), strict=True):
+        for axes, load in zip(row, Load, strict=True):
+            _panel(axes, [found for found in bandwidths if found.point.load is load])
+            axes.set_title(f"{path}: {load.value}")
+        row[0].set_ylabel("GB/s")
+        row[0].set_ylim(bottom=0)  # after all lines of the row, which share the scale
+        row[0].legend(title="bytes per request")
+    for axes in grid[-1]:
+        axes.set_xlabel("requests in flight")
+    return figure
+
+
+def _panel(axes: Axes, found: list[Bandwidth]) -> None:
+    for block in dict.fromkeys(item.point.block_bytes for item in found):
+        line = sorted(
+            (item.point.depth, item.bytes_per_second / 1e9)
+            for item in found
+            if item.point.block_bytes == block
+        )
+        axes.plot(*zip(*line, strict=True), marker="o", label=format_size(block))
+    depths = sorted({item.point.depth for item in found})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(depths, [str(depth) for depth in depths], minor=False)
+    axes.grid(alpha=0.3)
