@@ -89,7 +89,6 @@ def _explain(layout: Layout, host_bytes: int, least: int) -> str:
     table = "\n".join(f"  {name:<34}{format_size(size):>12}" for name, size in rows)
     return (
         f"the host arena is too small for this model:\n{table}\n"
-        f"set memory.host_bytes to {format_size(need)} or more" + (
-            "" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower"
-        )
+        f"set memory.host_bytes to {format_size(need)} or more"
+        + ("" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower")
     )

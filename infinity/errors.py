@@ -40,9 +40,7 @@ class StorageError(InfinityError):
     Carries everything needed to find the place: operation, path, offset, length and errno.
     """
 
-    def __init__(
-        self, op: str, path: str, offset: int, length: int, errno: int | None, detail: str = ""
-    ) -> None:
+    def __init__(self, op: str, path: str, offset: int, length: int, errno: int | None, detail: str = "") -> None:
         self.op, self.path, self.offset, self.length, self.errno = op, path, offset, length, errno
         code = f"{_errno.errorcode.get(errno, errno)} ({os.strerror(errno)})" if errno else "I/O error"
         tail = f": {detail}" if detail else ""

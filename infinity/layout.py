@@ -219,9 +219,7 @@ def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[
         yield page, max(start, page.start), min(stop, page.stop)
 
 
-def build_layout(
-    units: Sequence[UnitSpec], formats: dict[str, StateFormat], page_bytes: int
-) -> Layout:
+def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], page_bytes: int) -> Layout:
     """Place every shard and cut every segment into pages.
 
     Args:

@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.budget import Budget, choose_budget
@@ -65,7 +66,7 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return private.default_mesh(device_type)
 
 
@@ -389,5 +390,3 @@ def _version() -> str:
     import infinity
 
     return infinity.__version__
-
-

@@ -48,13 +48,9 @@ class _Isolated:
 
     def run(self) -> _Outcome:
         if self._thread is not None and self._thread.is_alive():
-            return self._judged(
-                _Outcome(error=TimeoutError("an earlier run still hangs"), seconds=self._timeout)
-            )
+            return self._judged(_Outcome(error=TimeoutError("an earlier run still hangs"), seconds=self._timeout))
         outcome = _Outcome()
-        self._thread = threading.Thread(
-            target=self._fill, args=(outcome,), name=f"collector-{self.name}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._fill, args=(outcome,), name=f"collector-{self.name}", daemon=True)
         begin = time.perf_counter()
         self._thread.start()
         self._thread.join(self._timeout)

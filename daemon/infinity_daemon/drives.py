@@ -90,8 +90,7 @@ def wear_ratio(drive: Drive, sysfs: Path = SYSFS) -> float | None:
     """
     try:
         steps = [
-            int(field, 16)
-            for field in (sysfs / "class/block" / drive.name / "device/life_time").read_text().split()
+            int(field, 16) for field in (sysfs / "class/block" / drive.name / "device/life_time").read_text().split()
         ]
     except (OSError, ValueError):
         return None

@@ -23,9 +23,7 @@ def _daemon(
     host: Annotated[str, typer.Option(help="Address to listen on; empty means all.")] = "",
     device_path: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Folder on an NVMe drive to report; may be repeated. Those of live ranks are found."
-        ),
+        typer.Option(help="Folder on an NVMe drive to report; may be repeated. Those of live ranks are found."),
     ] = None,
     socket: Annotated[
         str, typer.Option(help=f"Unix socket for ranks; default {SOCKET_NAME} in the runtime folder.")

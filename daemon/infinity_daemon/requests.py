@@ -63,18 +63,14 @@ class Requests:
             tree = _parse(line)
             keys, act = self._ops[_choice(tree.get("op"), self._ops)]
             for key in set(tree) - keys - {"op"}:
-                raise ConfigError(
-                    f"unknown key {key!r:.80}; {tree['op']} takes {', '.join(sorted(keys)) or 'none'}"
-                )
+                raise ConfigError(f"unknown key {key!r:.80}; {tree['op']} takes {', '.join(sorted(keys)) or 'none'}")
             for key in sorted(keys - set(tree)):
                 raise ConfigError(f"{tree['op']} needs the key {key!r}")
             return {"ok": True, **await act(tree, owner)}
         except InfinityError as error:
             return {"error": str(error)}
         except OSError as error:
-            return {
-                "error": f"{error.strerror or error}: {error.filename!r}" if error.filename else str(error)
-            }
+            return {"error": f"{error.strerror or error}: {error.filename!r}" if error.filename else str(error)}
         except Exception as error:  # a defect of ours must not end the daemon or hang the client
             event(logging.ERROR, "request.defect", reason=f"{type(error).__name__}: {error}")
             return {"error": f"internal error: {type(error).__name__}"}

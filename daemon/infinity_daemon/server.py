@@ -62,9 +62,7 @@ class SocketServer:
         try:
             listener.bind(str(self._path))
             os.chmod(self._path, 0o600)
-            self._server = await asyncio.start_unix_server(
-                self._accept, sock=listener, limit=MAX_MESSAGE_BYTES
-            )
+            self._server = await asyncio.start_unix_server(self._accept, sock=listener, limit=MAX_MESSAGE_BYTES)
         except OSError as error:
             listener.close()
             os.close(self._lock)
@@ -169,9 +167,7 @@ def _claim(path: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise FolderBusyError(
-                f"socket {str(path)!r} is held by another infinityd, pid {holder}"
-            ) from error
+            raise FolderBusyError(f"socket {str(path)!r} is held by another infinityd, pid {holder}") from error
         _remove_stale(path)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -185,9 +181,7 @@ def _remove_stale(path: Path) -> None:
     """Remove a socket that nobody listens on. Raises FolderBusyError or ConfigError for anything else."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(
-                f"{str(path)!r} exists and is not a socket; remove it or choose another --socket"
-            )
+            raise ConfigError(f"{str(path)!r} exists and is not a socket; remove it or choose another --socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -55,9 +55,7 @@ async def run(options: Options) -> None:
     pages, ledger = Pages(options.runtime_dir, options.keep_dead_seconds), Ledger()
     profile = BandwidthProfile(options.runtime_dir)
     await profile.load()
-    devices = DevicesCollector(
-        paths=options.device_paths, pages=pages, reserved=ledger.by_drive, bandwidth=profile.of
-    )
+    devices = DevicesCollector(paths=options.device_paths, pages=pages, reserved=ledger.by_drive, bandwidth=profile.of)
     collection = Collection([BuildCollector(started), devices, RanksCollector(pages)])
     about: dict[str, object] = {"version": version(), "pid": os.getpid(), "started": started}
     server: SocketServer
@@ -105,6 +103,4 @@ def _make_folder(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"runtime folder {str(folder)!r} cannot be made: {error.strerror}") from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"runtime folder {str(folder)!r} is not yours to write; choose another --runtime-dir"
-        )
+        raise ConfigError(f"runtime folder {str(folder)!r} is not yours to write; choose another --runtime-dir")

@@ -38,9 +38,7 @@ class ResumedState:
 class Committer:
     """Publishes commits of one rank."""
 
-    def __init__(
-        self, folder: RunFolder, ranks: Ranks, layout: Layout, store: PageStore, weights: list[float]
-    ) -> None:
+    def __init__(self, folder: RunFolder, ranks: Ranks, layout: Layout, store: PageStore, weights: list[float]) -> None:
         self._folder, self._ranks, self._layout, self._store = folder, ranks, layout, store
         self._weights = weights
         self._pages = [page.index for page in layout.pages if page.role is not Role.GRAD]
@@ -144,9 +142,7 @@ def check_layout(found: Manifest, layout: Layout, run_id: str) -> None:
         raise CommitError(f"the commit of step {found.step} of run {run_id} lacks pages: it is malformed")
 
 
-def restore(
-    found: Manifest, folder: RunFolder, model: nn.Module, groups: list[dict[str, Any]]
-) -> ResumedState:
+def restore(found: Manifest, folder: RunFolder, model: nn.Module, groups: list[dict[str, Any]]) -> ResumedState:
     """Put back buffers, random states and group settings; return the rest.
 
     Raises:

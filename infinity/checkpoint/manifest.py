@@ -30,9 +30,10 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 class Manifest:
     """Everything that a rank needs to continue, except the bytes of the pages.
 
-    `weights` are the shares of the paths, from which the slots follow; `pages` maps page index to version; `scalars` shard index to the optimizer's scalars; `groups` are the
-    settings of the param groups; `random` the states of Python's generator; the tensors (buffers, torch's
-    generators) are in `state_file` beside the manifest; `extra` is the user's own.
+    `weights` are the shares of the paths, from which the slots follow; `pages` maps page index to version; `scalars`
+    shard index to the optimizer's scalars; `groups` are the settings of the param groups; `random` the states of
+    Python's and NumPy's generators; the tensors (buffers, torch's generators) are in `state_file` beside the
+    manifest; `extra` is the user's own.
     """
 
     run_id: str

@@ -23,7 +23,7 @@ def save_tensors(model: nn.Module) -> bytes:
     if torch.cuda.is_available():
         for index, state in enumerate(torch.cuda.get_rng_state_all()):
             tensors[f"{_CUDA}{index}"] = state
-    tensors[_NUMPY] = torch.from_numpy(np.random.get_state(legacy=True)[1].astype(np.int64))  # noqa: NPY002
+    tensors[_NUMPY] = torch.from_numpy(_numpy_state()[1].astype(np.int64))
     return bytes(save({name: tensor.clone() for name, tensor in tensors.items()}))
 
 
@@ -53,7 +53,7 @@ def load_tensors(data: bytes, model: nn.Module) -> None:
 def save_random() -> dict[str, Any]:
     """Return the states of Python's and NumPy's generators as plain data."""
     version, internal, gauss = random.getstate()
-    kind, _, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    kind, _, position, has_gauss, cached = _numpy_state()
     return {
         "python": [version, list(internal), gauss],
         "numpy": [kind, int(position), int(has_gauss), float(cached)],
@@ -66,7 +66,12 @@ def load_random(saved: Mapping[str, Any], data: bytes) -> None:
     random.setstate((version, tuple(internal), gauss))
     kind, position, has_gauss, cached = saved["numpy"]
     key = load(data)[_NUMPY].numpy().astype(np.uint32)
-    np.random.set_state((kind, key, position, has_gauss, cached))  # noqa: NPY002
+    np.random.set_state((kind, key, position, has_gauss, cached))
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    state: Any = np.random.get_state(legacy=True)
+    return tuple(state)
 
 
 def save_scalars(scalars: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

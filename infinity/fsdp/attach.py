@@ -123,7 +123,7 @@ class Attachment:
                 self.parameters.append(self._attach(index, group, member, source, gradient_arrived))
                 index += 1
         for module in sharded.model.modules():
-            if isinstance(module, private.FSDPModule):
+            if private.is_sharded_module(module):
                 self._handles.append(module.register_forward_pre_hook(self._note_grad_mode, prepend=True))
 
     def _attach(
@@ -157,7 +157,7 @@ class Attachment:
                 parameter.grad = None
                 gradient_arrived(index, parameter, gradient)
 
-            self._handles.append(current.register_post_accumulate_grad_hook(arrived))
+            self._handles.append(private.on_gradient(current, arrived))
         return current
 
     def _note_grad_mode(self, module: nn.Module, args: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -43,6 +44,11 @@ def section(content: torch.Tensor, page: Page, layout: Layout, name: str) -> tor
     return content[start : start + page.count * dtype.itemsize].view(dtype)
 
 
+def _copies_issued(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind the copies that the current stream has been given; None where copies are done at once."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
 class ShardContent:
     """Loads, saves and gathers shards; implements what a `PagedShard` asks for.
 
@@ -71,13 +77,11 @@ class ShardContent:
     def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
         segment = self._layout.segments[placed.segment]
         for page, first, last in overlapping(segment.param_pages, placed.start, placed.start + placed.spec.padded):
-            with self._pager.access((Use(page.index, Mode.READ),), planned=planned) as (content,):
+            use = (Use(page.index, Mode.READ),)
+            leaves = partial(_copies_issued, destination.device)
+            with self._pager.access(use, planned=planned, leaves=leaves) as (content,):
                 source = section(content, page, self._layout, "")[first - page.start : last - page.start]
-                target = destination[first - placed.start : last - placed.start]
-                target.copy_(source, non_blocking=True)
-                if target.is_cuda:
-                    # The frame may be reused once this returns: the copy must have left it.
-                    torch.cuda.current_stream(target.device).synchronize()
+                destination[first - placed.start : last - placed.start].copy_(source, non_blocking=True)
 
     def load(self, shard: int) -> torch.Tensor:
         """Return the real elements of a shard in the dtype it is trained in.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,8 +85,8 @@ class ModuleInitialiser:
             torch.manual_seed(module_seed(self._seed, name))
             if function is not None:
                 function(module)
-            elif required and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            elif required and callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
 
     def buffers(self, device: torch.device) -> None:
         """Give every buffer that is still on the meta device its real value.
@@ -98,7 +99,9 @@ class ModuleInitialiser:
             if not meta:
                 continue
             for key, buffer in meta.items():
-                fill = torch.full(buffer.shape, float("nan")) if buffer.is_floating_point() else torch.zeros(buffer.shape)
+                fill = (
+                    torch.full(buffer.shape, float("nan")) if buffer.is_floating_point() else torch.zeros(buffer.shape)
+                )
                 module._buffers[key] = fill.to(buffer.dtype).to(device)
             parameters, module._parameters = module._parameters, {}  # only the buffers are to be set here
             try:
@@ -163,7 +166,7 @@ def _whole_parameters(members: Sequence[Member]) -> Iterator[list[torch.Tensor]]
 class PretrainedFolder:
     """A folder of safetensors, as `save_pretrained` writes it; tensors are read slice by slice."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
         self._file_of = self._index()
 
@@ -208,7 +211,7 @@ class PretrainedFolder:
             rank, size = private.shard_rank_and_size(param)
             if private.shard_dim(param) == 0 and shape:
                 rows = -(-shape[0] // size)
-                value = part[min(rank * rows, shape[0]) : min((rank + 1) * rows, shape[0])]
+                value: torch.Tensor = part[min(rank * rows, shape[0]) : min((rank + 1) * rows, shape[0])]
             else:
                 value = local_slice(param, opened.get_tensor(name))
         dtype: torch.dtype = param.sharded_param.dtype

@@ -6,7 +6,7 @@ found by a named test and not by a wrong gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,16 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
             if id(group) not in seen:
                 seen.add(id(group))
                 yield (name or "root") + (f"#{position}" if position else ""), group
+
+
+def is_sharded_module(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a module."""
+    return isinstance(module, FSDPModule)
+
+
+def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
+    """Call `hook(param)` once a gradient has been reduced; return a handle whose `remove` ends it."""
+    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def uses_cpu_offload(group: Any) -> bool:
@@ -136,7 +146,7 @@ def total_norm(local_norms: list[tuple[nn.Parameter, torch.Tensor]], norm_type: 
     """
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
-    norms = []
+    norms: list[torch.Tensor] = []
     for param, norm in local_norms:
         if isinstance(param, DTensor):
             placements = [_NormPartial(norm_type) if p.is_shard() else p for p in param.placements]

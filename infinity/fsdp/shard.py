@@ -7,7 +7,7 @@ between, a shard may cross any number of pages, and a frame is held exactly as l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +45,7 @@ class PagedShard(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
+        cls: type[PagedShard],
         source: ShardSource,
         shard: int,
         shape: Sequence[int],
@@ -62,7 +62,7 @@ class PagedShard(torch.Tensor):
     def __init__(self, *args: Any) -> None:
         """All is done in `__new__`."""
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name the shard without loading it."""
         return f"PagedShard(shard={self.shard}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -94,8 +94,8 @@ class PagedShard(torch.Tensor):
         return None if out is not None else (tensor, (tensor,))
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         """Keep shapes paged, write through `copy_`, load for everything else."""
         kwargs = kwargs or {}
@@ -129,17 +129,19 @@ class GatherInput(torch.Tensor):
     raw: bool
 
     @staticmethod
-    def __new__(cls, paged: PagedShard, shape: Sequence[int], raw: bool = False) -> GatherInput:
+    def __new__(cls: type[GatherInput], paged: PagedShard, shape: Sequence[int], raw: bool = False) -> GatherInput:
         """Make the input; `raw` is the same bytes seen as uint8 (FSDP2 gathers mixed dtypes that way)."""
         dtype = torch.uint8 if raw else paged.gather_dtype
-        tensor: GatherInput = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=paged.device)  # type: ignore[attr-defined]
+        tensor: GatherInput = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=paged.device
+        )  # type: ignore[attr-defined]
         tensor.paged, tensor.raw = paged, raw
         return tensor
 
     def __init__(self, *args: Any) -> None:
         """All is done in `__new__`."""
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name the shard."""
         return f"GatherInput(shard={self.paged.shard}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -149,8 +151,8 @@ class GatherInput(torch.Tensor):
         self.paged.source.gather_into(self.paged.shard, flat.view(self.paged.gather_dtype) if self.raw else flat)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         """Copy out on `copy_` and `_foreach_copy_`; keep views lazy."""
         first = args[0] if args else None
@@ -189,12 +191,13 @@ def _dense(value: Any) -> Any:
 
 def _is_prefix(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
     """Whether slice(dim, start, end, step) keeps the first elements in memory order."""
-    dim, start, _, step = (*args, *(0, None, None, 1)[len(args) :])
+    given = dict(zip(("dim", "start", "end", "step"), args, strict=False))
+    dim, start, step = given.get("dim", 0), given.get("start"), given.get("step", 1)
     return dim == 0 and start in (None, 0) and step == 1
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    found = []
+    found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import warnings
+from typing import Any
 
 import torch
 
 from infinity.errors import BudgetError
 from infinity.units import format_size
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class Arena:
@@ -33,7 +38,7 @@ class Arena:
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._registered = False
         if device.type == "cuda":
-            status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
+            status = _cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
             self._registered = int(status) == 0
             if not self._registered:
                 warnings.warn(
@@ -64,7 +69,7 @@ class Arena:
     def close(self) -> None:
         """Unregister. The memory itself goes when the last view of it does."""
         if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            _cudart().cudaHostUnregister(self.bytes.data_ptr())
             self._registered = False
 
 

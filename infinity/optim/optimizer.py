@@ -98,9 +98,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._replan(events, clipped)
         self._pager.begin_step()
         self._settings_in_backward = None
-        self.records.append(
-            self._ledger.end_step(self.steps, state.updated_elements - before, self._pager.census())
-        )
+        self.records.append(self._ledger.end_step(self.steps, state.updated_elements - before, self._pager.census()))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -161,7 +159,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         if self._step_state.has_gradients:
-            raise InfinityError("commit() between backward and step(): call it after step(), when no gradient is pending")
+            raise InfinityError("commit() between backward and step(): call it after step()")
         started = time.perf_counter()
         with self._ledger.phase("commit"):
             self._pager.flush()
@@ -251,8 +249,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             units = frozenset() if clipped else eligible_for_backward(events)
             if self._wanted == "in_backward" and not units:
                 raise InfinityError(
-                    'update.placement = "in_backward" is impossible here: the step clips, or the gradients of every unit '
-                    'arrive several times; set "auto" or "after_backward"'
+                    'update.placement = "in_backward" is impossible here: the step clips, or every unit has '
+                    'several gradients per step; set "auto" or "after_backward"'
                 )
             self._placed = "in_backward" if units else "after_backward"
         elif events == self._events:
@@ -279,8 +277,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             for key, value in before.items():
                 if now[key] != value:
                     raise InfinityError(
-                        f"{key} was changed from {value} to {now[key]} between backward and step(), but updates already "
-                        'ran in backward; change it before backward, or set update.placement = "after_backward"'
+                        f"{key} was changed from {value} to {now[key]} between backward and step(), but updates "
+                        'already ran in backward; change it before backward, or set update.placement = "after_backward"'
                     )
 
     def _check_open(self) -> None:

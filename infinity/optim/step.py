@@ -5,6 +5,7 @@ The step is a walk over the accesses that `schedule.trace` describes; this modul
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ class StepState:
         if unit in self._done:
             raise InfinityError(
                 f"a second gradient of unit {self._layout.units[unit].name} arrived after its update in backward; with "
-                "several backward passes per step set update.placement = \"after_backward\""
+                'several backward passes per step set update.placement = "after_backward"'
             )
         self.events.append(Event(EventKind.GRADIENTS, unit))
         with torch.no_grad():
@@ -112,9 +113,7 @@ class StepState:
             self._norms[shard] = (param, torch.linalg.vector_norm(total, 2.0))
         self._stored[unit] = stored | set(arrivals)  # at the end: arrival order
 
-    def _walk_gradients(
-        self, accesses: Any, added: dict[int, torch.Tensor], totals: dict[int, torch.Tensor]
-    ) -> None:
+    def _walk_gradients(self, accesses: Any, added: dict[int, torch.Tensor], totals: dict[int, torch.Tensor]) -> None:
         """Add what is stored to the new gradients, then store the sums. Addition order as in memory: commutative."""
         for access in accesses:
             page = self._layout.pages[access[0].page]
@@ -125,9 +124,7 @@ class StepState:
                         part.add_(values[held].to(part.device))
                     values[held].copy_(part)
 
-    def _slices(
-        self, page: Page, flats: Mapping[int, torch.Tensor]
-    ) -> list[tuple[int, slice, torch.Tensor]]:
+    def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> list[tuple[int, slice, torch.Tensor]]:
         """Return (shard, slice of the page, slice of the shard's flat tensor) for every overlap."""
         found = []
         for shard in self._layout.segments[page.segment].shards:
@@ -290,7 +287,7 @@ class StepState:
             if shard not in present or low >= high:
                 continue
             points = [low, *(border for border in borders if low < border < high), high]
-            found += [(shard, a, b) for a, b in zip(points[:-1], points[1:], strict=True)]
+            found += [(shard, a, b) for a, b in itertools.pairwise(points)]
         return found
 
     def _gradient_slice(

@@ -48,6 +48,16 @@ class PageReaderWriter(Protocol):
         """Describe the request that has been in flight longest."""
 
 
+class DeviceEvent(Protocol):
+    """A point on a device stream, such as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it."""
+
+
 class PagerObserver(Protocol):
     """Who is told what the pager did (telemetry)."""
 
@@ -108,18 +118,22 @@ class Pager:
         self._installed: Plan | None = None
         self._changed = Condition()
         self._failure: Exception | None = None
+        self._leaving: deque[tuple[DeviceEvent, Access]] = deque()
         self._reads = 0
         self._writes = 0
 
     # What the training loop calls #
 
     @contextmanager
-    def access(self, uses: Access, *, planned: bool = True) -> Iterator[list[torch.Tensor]]:
+    def access(
+        self, uses: Access, *, planned: bool = True, leaves: Callable[[], DeviceEvent | None] | None = None
+    ) -> Iterator[list[torch.Tensor]]:
         """Hold the pages of `uses` in memory, as uint8 tensors of each page's length.
 
         Args:
             uses: distinct pages that are needed at the same moment.
             planned: whether this access is part of a training step (else it is served beside the plan).
+            leaves: called at the end; an event that it returns keeps the frames until a device copy has left them.
 
         Raises:
             CorruptPageError, StorageError: a page could not be brought in.
@@ -129,7 +143,7 @@ class Pager:
         try:
             yield [self._tensor(use.page) for use in uses]
         finally:
-            self._end(uses, planned)
+            self._end(uses, planned, leaves() if leaves else None)
 
     def install(self, plan: Plan | None) -> None:
         """Follow a plan from the start of the next step on; None serves everything on demand."""
@@ -160,6 +174,8 @@ class Pager:
     def flush(self) -> None:
         """Write every modified page and wait until nothing is in flight."""
         with self._changed:
+            while self._let_go(wait=True):
+                pass
             while True:
                 self._check()
                 for page in self._holders():
@@ -186,9 +202,8 @@ class Pager:
         with self._changed:
             self._drop_claims()
             self._following = None
-            self._changed.wait_for(
-                lambda: not self._writes and not self._reads, self._timeout
-            )
+            self._leaving.clear()
+            self._changed.wait_for(lambda: not self._writes and not self._reads, self._timeout)
 
     def census(self) -> dict[str, int]:
         """Return the number of frames by status: free, resident, streaming, writing."""
@@ -205,6 +220,7 @@ class Pager:
     def _begin(self, uses: Access, planned: bool) -> bool:
         with self._changed:
             self._check()
+            self._let_go(wait=False)
             following = self._following if planned else None
             if following is not None and following.expected != uses:
                 self._diverge(self._describe(following.expected, uses))
@@ -237,12 +253,14 @@ class Pager:
             if fetch:
                 self._start_read(use.page)
 
-    def _end(self, uses: Access, planned: bool) -> None:
+    def _end(self, uses: Access, planned: bool, event: DeviceEvent | None) -> None:
         with self._changed:
             following = self._following if planned else None
+            if event is not None:
+                self._leaving.append((event, uses))
             for use in uses:
                 slot = self._slots[use.page]
-                slot.pins -= 1
+                slot.pins -= event is None
                 if use.mode.modifies:
                     slot.dirty = True
                 elif use.mode is Mode.CONSUME:
@@ -258,6 +276,19 @@ class Pager:
                 if following is not None or use.mode is Mode.CONSUME:
                     self._settle(use.page, dead=use.mode is Mode.CONSUME)
             self._pump()
+
+    def _let_go(self, *, wait: bool) -> bool:
+        """Unpin frames that device copies have left, oldest first; return whether there was one."""
+        found = False
+        while self._leaving and (self._leaving[0][0].query() or (wait and not found)):
+            event, uses = self._leaving.popleft()
+            event.synchronize()
+            found = True
+            for use in uses:
+                self._slots[use.page].pins -= 1
+                if self._installed is not None:
+                    self._settle(use.page)
+        return found
 
     def _tensor(self, page: int) -> torch.Tensor:
         return self._arena.tensor(self._slots[page].frame, self._layout.pages[page].nbytes)
@@ -352,6 +383,8 @@ class Pager:
         slot = self._slots[page]
         while slot.frame < 0 and not self._free and not self._evict_clean():
             self._check()
+            if self._let_go(wait=not self._writes and not self._reads):
+                continue
             if not self._writes:
                 self._write_some()
             if not self._writes and not self._steal() and not self._reads:
@@ -441,6 +474,4 @@ class Pager:
         self._observer.stalled(cause, time.perf_counter() - started)
         self._check()
         if not finished:
-            raise StallError(
-                f"waited {self._timeout:.0f} s for a {cause} of the arena; {self._store.oldest_request()}"
-            )
+            raise StallError(f"waited {self._timeout:.0f} s for a {cause} of the arena; {self._store.oldest_request()}")

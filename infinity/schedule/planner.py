@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetError
 from infinity.layout import Layout, Role
-from infinity.schedule.trace import Access
+from infinity.schedule.trace import Access, Mode
 from infinity.units import format_size
 
 LEAST_WRITING = 2
@@ -133,9 +133,7 @@ def _windows(trace: Sequence[Access], resident: frozenset[int], streaming: int) 
     return tuple(reach)
 
 
-def predict(
-    trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], layout: Layout
-) -> Traffic:
+def predict(trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], layout: Layout) -> Traffic:
     """Return the bytes of one steady step of a plan."""
     length = len(trace)
     read = dict.fromkeys(Role, 0)
@@ -167,7 +165,7 @@ def predict(
         for offset in range(len(positions)):
             k = (start + offset) % len(positions)
             mode = modes[page, positions[k]]
-            pending = mode.modifies or (pending and not mode.value == "consume")
+            pending = mode.modifies or (pending and mode is not Mode.CONSUME)
             if not stays[k]:
                 written[role] += nbytes * pending
                 pending = False

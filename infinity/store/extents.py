@@ -108,5 +108,3 @@ class ExtentAllocator:
         with self._freed:
             self._free[extent.path, extent.length].append(extent.offset)
             self._freed.notify_all()
-
-

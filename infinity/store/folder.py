@@ -1,8 +1,8 @@
 """A run's place on the NVMe paths, and who owns it.
 
-    <path>/infinity.lock.<local rank>       held (flock) by the live run, says who
-    <path>/<run id>/rank00000.pages         data file of one rank
-    <path>/<run id>/commits/                manifests, on the first path only
+<path>/infinity.lock.<local rank>       held (flock) by the live run, says who
+<path>/<run id>/rank00000.pages         data file of one rank
+<path>/<run id>/commits/                manifests, on the first path only
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class FolderLock:
                 held = describe_holder(file)
                 os.close(descriptor)
                 lock.release()
-                raise FolderBusyError(f"{path} is in use by {held}; wait for it to end or name another folder") from None
+                raise FolderBusyError(
+                    f"{path} is in use by {held}; wait for it to end or name another folder"
+                ) from None
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(owner).encode(), 0)
             descriptors.append(descriptor)
@@ -165,7 +167,8 @@ def reserve(file: Path, size: int) -> None:
         usage = shutil.disk_usage(file.parent)
         raise BudgetError(
             f"{file.parent} has {format_size(usage.free)} free, but this run needs {format_size(size)} there "
-            f"({error.strerror}); free space, add a path to storage.paths, or remove earlier runs with `infinity store rm`"
+            f"({error.strerror}); free space, add a path to storage.paths, or "
+            "remove earlier runs with `infinity store rm`"
         ) from error
     finally:
         os.close(descriptor)

@@ -174,6 +174,3 @@ class PageStore:
         self._writer.shutdown(wait=True)
         for file in self._files:
             self._engine.forget(file)
-
-
-

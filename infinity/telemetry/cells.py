@@ -78,6 +78,4 @@ def check_values(layout: Layout, values: tuple[float, ...]) -> None:
     """
     for index in layout.counted:
         if not 0 <= values[index] < math.inf:
-            raise ValueError(
-                f"{layout.metric_at(index)} counts {values[index]} in cell {index}, which cannot be"
-            )
+            raise ValueError(f"{layout.metric_at(index)} counts {values[index]} in cell {index}, which cannot be")

@@ -144,9 +144,7 @@ class ExporterServer:
 
     def __init__(self, server: _Server) -> None:
         self._server = server
-        self._thread = threading.Thread(
-            target=server.serve_forever, args=(0.1,), name="infinity-exporter", daemon=True
-        )
+        self._thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="infinity-exporter", daemon=True)
         self._thread.start()
 
     @property

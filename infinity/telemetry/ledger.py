@@ -55,9 +55,7 @@ class Ledger:
             for phase in PHASES
             for cause in CAUSES
         }
-        self._fetches = {
-            result: stats.counter("prefetch_fetches_total", result=result) for result in FETCH_RESULTS
-        }
+        self._fetches = {result: stats.counter("prefetch_fetches_total", result=result) for result in FETCH_RESULTS}
         self._phases = {phase: stats.counter("step_phase_seconds_total", phase=phase) for phase in PHASES}
         self._pool_wait = stats.counter("pool_wait_seconds_total")
         self._divergences = stats.counter("plan_divergences_total")
@@ -68,8 +66,7 @@ class Ledger:
         self._commit_duration = stats.histogram("commit_duration_seconds")
         self._last_commit = stats.gauge("commit_last_success_timestamp_seconds")
         self._pool = {
-            status: stats.gauge("pool_frames", status=status)
-            for status in ("free", "resident", "streaming", "writing")
+            status: stats.gauge("pool_frames", status=status) for status in ("free", "resident", "streaming", "writing")
         }
         self._predicted = {op: stats.gauge("plan_predicted_bytes_per_step", op=op) for op in OPS}
         self._stats = stats
@@ -85,9 +82,7 @@ class Ledger:
 
     # The store and the pager report here #
 
-    def moved(
-        self, op: str, role: str, device: int, nbytes: int, seconds: float, error: Exception | None
-    ) -> None:
+    def moved(self, op: str, role: str, device: int, nbytes: int, seconds: float, error: Exception | None) -> None:
         """Count one finished transfer of a page. Called from any thread."""
         with self._lock:
             self._requests[op].add()

@@ -132,9 +132,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _OP,
         Label(name="reason", values=ERROR_REASONS),
     ),
-    _rank(
-        "io_retries_total", "counter", "Requests submitted again after a short or interrupted transfer.", _OP
-    ),
+    _rank("io_retries_total", "counter", "Requests submitted again after a short or interrupted transfer.", _OP),
     _rank("io_inflight_requests", "gauge", "Requests submitted and not yet completed.", _OP),
     _rank("tier_used_bytes", "gauge", "Bytes of training state held in a tier.", _TIER, _STATE),
     _rank("tier_capacity_bytes", "gauge", "Bytes a tier may hold for this rank.", _TIER),
@@ -187,15 +185,9 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Seconds from the start of a commit until it is durable.",
         buckets=_COMMIT_BUCKETS,
     ),
-    _rank(
-        "commit_last_success_timestamp_seconds", "gauge", "Unix time of the last durable commit; 0 before."
-    ),
-    _daemon(
-        "device_read_bytes_total", "counter", "Bytes read from a drive by everybody, since boot.", _DEVICE
-    ),
-    _daemon(
-        "device_written_bytes_total", "counter", "Bytes written to a drive by everybody, since boot.", _DEVICE
-    ),
+    _rank("commit_last_success_timestamp_seconds", "gauge", "Unix time of the last durable commit; 0 before."),
+    _daemon("device_read_bytes_total", "counter", "Bytes read from a drive by everybody, since boot.", _DEVICE),
+    _daemon("device_written_bytes_total", "counter", "Bytes written to a drive by everybody, since boot.", _DEVICE),
     _daemon(
         "device_bandwidth_bytes_per_second",
         "gauge",
@@ -204,9 +196,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _OP,
     ),
     _daemon("device_capacity_bytes", "gauge", "Size of the file system on a drive.", _DEVICE),
-    _daemon(
-        "device_free_bytes", "gauge", "Bytes of the file system on a drive that are free to users.", _DEVICE
-    ),
+    _daemon("device_free_bytes", "gauge", "Bytes of the file system on a drive that are free to users.", _DEVICE),
     _daemon(
         "device_reserved_bytes",
         "gauge",
@@ -241,9 +231,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Stats pages found: live, dead, hidden (an older page of a rank number that is served) or broken.",
         Label(name="status", values=RANK_STATUSES),
     ),
-    _daemon(
-        "daemon_collector_success", "gauge", "1 if the collector's last run succeeded, else 0.", _COLLECTOR
-    ),
+    _daemon("daemon_collector_success", "gauge", "1 if the collector's last run succeeded, else 0.", _COLLECTOR),
     _daemon("daemon_collector_duration_seconds", "gauge", "Seconds of the collector's last run.", _COLLECTOR),
 )
 
@@ -299,8 +287,7 @@ def markdown() -> str:
 
 def _row(metric: Metric) -> str:
     labels = "; ".join(
-        f"`{label.name}`: {', '.join(label.values)}" if label.values else f"`{label.name}`"
-        for label in metric.labels
+        f"`{label.name}`: {', '.join(label.values)}" if label.values else f"`{label.name}`" for label in metric.labels
     )
     kind = "gauge" if metric.kind == "info" else metric.kind
     return f"| `{PREFIX}{metric.name}` | {kind} | {labels} | {metric.doc} |"

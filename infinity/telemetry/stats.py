@@ -101,9 +101,7 @@ class Stats:
     threads that end late need not be told.
     """
 
-    def __init__(
-        self, header: PageHeader, memory: mmap.mmap, offset: int, path: Path | None, file: int
-    ) -> None:
+    def __init__(self, header: PageHeader, memory: mmap.mmap, offset: int, path: Path | None, file: int) -> None:
         self._header, self._memory, self._path, self._file = header, memory, path, file
         self._layout = layout_of(header.devices)
         self._cells: memoryview[float] = memoryview(memory)[offset:].cast("B").cast("d")
@@ -202,9 +200,7 @@ class Stats:
     def _index(self, metric: Metric, labels: Mapping[str, str]) -> int:
         known = metric.label_names
         if set(labels) != set(known):
-            raise ConfigError(
-                f"metric {metric.name!r} has the labels ({', '.join(known)}), got ({', '.join(labels)})"
-            )
+            raise ConfigError(f"metric {metric.name!r} has the labels ({', '.join(known)}), got ({', '.join(labels)})")
         for label in metric.labels:
             choices = self._header.devices if label.name == "device" else label.values
             if labels[label.name] not in choices:

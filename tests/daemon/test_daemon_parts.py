@@ -67,9 +67,7 @@ def test_reservations_end_with_their_owner():
 
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from([ALICE, BOB]), st.sampled_from("abc"), st.sampled_from([1, 2]), st.integers(0, 90)
-        ),
+        st.tuples(st.sampled_from([ALICE, BOB]), st.sampled_from("abc"), st.sampled_from([1, 2]), st.integers(0, 90)),
         max_size=30,
     )
 )

@@ -180,9 +180,7 @@ def test_a_reservation_dies_with_the_process_that_made_it(shared):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
         assert rank.stdout.readline() == b"ready\n"
         (status,) = talk(folder, {"op": "status"})
-        assert [entry["run_id"] for entry in status["reservations"]] == [
-            "short"
-        ]  # it outlives the connection
+        assert [entry["run_id"] for entry in status["reservations"]] == ["short"]  # it outlives the connection
         assert re.search(r"infinity_device_reserved_bytes{device=.*} 4096\.0", get(process.port, "/metrics"))
         rank.kill()
     until(lambda: talk(folder, {"op": "status"})[0]["reservations"] == [])
@@ -308,7 +306,5 @@ def test_a_page_that_appears_and_turns_to_garbage_never_stops_the_daemon(shared)
 
 def test_the_daemon_does_not_import_torch():
     code = "import sys, infinity_daemon.main; print('torch' in sys.modules)"
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
-    )
+    found = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

@@ -40,9 +40,7 @@ def test_every_expression_names_metrics_and_labels_of_the_table():
 def test_every_legend_names_a_label_its_expression_keeps():
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", []):
-            kept = {
-                word for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for word in group.split(", ")
-            }
+            kept = {word for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for word in group.split(", ")}
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= kept, target
 
 

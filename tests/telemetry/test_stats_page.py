@@ -22,9 +22,7 @@ LABELS = {"op": "read", "state": "param", "device": "nvme0"}
 
 
 def make(folder, rank=0, **changes):
-    arguments = dict(
-        run_id="run-a", rank=rank, local_rank=rank, world_size=4, devices=["nvme0", "nvme1"], info={}
-    )
+    arguments = dict(run_id="run-a", rank=rank, local_rank=rank, world_size=4, devices=["nvme0", "nvme1"], info={})
     return Stats.create(folder, **{**arguments, **changes})
 
 
@@ -194,9 +192,7 @@ def test_a_rank_of_another_pid_namespace_is_told_by_its_lock(tmp_path, monkeypat
     assert read_page(copy).status == "dead"
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"INFSTATS", b"{}" * 500, b"\0" * 4096, b"INFSTATS" + b"\xff" * 4096]
-)
+@pytest.mark.parametrize("content", [b"", b"INFSTATS", b"{}" * 500, b"\0" * 4096, b"INFSTATS" + b"\xff" * 4096])
 def test_foreign_files_are_refused_with_a_named_error(tmp_path, content):
     path = tmp_path / "x.stats"
     path.write_bytes(content)
@@ -245,9 +241,7 @@ def test_random_corruption_is_read_or_refused_but_never_crashes(intact, data):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    key=st.sampled_from(
-        ["run_id", "rank", "pid", "process_started", "started", "devices", "info", "fingerprint"]
-    ),
+    key=st.sampled_from(["run_id", "rank", "pid", "process_started", "started", "devices", "info", "fingerprint"]),
     value=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),

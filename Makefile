@@ -1,0 +1,49 @@
+# make demo    train a 100M-parameter model larger than its memory budget, on NVMe
+# make test    lint, types and the test-suite
+# Everything is installed into .venv first; ARGS="..." is passed on.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+TRIALS ?= 200
+
+.PHONY: demo test lint types unit bench-io bench-step docs install clean
+
+demo: install
+	$(BIN)/infinity train --model llama-100m --steps 20 --out runs/demo --metrics-port 9471 $(ARGS)
+
+test: install lint types unit
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name it with make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+unit: install
+	$(BIN)/pytest -n 2 $(ARGS)
+
+bench-io: install
+	$(BIN)/python benchmarks/bench_io.py $(ARGS)
+
+bench-step: install
+	$(BIN)/python benchmarks/bench_step.py $(ARGS)
+
+docs: install
+	$(BIN)/python -m infinity.config > docs/settings.md
+	$(BIN)/python -m infinity.telemetry.metrics > docs/metrics.md
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
