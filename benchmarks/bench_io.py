@@ -40,7 +40,7 @@ from infinity.units import KIB, MIB, format_size, parse_size  # noqa: E402
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How bytes are asked for: `depth` requests of `request_bytes`; ours come as tickets of `ticket_bytes`."""
+    """How bytes are asked for: `depth` requests of `request_bytes`; our tickets have `ticket_bytes`."""
 
     name: str
     request_bytes: int
@@ -61,6 +61,8 @@ SHAPES = (
 )
 CONTESTANTS = ("fio", "io_uring", "threads")
 REST_SECONDS = 0.5
+RAMP_SECONDS = 1.0
+"""Not counted at the start of a run: virtual drives give credit for idle time and are faster at first."""
 HEADLINE = SHAPES[0].name
 
 
@@ -82,8 +84,8 @@ def run_fio(path: Path, shape: Shape, op: Op, seconds: float, size: int) -> tupl
     command = [
         "fio", "--name=reference", f"--filename={path}", f"--rw={op.value}", f"--bs={shape.request_bytes}",
         f"--iodepth={shape.depth}", f"--size={size}", "--ioengine=io_uring", "--fixedbufs=1", "--direct=1",
-        "--time_based=1", f"--runtime={seconds}", "--numjobs=1", "--thread=1", "--fallocate=none",
-        "--overwrite=1", "--output-format=json",
+        "--time_based=1", f"--runtime={seconds}", f"--ramp_time={RAMP_SECONDS}", "--numjobs=1",
+        "--thread=1", "--fallocate=none", "--overwrite=1", "--output-format=json",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -95,9 +97,7 @@ def run_fio(path: Path, shape: Shape, op: Op, seconds: float, size: int) -> tupl
 class Load:
     """Keeps a number of tickets outstanding; each completion submits the next one."""
 
-    def __init__(
-        self, engine: Engine, path: Path, op: Op, shape: Shape, memory: memoryview, size: int
-    ) -> None:
+    def __init__(self, engine: Engine, path: Path, op: Op, shape: Shape, memory: memoryview, size: int) -> None:
         self._engine, self._op, self._shape, self._memory = engine, op, shape, memory
         self._file = engine.open(str(path))
         self._places = size // shape.ticket_bytes
@@ -105,21 +105,23 @@ class Load:
         self._idle = threading.Event()
         self._next = self._moved = 0
         self._left = shape.tickets
-        self._last = 0.0
+        self._stopping = False
         self._error: InfinityError | None = None
 
-    def run(self, seconds: float) -> tuple[float, float]:
-        """Return (bytes per second, CPU seconds per second)."""
-        cpu, began = time.process_time(), time.perf_counter()
-        self._deadline = began + seconds
+    def run(self, ramp: float, seconds: float) -> tuple[float, float]:
+        """Return (bytes per second, CPU seconds per second) of `seconds` after `ramp` seconds."""
         for slot in range(self._shape.tickets):
             self._submit(slot)
+        time.sleep(ramp)
+        moved, cpu, began = self._moved, time.process_time(), time.perf_counter()
+        time.sleep(seconds)
+        moved, cpu, wall = self._moved - moved, time.process_time() - cpu, time.perf_counter() - began
+        self._stopping = True
         self._idle.wait()
-        wall, cpu = self._last - began, time.process_time() - cpu
         self._engine.forget(self._file)
         if self._error is not None:
             raise self._error
-        return self._moved / wall, cpu / wall
+        return moved / wall, cpu / wall
 
     def _submit(self, slot: int) -> None:
         length = self._shape.ticket_bytes
@@ -127,16 +129,13 @@ class Load:
             offset = self._next % self._places * length
             self._next += 1
         part = self._memory[slot * length : (slot + 1) * length]
-        self._engine.submit(self._op, self._file, offset, part).on_done(
-            lambda done: self._on_done(slot, done)
-        )
+        self._engine.submit(self._op, self._file, offset, part).on_done(lambda done: self._on_done(slot, done))
 
     def _on_done(self, slot: int, ticket: Ticket) -> None:
         with self._lock:
             self._error = self._error or ticket.error
             self._moved += ticket.length
-            self._last = max(self._last, ticket.completed)
-            if self._error is not None or ticket.completed >= self._deadline:
+            if self._error is not None or self._stopping:
                 self._left -= 1
                 if self._left == 0:
                     self._idle.set()
@@ -155,7 +154,7 @@ def run_engine(name: str, path: Path, shape: Shape, op: Op, seconds: float, size
     memory = memoryview(area)
     memory[:] = os.urandom(len(memory))
     engine.register(memory)
-    result = Load(engine, path, op, shape, memory, size).run(seconds)
+    result = Load(engine, path, op, shape, memory, size).run(RAMP_SECONDS, seconds)
     engine.close()
     memory.release()
     area.close()
@@ -175,8 +174,7 @@ def measure(folder: Path, rounds: int, seconds: float, size: int, console: Conso
         for shape in SHAPES:
             for op in Op:
                 for number in range(rounds):
-                    # Everybody is first equally often and starts after the same rest: drives that give
-                    # credit for idle time would otherwise favour who comes after a pause.
+                    # Everybody is first equally often.
                     turn = number % len(CONTESTANTS)
                     for contestant in CONTESTANTS[turn:] + CONTESTANTS[:turn]:
                         time.sleep(REST_SECONDS)
@@ -198,9 +196,7 @@ def measure(folder: Path, rounds: int, seconds: float, size: int, console: Conso
     return samples
 
 
-def median(
-    samples: list[Sample], shape: str, op: Op, contestant: str, what: str = "bytes_per_second"
-) -> float:
+def median(samples: list[Sample], shape: str, op: Op, contestant: str, what: str = "bytes_per_second") -> float:
     """Return the median of one field over the rounds."""
     return statistics.median(
         getattr(sample, what)
@@ -213,9 +209,7 @@ def ratios(samples: list[Sample], op: Op) -> dict[str, dict[str, float]]:
     """Return ours over fio's, per engine and shape."""
     return {
         engine: {
-            shape.name: round(
-                median(samples, shape.name, op, engine) / median(samples, shape.name, op, "fio"), 4
-            )
+            shape.name: round(median(samples, shape.name, op, engine) / median(samples, shape.name, op, "fio"), 4)
             for shape in SHAPES
         }
         for engine in CONTESTANTS[1:]
@@ -243,9 +237,7 @@ def commit() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
-    return git("rev-parse", "HEAD") + (
-        "-dirty" if git("status", "--porcelain", "infinity", "benchmarks") else ""
-    )
+    return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "infinity", "benchmarks") else "")
 
 
 def table(samples: list[Sample]) -> Table:
@@ -268,9 +260,7 @@ def table(samples: list[Sample]) -> Table:
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--dir", type=Path, help="folder on the drive to measure")
     where.add_argument("--loop", action="store_true", help="XFS on a loop device in memory (root)")
@@ -301,6 +291,7 @@ def main() -> None:
             "file_size": format_size(size),
             "rounds": options.rounds,
             "seconds": options.seconds,
+            "ramp_seconds": RAMP_SECONDS,
             "shapes": [asdict(shape) for shape in SHAPES],
             "fio": "io_uring, direct, registered buffers, one job",
         },

@@ -1,9 +1,23 @@
 """The storage tier for PyTorch FSDP2: train models larger than memory, with their state on NVMe."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from infinity.config import Config, load_config
 from infinity.errors import InfinityError
-from infinity.offload import mesh, offload
-from infinity.optim.optimizer import PagedOptimizer
+
+if TYPE_CHECKING:
+    from infinity.optim.optimizer import PagedOptimizer
+    from infinity.run import mesh, offload
 
 __version__ = "0.1.0"
 __all__ = ["Config", "InfinityError", "PagedOptimizer", "load_config", "mesh", "offload"]
+
+# Loaded at first use: the daemon and the telemetry import this package and must not pay for torch.
+_HOMES = {"PagedOptimizer": "infinity.optim.optimizer", "mesh": "infinity.run", "offload": "infinity.run"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -46,8 +46,8 @@ class StateFormat:
     """Persistent state of one element; dtypes by their torch names.
 
     `master` is empty where the parameters are trained in the dtype they are computed in: then the PARAM pages are
-    the master. `kinds` are the optimizer's own element-wise states, in order, as (name, dtype). `grad` is empty
-    for parameters that are not trained.
+    the master. `kinds` are the optimizer's own element-wise states, in order, as (name, dtype); parameters that are
+    not trained have none, and no `grad`.
     """
 
     param: str
@@ -259,7 +259,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                     numel=numel,
                     shards=tuple(members[key]),
                     param_pages=cut(Role.PARAM, ITEMSIZE[fmt.param]),
-                    update_pages=cut(Role.UPDATE, fmt.update_bytes) if trainable else (),
+                    update_pages=cut(Role.UPDATE, fmt.update_bytes),
                     grad_pages=cut(Role.GRAD, ITEMSIZE[fmt.grad]) if trainable else (),
                 )
             )

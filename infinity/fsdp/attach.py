@@ -83,11 +83,8 @@ class ShardedModel:
                 param = member.param.sharded_param
                 gather = dtype_name(private.compute_dtype(group, member.param))
                 own = dtype_name(param.dtype)
-                if param.requires_grad:
-                    fmt = format_of(param, gather)
-                    fmt = replace(fmt, master="" if own == gather else own, grad=own)
-                else:
-                    fmt = StateFormat(param=gather)
+                fmt = format_of(param, gather) if param.requires_grad else StateFormat(param=gather)
+                fmt = replace(fmt, master="" if own == gather else own, grad=own if param.requires_grad else "")
                 key = f"{'trained' if param.requires_grad else 'frozen'} {own} {fmt}"
                 formats[key] = fmt
                 shards.append(

@@ -17,11 +17,21 @@ from infinity.optim.step import StepState
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan, make_plan
 from infinity.schedule.trace import Event, Placement, eligible_for_backward, expand
+from infinity.store.folder import RunFolder
+from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger, StepRecord
 
 
 class Run(Protocol):
-    """What the optimizer needs of the run it belongs to."""
+    """The run that an optimizer belongs to."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """Its id, and its folders on the NVMe paths."""
+
+    @property
+    def stats(self) -> Stats:
+        """This rank's counters."""
 
     @property
     def resumed_extra(self) -> dict[str, Any]:
@@ -206,6 +216,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         values = {kind: self._content.load_section(shard, kind) for kind, _ in kinds}
         scalars = self._step_state.scalars.get(shard, {})
         return {MASTER: self._content.load(shard), **values, **scalars}
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight, so that the byte counters stand still; to be followed by `close`."""
+        self._check_open()
+        self._pager.drain()
 
     def close(self) -> None:
         """Wait for what is in flight and release files, memory and the folder lock. Idempotent."""

@@ -122,24 +122,47 @@ class FolderLock:
         self._files.clear()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The process that holds a path, as it wrote itself into the lock file."""
+
+    run_id: str
+    pid: int
+    host: str
+    since: float
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"run {self.run_id} (process {self.pid} on {self.host}, since {since})"
+
+
 def describe_holder(file: Path) -> str:
     """Return who holds a lock file, from what the holder wrote into it."""
+    return str(read_owner(file) or "another run")
+
+
+def read_owner(file: Path) -> Owner | None:
+    """Return who wrote a lock file; None if it cannot be read."""
     try:
-        owner = json.loads(file.read_text())
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
-        return f"run {owner['run_id']} (process {owner['pid']} on {owner['host']}, since {since})"
+        tree = json.loads(file.read_text())
+        return Owner(
+            run_id=str(tree["run_id"]), pid=int(tree["pid"]), host=str(tree["host"]), since=float(tree["since"])
+        )
     except (OSError, ValueError, KeyError, TypeError):
-        return "another run"
+        return None
 
 
-def live_run(path: str | Path) -> str | None:
+def live_run(path: str | Path) -> Owner | None:
     """Return who holds a path, or None when nobody does."""
-    for file in Path(path).glob(f"{LOCK_NAME}.*"):
-        descriptor = os.open(file, os.O_RDWR)
+    for file in sorted(Path(path).glob(f"{LOCK_NAME}.*")):
+        try:
+            descriptor = os.open(file, os.O_RDWR)
+        except FileNotFoundError:  # given back just now
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return describe_holder(file)
+        except BlockingIOError:
+            return read_owner(file) or Owner(run_id="unknown", pid=0, host="unknown", since=0.0)
         finally:
             os.close(descriptor)
     return None

@@ -26,9 +26,7 @@ def test_several_paths_at_once(tmp_path: Path, engine: str) -> None:
     points = points_of(list(Load), [64 << 10, MIB], [1, 4])
     seen: list[Progress] = []
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    found = measure_paths(
-        folders, points, file_bytes=16 * MIB, seconds=0.02, engine=engine, on_progress=seen.append
-    )
+    found = measure_paths(folders, points, file_bytes=16 * MIB, seconds=0.02, engine=engine, on_progress=seen.append)
     assert list(found) == folders
     for folder in folders:
         assert [bandwidth.point for bandwidth in found[folder]] == list(points)

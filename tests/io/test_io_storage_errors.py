@@ -91,9 +91,7 @@ def test_write_to_a_file_that_was_opened_for_reading(engine: Engine, filled: str
     assert (caught.value.errno, caught.value.offset, caught.value.length) == (errno.EBADF, BLOCK, BLOCK)
 
 
-def test_file_system_without_direct_io(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_system_without_direct_io(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def refuse(path: str, flags: int, mode: int = 0o777) -> int:
@@ -173,9 +171,7 @@ def test_registration_refused_is_not_fatal(
     assert "Cannot allocate memory" in caplog.text
 
 
-def test_registration_without_the_new_system_calls(
-    filled: str, blob: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_registration_without_the_new_system_calls(filled: str, blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels before 5.19 have no sparse tables: one registration works, a second is done without."""
     real = ring_module.Ring._register
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
+import infinity
 from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import Committer, ResumedState, check_layout, find_commit, remove_commits, restore
 from infinity.checkpoint.manifest import Manifest
@@ -26,7 +28,7 @@ from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment, ShardedModel
-from infinity.fsdp.content import ShardContent, dtype_name
+from infinity.fsdp.content import ShardContent
 from infinity.fsdp.materialize import InitFunction, Member, ModuleInitialiser, PretrainedFolder
 from infinity.io import Engine, Ticket, open_engine
 from infinity.layout import Layout, Page, StateFormat
@@ -151,7 +153,7 @@ def _budget(
         key = (id(group), param.dtype)
         if key not in kinds:
             kinds[key] = kernel.discover(param.dtype, group).kinds
-        return StateFormat(param=gather, kinds=kinds[key], grad=dtype_name(param.dtype))
+        return StateFormat(param=gather, kinds=kinds[key])
 
     units, formats = sharded.describe(format_of)
     host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
@@ -187,20 +189,7 @@ class _Run:
         for file, size in zip(files, file_sizes(slots, len(paths)), strict=True):
             reserve(file, size)
         self.files = files
-        self.stats = Stats.create(
-            runtime_dir(settings.telemetry),
-            run_id=folder.run_id,
-            rank=ranks.rank,
-            local_rank=ranks.local_rank,
-            world_size=ranks.world_size,
-            devices=[f"nvme{index}" for index in range(len(paths))],
-            info={
-                "version": _version(),
-                "torch_version": torch.__version__,
-                "io_engine": engine.name,
-                "paths": json.dumps([str(Path(path).resolve()) for path in paths]),
-            },
-        )
+        self.stats = _stats_page(settings, ranks, folder.run_id, engine.name)
         self.ledger = Ledger(self.stats)
         self.arena = Arena(frames, layout.page_bytes, device=device)
         engine.register(self.arena.memory)
@@ -223,13 +212,16 @@ class _Run:
     def open(cls, settings: Config, ranks: Ranks, budget: Budget, sharded: ShardedModel) -> _Run:
         """Take the folders, find the commit to resume from, reserve space, allocate the arena."""
         paths = settings.storage.paths
-        run_id = new_run_id()
+        resume = settings.run.resume
+
+        def choose() -> str:
+            return latest_run(paths, resume) if resume and ranks.rank == 0 else new_run_id()
+
+        run_id = ranks.agree(ranks.together("finding the run to resume", choose))
         lock = FolderLock.acquire(paths, run_id, ranks.local_rank)
         engine = None
         folder = None
         try:
-            resume = settings.run.resume
-            run_id = ranks.agree(latest_run(paths, resume) if resume and ranks.rank == 0 else run_id)
             folder = RunFolder.of(paths, run_id)
             found = None
             if resume:
@@ -386,7 +378,25 @@ def _report_earlier_runs(paths: tuple[str, ...]) -> None:
         )  # fmt: skip
 
 
-def _version() -> str:
-    import infinity
-
-    return infinity.__version__
+def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str) -> Stats:
+    """Make the rank's stats page; without a usable folder, one that only this process sees: training goes on."""
+    paths = [str(Path(path).resolve()) for path in settings.storage.paths]
+    create = partial(
+        Stats.create,
+        run_id=run_id,
+        rank=ranks.rank,
+        local_rank=ranks.local_rank,
+        world_size=ranks.world_size,
+        devices=[f"nvme{index}" for index in range(len(paths))],
+        info={
+            "version": infinity.__version__,
+            "torch_version": torch.__version__,
+            "io_engine": engine,
+            "paths": json.dumps(paths),
+        },
+    )
+    try:
+        return create(runtime_dir(settings.telemetry))
+    except ConfigError as error:
+        _log.warning("this rank's counters will not reach the daemon: %s", error)
+        return create(None)

@@ -1,0 +1,25 @@
+"""What the tests of the core share: ranks that stay alive, one thread per process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from core_ranks import RankPool
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[RankPool]:
+    """Two ranks."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()

@@ -1,0 +1,160 @@
+"""Small models for the tests of the core: one for every shape of trouble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import infinity
+
+POLICIES = {
+    "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    "fp32": MixedPrecisionPolicy(),
+    "pure_bf16": MixedPrecisionPolicy(),
+}
+WIDTH = 67  # no multiple of any vector width
+
+
+class Block(nn.Module):
+    """Norm, two odd-sized linear layers, residual."""
+
+    def __init__(self, width: int = WIDTH, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+        self.checkpointed = checkpointed
+
+    def _inside(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed and torch.is_grad_enabled():
+            return checkpoint(self._inside, x, use_reentrant=False)
+        return self._inside(x)
+
+
+class Toy(nn.Module):
+    """Embedding, blocks, head; `order` says which block runs when."""
+
+    vocabulary = 131
+
+    def __init__(self, blocks: int = 3, order: tuple[int, ...] | None = None, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(self.vocabulary, WIDTH)
+        self.blocks = nn.ModuleList(Block(checkpointed=checkpointed) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, self.vocabulary)
+        self.order = tuple(range(blocks)) if order is None else order
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return torch.nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+class Spare(Toy):
+    """A parameter, and a whole unit, that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=3, order=(0, 2))
+        self.blocks[0].register_parameter("unused", nn.Parameter(torch.randn(900)))
+
+
+class HuggingFace(nn.Module):
+    """A transformers model that returns its loss."""
+
+    def __init__(self, model: nn.Module, vocabulary: int) -> None:
+        super().__init__()
+        self.inner, self.vocabulary = model, vocabulary
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def llama_config(*, width: int = 64, layers: int = 3, vocabulary: int = 256, tied: bool = False) -> LlamaConfig:
+    """Return the config of a tiny Llama."""
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocabulary,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def llama(**settings: int) -> HuggingFace:
+    """Return a tiny Llama."""
+    config = llama_config(**settings)
+    return HuggingFace(LlamaForCausalLM(config), config.vocab_size)
+
+
+def gpt2() -> HuggingFace:
+    """Return GPT-2's head and vocabulary on a tiny body; dropout is on."""
+    config = GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, n_positions=64, vocab_size=50257, bos_token_id=None, eos_token_id=None
+    )
+    return HuggingFace(GPT2LMHeadModel(config), config.vocab_size)
+
+
+def frozen() -> HuggingFace:
+    """Return a Llama of which the embedding, the first layer and one matrix of the second are not trained."""
+    model = llama()
+    model.inner.model.embed_tokens.requires_grad_(False)
+    model.inner.model.layers[0].requires_grad_(False)
+    model.inner.model.layers[1].mlp.up_proj.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "tied": lambda: llama(tied=True),
+    "gpt2": gpt2,
+    "toy": Toy,
+    "repeated": lambda: Toy(blocks=2, order=(0, 1, 0)),
+    "spare": Spare,
+    "frozen": frozen,
+}
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """Return the layers that are sharded one by one."""
+    if isinstance(model, Toy):
+        return model.blocks
+    inner = model.inner
+    return inner.transformer.h if isinstance(inner, GPT2LMHeadModel) else inner.model.layers
+
+
+def build(name: str, *, policy: str = "bf16", checkpointing: bool = False, meta: bool = False, seed: int = 0, reshard: bool = True) -> nn.Module:
+    """Return a sharded model; the same call gives the same values."""
+    torch.manual_seed(seed)
+    with torch.device("meta" if meta else "cpu"):
+        model = MODELS[name]()
+    if policy == "pure_bf16":
+        model = model.to(torch.bfloat16)
+    if checkpointing:
+        if isinstance(model, Toy):
+            for block in model.blocks:
+                block.checkpointed = True
+        else:
+            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+    return shard(model, policy, reshard=reshard)
+
+
+def shard(model: nn.Module, policy: str = "bf16", *, reshard: bool = True) -> nn.Module:
+    """Shard a model, layer by layer."""
+    mesh = infinity.mesh("cpu")
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, mp_policy=POLICIES[policy], reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=POLICIES[policy])
+    return model

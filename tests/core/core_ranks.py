@@ -1,0 +1,117 @@
+"""Ranks in tests: spawned processes that stay alive over many tests, so that they start once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 120.0
+"""Seconds after which a call on the ranks is called lost."""
+
+
+class RankFailedError(AssertionError):
+    """A call failed on a rank; the message is that rank's traceback."""
+
+
+class RankPool:
+    """Processes of one group. A failed call ends them; the next one starts new ones."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call an importable function on every rank; return the results by rank.
+
+        Raises:
+            RankFailedError: with the traceback of the rank that failed first.
+        """
+        if not self._processes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, arguments))
+            return self._collect()
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.world_size, self._folder.name), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self) -> list[Any]:
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + PATIENCE
+        while len(results) < self.world_size:
+            left = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait_for_any(left, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailedError(f"no answer within {PATIENCE:.0f} s from ranks {self._missing(results)}")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    good, value = pipe.recv()
+                except EOFError:
+                    raise RankFailedError(f"rank {rank} died without a word") from None
+                if not good:
+                    raise RankFailedError(f"on rank {rank}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _missing(self, results: dict[int, Any]) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in results]
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()  # a rank that waits for work sees the end and leaves
+        for process in self._processes:
+            if kill:
+                process.kill()
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            break
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()

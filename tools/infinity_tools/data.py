@@ -1,0 +1,147 @@
+"""Text to train on: files read piece by piece, never as a whole.
+
+A batch is a pure function of seed and step, so a resumed run sees what an uninterrupted one would have seen,
+and so do runs on other numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity.errors import ConfigError
+from infinity.units import format_size
+
+_BYTES_PER_TOKEN = 8  # read for every token wanted; more is read where this gives too few
+_Tokens = Sequence[int] | np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Corpus:
+    """The files of a text as one long row of bytes."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = list(files)
+        self._ends = list(accumulate(file.stat().st_size for file in files))
+
+    @classmethod
+    def of(cls, names: Iterable[Path]) -> Corpus:
+        """Return the corpus of files, and of all files in folders, in the order of their names.
+
+        Raises:
+            ConfigError: one is missing, or there is nothing in them.
+        """
+        files: list[Path] = []
+        for name in names:
+            if name.is_dir():
+                files += sorted(file for file in name.rglob("*") if file.is_file() and _visible(file, name))
+            elif name.is_file():
+                files.append(name)
+            else:
+                raise ConfigError(f"--data {str(name)!r} is no file or folder")
+        corpus = cls(files)
+        if not corpus.size:
+            raise ConfigError(f"--data: there is no text in {', '.join(map(str, names)) or 'nothing'}")
+        return corpus
+
+    @classmethod
+    def of_standard_library(cls) -> Corpus:
+        """Return the sources of the running Python's standard library."""
+        folder = Path(sysconfig.get_path("stdlib"))
+        found = sorted(file for file in folder.rglob("*.py") if "site-packages" not in file.parts)
+        if not found:
+            raise ConfigError(f"there are no Python sources in {folder}; name a text with --data")
+        return cls(found)
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def files(self) -> int:
+        """Number of files."""
+        return len(self._files)
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return `length` bytes from `start` on; past the end it goes on at the beginning.
+
+        Raises:
+            ConfigError: a file is shorter than it was.
+        """
+        pieces: list[bytes] = []
+        while length > 0:
+            start %= self.size
+            index = bisect_right(self._ends, start)
+            begin = self._ends[index - 1] if index else 0
+            wanted = min(length, self._ends[index] - start)
+            with open(self._files[index], "rb", buffering=0) as file:
+                file.seek(start - begin)
+                piece = file.read(wanted)
+            if len(piece) != wanted:
+                raise ConfigError(f"--data: {self._files[index]} has changed since the start of the run")
+            pieces.append(piece)
+            start, length = start + wanted, length - wanted
+        return b"".join(pieces)
+
+
+class Batches:
+    """The batches of one rank: int64 tensors of shape (sequences of this rank, sequence length)."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        sequences: int,
+        length: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        self._corpus, self._length, self._seed, self._encode = corpus, length, seed, encode
+        self._sequences = sequences
+        local = sequences // world_size
+        self._mine = slice(rank * local, (rank + 1) * local)
+        if corpus.size < length * (_BYTES_PER_TOKEN if encode else 1):
+            raise ConfigError(
+                f"--data has {format_size(corpus.size)} of text, too little for sequences of {length} tokens"
+            )
+
+    def at(self, step: int) -> torch.Tensor:
+        """Return the batch of a step, counted from 0."""
+        generator = np.random.Generator(np.random.Philox(key=[self._seed, step]))
+        starts = generator.integers(0, self._corpus.size, size=self._sequences)[self._mine]
+        return torch.stack([torch.tensor(np.asarray(self._tokens(int(s))), dtype=torch.int64) for s in starts])
+
+    def _tokens(self, start: int) -> _Tokens:
+        if self._encode is None:
+            return np.frombuffer(self._corpus.read(start, self._length), dtype=np.uint8)
+        amount = self._length * _BYTES_PER_TOKEN
+        while True:
+            tokens = self._encode(self._corpus.read(start, amount).decode(errors="replace"))
+            if len(tokens) >= self._length:
+                return tokens[: self._length]
+            amount *= 2
+
+
+def tokenizer_of(weights: Path | None) -> Callable[[str], list[int]] | None:
+    """Return the tokenizer of a pretrained folder; None where there is none and tokens are bytes."""
+    if weights is None or not (weights / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(weights / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _visible(file: Path, folder: Path) -> bool:
+    return not any(part.startswith(".") for part in file.relative_to(folder).parts)

@@ -1,0 +1,106 @@
+"""What one rank measures of its run, step by step and in all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infinity import PagedOptimizer
+from infinity.ranks import Ranks
+from infinity.telemetry.ledger import StepRecord
+from infinity.telemetry.metrics import OPS, ROLES
+
+WARM_STEPS = 2
+"""Steps left out of every figure per step: the first records the trace, the second fills the arena."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank counted; `node` tells which ranks share a machine."""
+
+    node: int
+    records: tuple[StepRecord, ...]
+    kernel: tuple[tuple[int, int] | None, ...]
+    parameters: int
+    state_bytes: int
+    arena_bytes: int
+    peak_rss_bytes: int
+    read_bytes_total: int
+    written_bytes_total: int
+    predicted_read_bytes: int
+    predicted_written_bytes: int
+
+
+@dataclass
+class KernelCounts:
+    """Bytes that the kernel says this process read from and wrote to storage, step by step."""
+
+    steps: list[tuple[int, int] | None] = field(default_factory=list)
+    _before: tuple[int, int] | None = None
+
+    def begin(self) -> None:
+        """Bytes from now on belong to the next step."""
+        self._before = kernel_bytes()
+
+    def end(self) -> None:
+        """Close a step."""
+        now, before = kernel_bytes(), self._before
+        self.steps.append((now[0] - before[0], now[1] - before[1]) if now and before else None)
+        self._before = now
+
+
+def kernel_bytes() -> tuple[int, int] | None:
+    """Return bytes read and written so far, from ``/proc/self/io``; None where the kernel does not count."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        counts = dict(line.split(": ") for line in lines)
+        return int(counts["read_bytes"]), int(counts["write_bytes"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def peak_rss() -> int:
+    """Return the most memory that was resident at any time, in bytes."""
+    # Not getrusage: its figure begins with what the parent process had when it forked.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def nvme_totals(optimizer: PagedOptimizer) -> tuple[int, int]:
+    """Return bytes read from and written to NVMe since the start of this process, as its metrics show them."""
+    page = optimizer.run.stats.snapshot()
+    read, written = (
+        int(
+            sum(
+                page.value("io_bytes_total", op=op, state=state, device=device)
+                for state in ROLES
+                for device in page.header.devices
+            )
+        )
+        for op in OPS
+    )
+    return read, written
+
+
+def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], ranks: Ranks) -> RankReport:
+    """Return what this rank counted. Nothing is in flight any more."""
+    read, written = nvme_totals(optimizer)
+    traffic = optimizer.plan.traffic if optimizer.plan is not None else None
+    capacity = optimizer.run.stats.snapshot().value("tier_capacity_bytes", tier="host")
+    return RankReport(
+        node=int(os.environ.get("GROUP_RANK", 0)),
+        records=tuple(optimizer.records),
+        kernel=tuple(kernel),
+        parameters=optimizer.layout.parameters,
+        state_bytes=optimizer.layout.state_bytes,
+        arena_bytes=int(capacity),
+        peak_rss_bytes=peak_rss(),
+        read_bytes_total=read,
+        written_bytes_total=written,
+        predicted_read_bytes=traffic.read_bytes if traffic else 0,
+        predicted_written_bytes=traffic.written_bytes if traffic else 0,
+    )

@@ -1,0 +1,55 @@
+"""`summary.png`: the loss, and where the time of every step went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+_PARTS = (
+    ("compute", "compute_seconds", "#4477aa"),
+    ("read stall", "read_stall_seconds", "#ee6677"),
+    ("write stall", "write_stall_seconds", "#ccbb44"),
+    ("update", "update_seconds", "#228833"),
+)
+
+
+def write_picture(out: Path, summary: dict[str, Any]) -> None:
+    """Write `summary.png` from the content of `summary.json`."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    first = summary["first_step"]
+    steps = list(range(first, first + summary["steps"]))
+    _loss(left, steps, summary["losses"])
+    _time(right, steps, summary["step_records"])
+    figure.suptitle(f"{summary['model']} · {summary['parameters'] / 1e6:.4g} M parameters · run {summary['run_id']}")
+    figure.savefig(out / "summary.png", dpi=120)
+
+
+def _loss(axes: Axes, steps: list[int], losses: list[float]) -> None:
+    axes.plot(steps, losses, color="#4477aa", marker="o" if len(steps) <= 50 else "", markersize=4)
+    axes.set_title("loss")
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+
+
+def _time(axes: Axes, steps: list[int], records: list[dict[str, Any]]) -> None:
+    base = [0.0] * len(steps)
+    width = 0.8 if len(steps) <= 100 else 1.0
+    for name, key, colour in _PARTS:
+        heights = [record[key] for record in records]
+        axes.bar(steps, heights, bottom=base, width=width, color=colour, label=name)
+        base = [low + height for low, height in zip(base, heights, strict=True)]
+    axes.set_title("seconds per step")
+    axes.set_ylim(0, 1.25 * max(base, default=1.0))
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    axes.legend(ncols=4, loc="upper center", frameon=False)

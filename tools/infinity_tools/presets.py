@@ -1,0 +1,139 @@
+"""What `--model` may name: a preset, a config file of transformers, or a folder with pretrained weights."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from infinity.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A model by name: the class of its configuration in transformers, and the values that differ."""
+
+    config: str
+    values: Mapping[str, Any]
+    doc: str
+
+
+def _llama(doc: str, hidden: int, inner: int, layers: int, heads: int, **values: Any) -> Preset:
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": 256,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return Preset(config="LlamaConfig", values={**shape, **values}, doc=doc)
+
+
+PRESETS: Mapping[str, Preset] = {
+    "tiny": _llama("Llama of 4 layers, for a look and for tests", 64, 128, 4, 4),
+    "llama-100m": _llama("Llama of 16 layers, the demo", 768, 2048, 16, 12),
+    "llama-1b": _llama("Llama of 20 layers", 2048, 5632, 20, 16),
+    "gpt2-354m": Preset(
+        config="GPT2Config",
+        values={
+            "n_layer": 24,
+            "n_embd": 1024,
+            "n_head": 16,
+            "vocab_size": 50257,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+        doc="GPT-2 medium, head tied to the embedding",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model that can be built: its configuration, and the folder of its weights if it is pretrained."""
+
+    name: str
+    config: Any
+    weights: Path | None = None
+
+
+def find_model(name: str) -> ModelSource:
+    """Return what `name` means.
+
+    Raises:
+        ConfigError: no preset, file or folder of that name, or one that transformers cannot read.
+    """
+    import transformers
+
+    if preset := PRESETS.get(name):
+        return ModelSource(name=name, config=getattr(transformers, preset.config)(**preset.values))
+    path = Path(name)
+    if not path.exists():
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"--model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a file or folder{hint}"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"--model {name!r}: {first}") from error
+    return ModelSource(name=path.resolve().name, config=config, weights=path if path.is_dir() else None)
+
+
+def on_meta(source: ModelSource) -> nn.Module:
+    """Return the model with all its tensors on the meta device, in fp32, which is what is trained.
+
+    Raises:
+        ConfigError: transformers has no causal language model for this configuration.
+    """
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                source.config, dtype=torch.float32, attn_implementation="sdpa"
+            )
+    except ValueError as error:
+        raise ConfigError(f"--model {source.name}: {str(error).splitlines()[0]}") from error
+    model.config.use_cache = False
+    return model.train()  # type: ignore[no-any-return]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters; a tied one counts once, a sharded one whole."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers to shard one by one: the members of the `ModuleList` with the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=count_parameters, default=nn.ModuleList()))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool, checkpointing: bool) -> None:
+    """Call `fully_shard` on every layer and on the model, with activation checkpointing if asked for."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    if checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError("this model has no activation checkpointing; leave --activation-checkpointing out")
+        model.gradient_checkpointing_enable(  # type: ignore[operator]
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,172 @@
+"""What a person sees while a run trains: a bar on a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+
+_LINE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepView:
+    """What is shown of a step; bytes are those of all ranks."""
+
+    step: int
+    loss: float
+    seconds: float
+    tokens: int
+    read_bytes: float
+    written_bytes: float
+    stall_share: float
+
+    @property
+    def rates(self) -> str:
+        """Tokens/s, NVMe rates and stall share."""
+        return (
+            f"{short(self.tokens / self.seconds)} tok/s  read {rate(self.read_bytes / self.seconds)}  "
+            f"write {rate(self.written_bytes / self.seconds)}  stall {self.stall_share:.0%}"
+        )
+
+
+class View(Protocol):
+    """Shows a run. A context manager: what it drew is left in order at the end."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+
+    def doing(self, text: str) -> None:
+        """Show what goes on before the first step."""
+
+    def begin(self, done: int, total: int) -> None:
+        """Steps begin."""
+
+    def stepped(self, view: StepView) -> None:
+        """A step is complete."""
+
+
+def open_view(console: Console, *, silent: bool) -> View:
+    """Return the view that suits: nothing, a bar on a terminal, or lines."""
+    if silent:
+        return _Silence()
+    return _Bar(console) if console.is_terminal else _Lines(console)
+
+
+class _Silence:
+    def __enter__(self) -> _Silence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def doing(self, text: str) -> None:
+        pass
+
+    def begin(self, done: int, total: int) -> None:
+        pass
+
+    def stepped(self, view: StepView) -> None:
+        pass
+
+
+class _Lines(_Silence):
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._total = 0
+        self._first = True
+        self._last = 0.0
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+    def doing(self, text: str) -> None:
+        self.say(text)
+
+    def begin(self, done: int, total: int) -> None:
+        self._total = total
+
+    def stepped(self, view: StepView) -> None:
+        now = time.monotonic()
+        if self._first or view.step == self._total or now - self._last >= _LINE_SECONDS:
+            self._first, self._last = False, now
+            self.say(f"step {view.step}/{self._total}  loss {view.loss:.4f}  {view.rates}")
+
+
+class _Bar:
+    """One line that always fits: a terminal that is too narrow loses the bar first."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._waiting = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True
+        )
+        self._steps = Progress(
+            TextColumn("[bold]{task.completed:.0f}[/]/{task.total:.0f}"),
+            BarColumn(bar_width=max(6, min(30, console.width - 76))),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+        )
+        self._active: Progress | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._active is not None:
+            self._active.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    def doing(self, text: str) -> None:
+        if self._active is None:
+            self._active = self._waiting
+            self._active.start()
+            self._task = self._waiting.add_task(text, total=None)
+        self._active.update(self._task, description=text)
+
+    def begin(self, done: int, total: int) -> None:
+        if self._active is not None:
+            self._active.stop()
+        self._active = self._steps
+        self._task = self._steps.add_task("", total=total, completed=done, figures="first step")
+        self._steps.start()
+
+    def stepped(self, view: StepView) -> None:
+        figures = f"loss [bold]{view.loss:.3f}[/]  {view.rates}"
+        self._steps.update(self._task, completed=view.step, figures=figures)
+
+
+def short(number: float) -> str:
+    """Return a number with about three digits: ``85``, ``1.24k``, ``3.1M``."""
+    for suffix in ("", "k", "M", "G"):
+        if abs(number) < 999.5:
+            return f"{number:.0f}{suffix}" if not suffix or number >= 100 else f"{number:.3g}{suffix}"
+        number /= 1000
+    return f"{number:.3g}T"
+
+
+def rate(bytes_per_second: float) -> str:
+    """Return a data rate in the units that drives are sold in."""
+    if bytes_per_second >= 1e9:
+        return f"{bytes_per_second / 1e9:.2f} GB/s"
+    return f"{bytes_per_second / 1e6:.0f} MB/s"

@@ -1,0 +1,130 @@
+"""The end of a run: `summary.json` for programs, a table for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rich.table import Table
+
+from infinity.telemetry.ledger import StepRecord
+from infinity.units import format_size
+from infinity_tools.measure import WARM_STEPS, RankReport
+from infinity_tools.progress import rate, short
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What does not come from counting."""
+
+    run_id: str
+    model: str
+    parameters: int
+    world_size: int
+    first_step: int
+    tokens_per_step: int
+    sequence_length: int
+    losses: tuple[float, ...]
+    io_engine: str
+    update_placement: str
+    nvme_paths: tuple[str, ...]
+    interrupted: bool
+
+
+def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
+    """Return the content of `summary.json`.
+
+    Bytes are sums over the ranks of this node, seconds means over them; both per step are means over the steady
+    steps (the first two left out; all of them where there are no more). `reports` are those of this node.
+    """
+    records = reports[0].records
+    steady = slice(WARM_STEPS if len(records) > WARM_STEPS else 0, None)
+
+    def total(of: Callable[[RankReport], int]) -> int:
+        return sum(of(report) for report in reports)
+
+    def per_step(of: Callable[[StepRecord], float]) -> float:
+        return fmean(sum(map(of, together)) for together in zip(*(r.records[steady] for r in reports), strict=True))
+
+    def seconds(of: Callable[[StepRecord], float]) -> float:
+        return per_step(of) / len(reports)
+
+    def kernel(index: int) -> float | None:
+        counts = [count for report in reports for count in report.kernel[steady]]
+        known = [count[index] for count in counts if count is not None]
+        return sum(known) / (len(counts) / len(reports)) if len(known) == len(counts) else None
+
+    step_seconds = median(record.seconds for record in records[steady])
+    arena, peak = total(lambda r: r.arena_bytes), total(lambda r: r.peak_rss_bytes)
+    return {
+        **asdict(facts),
+        "steps": len(records),
+        "step_seconds": step_seconds,
+        "tokens_per_second": facts.tokens_per_step / step_seconds,
+        "state_bytes": total(lambda r: r.state_bytes),
+        "host_memory_bytes": arena,
+        "peak_rss_bytes": peak,
+        "process_memory_bytes_outside_arena": max(0, peak - arena),
+        "nvme_read_bytes_per_step": per_step(lambda r: r.read_bytes),
+        "nvme_written_bytes_per_step": per_step(lambda r: r.written_bytes),
+        "predicted_read_bytes_per_step": total(lambda r: r.predicted_read_bytes),
+        "predicted_written_bytes_per_step": total(lambda r: r.predicted_written_bytes),
+        "kernel_read_bytes_per_step": kernel(0),
+        "kernel_written_bytes_per_step": kernel(1),
+        "nvme_read_bytes_total": total(lambda r: r.read_bytes_total),
+        "nvme_written_bytes_total": total(lambda r: r.written_bytes_total),
+        "stall_seconds_per_step": seconds(lambda r: r.stall_seconds),
+        "compute_seconds_per_step": seconds(lambda r: r.compute_seconds),
+        "update_seconds_per_step": seconds(lambda r: r.update_seconds),
+        "step_records": [asdict(record) for record in records],
+    }
+
+
+def write_summary(out: Path, summary: dict[str, Any]) -> None:
+    """Write `summary.json`; it is there completely or not at all."""
+    draft = out / "summary.json.tmp"
+    draft.write_text(json.dumps(summary, indent=2) + "\n")
+    draft.replace(out / "summary.json")
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """Return the short table at the end of a run."""
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
+    losses, seconds = s["losses"], s["step_seconds"]
+    last = s["first_step"] + len(losses) - 1
+    state, arena, outside = s["state_bytes"], s["host_memory_bytes"], s["process_memory_bytes_outside_arena"]
+    traffic = s["nvme_read_bytes_per_step"] + s["nvme_written_bytes_per_step"]
+    node = s["world_size"] > 1
+    return [
+        ("loss", f"{losses[0]:.4f} at step {s['first_step']}, {losses[-1]:.4f} at step {last}"),
+        ("step", f"{seconds:.3g} s, {short(s['tokens_per_second'])} tokens/s"),
+        (
+            "of it",
+            f"compute {s['compute_seconds_per_step']:.3g} s, stall {s['stall_seconds_per_step']:.3g} s, "
+            f"update {s['update_seconds_per_step']:.3g} s ({s['update_placement']})",
+        ),
+        ("state on NVMe", f"{format_size(state)} of {short(s['parameters'])} parameters"),
+        ("host arena", f"{format_size(arena)}, {arena / state:.0%} of the state" if state else format_size(arena)),
+        ("peak resident", f"{format_size(s['peak_rss_bytes'])}, {format_size(outside)} outside the arena"),
+        ("read per step", _moved(s, "read", seconds)),
+        ("written per step", _moved(s, "written", seconds)),
+        ("bytes/parameter", f"{traffic / s['parameters']:.3g} per step" + (" (this node)" if node else "")),
+    ]  # fmt: skip
+
+
+def _moved(s: dict[str, Any], direction: str, seconds: float) -> str:
+    moved, predicted = s[f"nvme_{direction}_bytes_per_step"], s[f"predicted_{direction}_bytes_per_step"]
+    planned = f", {moved / predicted:.1%} of the plan" if predicted else ""
+    return f"{format_size(moved)} at {rate(moved / seconds)}{planned}"
