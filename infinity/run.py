@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import shutil
+import socket
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
 from infinity.budget import Budget, choose_budget
-from infinity.checkpoint.commit import Committer, ResumedState, check_layout, find_commit, remove_commits, restore
+from infinity.checkpoint.commit import Committer, ResumedState, check_commit, find_commit, remove_commits, restore
 from infinity.checkpoint.manifest import Manifest
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.errors import ConfigError, UnsupportedError
@@ -30,14 +32,15 @@ from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment, ShardedModel
 from infinity.fsdp.content import ShardContent
 from infinity.fsdp.materialize import InitFunction, Member, ModuleInitialiser, PretrainedFolder
-from infinity.io import Engine, Ticket, open_engine
-from infinity.layout import Layout, Page, StateFormat
+from infinity.io import Ticket, open_engine
+from infinity.layout import Page, StateFormat
 from infinity.memory.arena import Arena, keep_freed_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
 from infinity.optim.step import StepState
 from infinity.ranks import Ranks
 from infinity.schedule.pager import Pager
+from infinity.store.bandwidth import path_shares
 from infinity.store.extents import file_sizes, plan_slots, spread
 from infinity.store.folder import FolderLock, RunFolder, find_runs, latest_run, new_run_id, reserve
 from infinity.store.pages import PageStore
@@ -104,8 +107,10 @@ def offload(
     keep_freed_memory()
     ranks = Ranks.current()
     kernel = UpdateKernel(optimizer)
+    if kernel.has_progress(optimizer):
+        raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
-    run = ranks.together("opening the run", lambda: _Run.open(settings, ranks, budget, sharded))
+    run = _Run.open(settings, ranks, budget, sharded.device)
     try:
         paged = run.attach(sharded, optimizer, kernel, weights, init)
     except BaseException:
@@ -122,8 +127,6 @@ def _close_all() -> None:
 
 
 def _check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    if optimizer.state:
-        raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
     if isinstance(optimizer, PagedOptimizer):
         raise UnsupportedError("the model is offloaded already")
     known = {id(param) for unit in sharded.parameters() for param in unit}
@@ -167,38 +170,36 @@ class _Run:
         self,
         settings: Config,
         ranks: Ranks,
-        layout: Layout,
-        frames: int,
+        budget: Budget,
         folder: RunFolder,
         lock: FolderLock,
-        engine: Engine,
-        reason: str,
         found: Manifest | None,
+        shares: list[float],
         device: torch.device,
     ) -> None:
+        layout, paths = budget.layout, settings.storage.paths
         self.settings, self.ranks, self.layout, self.folder = settings, ranks, layout, folder
-        self.engine, self.engine_reason = engine, reason
         self.resumed: ResumedState | None = None
-        self._lock, self._found = lock, found
+        self._lock, self._found, self._shares = lock, found, shares
         self._closers: list[Callable[[], None]] = []
-        paths = settings.storage.paths
-        self._shares = list(found.weights) if found else [1.0] * len(paths)
-        homes = spread(layout.pages, self._shares)
+        folder.create()
+        homes = spread(layout.pages, shares)
         slots = plan_slots(layout.pages, homes, _SPARE_SLOTS)
         files = [folder.data_file(index, ranks.rank) for index in range(len(paths))]
         for file, size in zip(files, file_sizes(slots, len(paths)), strict=True):
             reserve(file, size)
         self.files = files
-        self.stats = _stats_page(settings, ranks, folder.run_id, engine.name)
+        self.arena = Arena(budget.frames, layout.page_bytes, device=device)
+        self.engine, self.engine_reason = open_engine(settings.storage)
+        self.stats = _stats_page(settings, ranks, folder.run_id, self.engine.name)
         self.ledger = Ledger(self.stats)
-        self.arena = Arena(frames, layout.page_bytes, device=device)
-        engine.register(self.arena.memory)
+        self.engine.register(self.arena.memory)
         self.store = PageStore(
             layout.pages,
             homes,
             files,
             slots,
-            engine,
+            self.engine,
             name_of=layout.page_name,
             moved=self._moved,
             timeout=settings.storage.timeout_seconds,
@@ -209,43 +210,37 @@ class _Run:
         self.stats.gauge("tier_capacity_bytes", tier="nvme").set(sum(file_sizes(slots, len(paths))))
 
     @classmethod
-    def open(cls, settings: Config, ranks: Ranks, budget: Budget, sharded: ShardedModel) -> _Run:
-        """Take the folders, find the commit to resume from, reserve space, allocate the arena."""
-        paths = settings.storage.paths
-        resume = settings.run.resume
+    def open(cls, settings: Config, ranks: Ranks, budget: Budget, device: torch.device) -> _Run:
+        """Take the folders, find the commit to resume from, reserve space, allocate the arena.
+
+        Every stage is taken by all ranks together: where one fails, all fail, with its reason.
+        """
+        paths, resume = settings.storage.paths, settings.run.resume
 
         def choose() -> str:
-            return latest_run(paths, resume) if resume and ranks.rank == 0 else new_run_id()
+            return latest_run(paths, resume) if resume else new_run_id()
 
-        run_id = ranks.agree(ranks.together("finding the run to resume", choose))
-        lock = FolderLock.acquire(paths, run_id, ranks.local_rank)
-        engine = None
-        folder = None
-        try:
-            folder = RunFolder.of(paths, run_id)
+        run_id = ranks.agree(ranks.together("finding the run", choose))
+        lock = ranks.together("taking the NVMe paths", lambda: FolderLock.acquire(paths, run_id, ranks.local_rank))
+        folder = RunFolder.of(paths, run_id)
+        with ExitStack() as undo:
+            undo.callback(lock.release)
             found = None
             if resume:
                 found = find_commit(folder, ranks)
-                check_layout(found, budget.layout, run_id)
-                if len(found.weights) != len(paths):
-                    raise ConfigError(
-                        f"run {run_id} lies on {len(found.weights)} paths, storage.paths names {len(paths)}"
-                    )
+                ranks.together("checking the commit", lambda: check_commit(found, budget.layout, len(paths)))
                 remove_commits(folder, ranks.rank, keep=found.step)
-            elif ranks.local_rank == 0:
-                _report_earlier_runs(paths)
-            folder.create()
-            engine, reason = open_engine(settings.storage)
-            return cls(
-                settings, ranks, budget.layout, budget.frames, folder, lock, engine, reason, found, sharded.device
+                shares = found.weights
+            else:
+                undo.callback(folder.remove)
+                if ranks.local_rank == 0:
+                    _report_earlier_runs(paths)
+                shares = _agree_on_shares(settings, ranks)
+            run = ranks.together(
+                "opening the run", lambda: cls(settings, ranks, budget, folder, lock, found, shares, device)
             )
-        except BaseException:
-            if engine is not None:
-                engine.close()
-            if folder is not None and not settings.run.resume:
-                folder.remove()
-            lock.release()
-            raise
+            undo.pop_all()
+            return run
 
     def attach(
         self,
@@ -275,6 +270,7 @@ class _Run:
         )
         self._closers.append(attachment.detach)
         attachment.remap(optimizer)
+        optimizer.state.clear()
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         groups = {
             shard: group_of[id(param)] for shard, param in enumerate(attachment.parameters) if id(param) in group_of
@@ -376,6 +372,16 @@ def _report_earlier_runs(paths: tuple[str, ...]) -> None:
             "`infinity store rm`",
             ", ".join(paths), len(runs), format_size(size), ", ".join(runs),
         )  # fmt: skip
+
+
+def _agree_on_shares(settings: Config, ranks: Ranks) -> list[float]:
+    """Return the shares of the paths as the first rank of this node has measured them."""
+    measured: list[float] | None = None
+    if ranks.local_rank == 0:
+        measured = path_shares(settings.storage.paths, settings.storage.engine, runtime_dir(settings.telemetry))
+    host = socket.gethostname()
+    by_host = {name: shares for name, shares in ranks.collect((host, measured)) if shares is not None}
+    return by_host.get(host, [1.0] * len(settings.storage.paths))
 
 
 def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str) -> Stats:

@@ -126,20 +126,23 @@ def find_commit(folder: RunFolder, ranks: Ranks) -> Manifest:
     return found
 
 
-def check_layout(found: Manifest, layout: Layout, run_id: str) -> None:
-    """Check that a commit belongs to this model and optimizer.
+def check_commit(found: Manifest, layout: Layout, paths: int) -> None:
+    """Check that a commit belongs to this model and optimizer, and to this number of paths.
 
     Raises:
         CommitError: it does not.
     """
     if found.layout != layout.fingerprint:
         raise CommitError(
-            f"the commit of step {found.step} of run {run_id} belongs to another model, optimizer or page size (layout "
-            f"{found.layout}, here {layout.fingerprint}); resume with the model, dtypes and optimizer it was made with"
+            f"the commit of step {found.step} of run {found.run_id} belongs to another model, optimizer or page size "
+            f"(layout {found.layout}, here {layout.fingerprint}); resume with the model, dtypes and optimizer it was "
+            "made with"
         )
     expected = {page.index for page in layout.pages if page.role is not Role.GRAD}
     if set(found.pages) != expected:
-        raise CommitError(f"the commit of step {found.step} of run {run_id} lacks pages: it is malformed")
+        raise CommitError(f"the commit of step {found.step} of run {found.run_id} lacks pages: it is malformed")
+    if len(found.weights) != paths:
+        raise CommitError(f"run {found.run_id} lies on {len(found.weights)} paths, storage.paths names {paths}")
 
 
 def restore(found: Manifest, folder: RunFolder, model: nn.Module, groups: list[dict[str, Any]]) -> ResumedState:

@@ -80,13 +80,21 @@ class ModuleInitialiser:
         return any(id(child) in owners for child in module.children())
 
     def _initialise(self, name: str, module: nn.Module, required: bool) -> None:
-        function = self._function or getattr(self._model, "_init_weights", None)
+        function = self._function or self._enclosing_init(name)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(module_seed(self._seed, name))
             if function is not None:
                 function(module)
             elif required and callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
+
+    def _enclosing_init(self, name: str) -> InitFunction | None:
+        """Return `_init_weights` of the module or of the nearest module around it."""
+        while True:
+            function: InitFunction | None = getattr(self._model.get_submodule(name), "_init_weights", None)
+            if callable(function) or not name:
+                return function
+            name = name.rpartition(".")[0]
 
     def buffers(self, device: torch.device) -> None:
         """Give every buffer that is still on the meta device its real value.
@@ -218,11 +226,10 @@ class PretrainedFolder:
         return value.reshape(-1).to(dtype)
 
     def _candidates(self, member: Member) -> Iterator[str]:
-        """Names to look for: the model's own, and without or with the base model's prefix."""
+        """Names to look for: the model's own, without up to two modules around it, with the base model's prefix."""
         for name in member.names:
             yield name
-            head, _, rest = name.partition(".")
-            if rest and head in ("model", "transformer"):
-                yield rest
+            parts = name.split(".")
+            yield from (".".join(parts[outer:]) for outer in (1, 2) if len(parts) > outer + 1)
             yield f"model.{name}"
             yield f"transformer.{name}"

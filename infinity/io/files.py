@@ -37,10 +37,17 @@ class FileTable:
             self._files[opened.fd] = file
         return file
 
-    def require(self, file: DataFile, op: str, offset: int, length: int) -> None:
+    def require(self, file: DataFile, op: Op | str, offset: int, length: int) -> None:
         """Raise `StorageError` unless `file` is open in this table."""
         if self._files.get(file.fd) is not file:
-            raise StorageError(op, file.path, offset, length, None, "the file is not open in this engine")
+            raise StorageError(
+                op.value if isinstance(op, Op) else op,
+                file.path,
+                offset,
+                length,
+                None,
+                "the file is not open in this engine",
+            )
 
     def sync(self, file: DataFile) -> None:
         """Make completed writes to `file` durable.

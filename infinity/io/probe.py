@@ -85,10 +85,7 @@ def points_of(loads: Sequence[Load], blocks: Sequence[int], depths: Sequence[int
         if not 1 <= depth <= 4096:
             raise ConfigError(f"depth = {depth} must be from 1 to 4096 requests in flight")
     points = tuple(
-        Point(load=load, block_bytes=block, depth=depth)
-        for load in loads
-        for block in blocks
-        for depth in depths
+        Point(load=load, block_bytes=block, depth=depth) for load in loads for block in blocks for depth in depths
     )
     if not points:
         raise ConfigError("nothing to measure: give at least one load, block and depth")
@@ -153,9 +150,7 @@ class _Target:
     file_bytes: int
 
 
-def _check(
-    names: Sequence[str], points: Sequence[Point], file_bytes: int, seconds: float, engine: str
-) -> None:
+def _check(names: Sequence[str], points: Sequence[Point], file_bytes: int, seconds: float, engine: str) -> None:
     if not names:
         raise ConfigError("name at least one folder to probe")
     if len({os.path.realpath(name) for name in names}) != len(names):

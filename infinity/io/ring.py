@@ -118,9 +118,7 @@ class Ring:
         for index in range(params.sq_entries):
             self._words[params.sq.array // 4 + index] = index
 
-    def push(
-        self, opcode: int, fd: int, address: int, length: int, offset: int, data: int, piece: int = 0
-    ) -> None:
+    def push(self, opcode: int, fd: int, address: int, length: int, offset: int, data: int, piece: int = 0) -> None:
         """Put one submission into the queue; `enter` hands it to the kernel.
 
         The caller keeps fewer than `entries` submissions between two calls of `enter`.

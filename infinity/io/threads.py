@@ -56,8 +56,7 @@ class ThreadEngine:
         self._closed = False
         count = threads if threads is not None else min(queue_depth, _MOST_THREADS)
         self._threads = [
-            threading.Thread(target=self._run, name=f"infinity-io-{index}", daemon=True)
-            for index in range(count)
+            threading.Thread(target=self._run, name=f"infinity-io-{index}", daemon=True) for index in range(count)
         ]
         for thread in self._threads:
             thread.start()
@@ -78,7 +77,7 @@ class ThreadEngine:
         """Queue a transfer. Raises `ValueError` (misaligned, empty) or `InfinityError` (closed)."""
         pinned = pin_request(op, file, offset, memory)
         length, step = pinned.length, self._request_bytes
-        self._files.require(file, op.value, offset, length)
+        self._files.require(file, op, offset, length)
         ticket = Ticket(op, file.path, offset, length)
         request = _Request(ticket, file, pinned, memory.cast("B"), -(-length // step))
         with self._lock:

@@ -106,7 +106,8 @@ class UringEngine:
                 done.set()
 
         with self._lock:
-            self._require_open("register")
+            if self._closed:
+                raise InfinityError("register: the I/O engine is closed")
             self._commands.append(command)
             self._wake()
         if threading.current_thread() is not self._thread:
@@ -115,11 +116,12 @@ class UringEngine:
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         """Queue a transfer. Raises `ValueError` (misaligned, empty) or `InfinityError` (closed)."""
         pinned = pin_request(op, file, offset, memory)
-        self._files.require(file, op.value, offset, pinned.length)
+        self._files.require(file, op, offset, pinned.length)
         ticket = Ticket(op, file.path, offset, pinned.length)
         request = _Request(ticket, file, pinned)
         with self._lock:
-            self._require_open(f"{op.value} of {file.path}")
+            if self._closed:
+                raise InfinityError(f"{op.value} of {file.path}: the I/O engine is closed")
             self._outstanding += 1
             self._incoming.append(request)
             self._wake()
@@ -141,10 +143,6 @@ class UringEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._files.close()
-
-    def _require_open(self, what: str) -> None:
-        if self._closed:
-            raise InfinityError(f"{what}: the I/O engine is closed")
 
     def _wake(self) -> None:
         # Under the lock, so that the descriptor cannot be closed in between.
@@ -250,15 +248,10 @@ class UringEngine:
         self._slots[slot] = chunk
         piece = self._piece_of(address, length)
         if piece is None:
-            self._ring.push(
-                uapi.READ if reading else uapi.WRITE,
-                request.file.fd, address, length, ticket.offset + start, slot,
-            )  # fmt: skip
+            opcode, piece = uapi.READ if reading else uapi.WRITE, 0
         else:
-            self._ring.push(
-                uapi.READ_FIXED if reading else uapi.WRITE_FIXED,
-                request.file.fd, address, length, ticket.offset + start, slot, piece,
-            )  # fmt: skip
+            opcode = uapi.READ_FIXED if reading else uapi.WRITE_FIXED
+        self._ring.push(opcode, request.file.fd, address, length, ticket.offset + start, slot, piece)
 
     def _piece_of(self, address: int, length: int) -> int | None:
         at = bisect.bisect_right(self._pieces, (address, _WAKE)) - 1

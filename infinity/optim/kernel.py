@@ -45,7 +45,19 @@ class UpdateKernel:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._class = type(optimizer)
         self._accepted = set(inspect.signature(self._class.__init__).parameters) - {"self", "params"}
-        self._runner = self._make([nn.Parameter(torch.zeros(1))], optimizer.param_groups[0])
+        try:
+            self._runner = self._make([nn.Parameter(torch.zeros(1))], optimizer.param_groups[0])
+        except Exception as error:
+            raise UnsupportedError(
+                f"{self._class.__name__} is not element-wise: it refuses a slice of a parameter ({error}); "
+                "use an element-wise optimizer such as AdamW"
+            ) from error
+        self._first_scalars = _scalars_of(self._runner)
+
+    def has_progress(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has taken steps: whether its state is more than what its constructor made."""
+        scalars = _scalars_of(optimizer)
+        return bool(optimizer.state) if not self._first_scalars else any(s not in self._first_scalars for s in scalars)
 
     def _make(self, params: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
         chosen = {key: value for key, value in settings.items() if key in self._accepted}
@@ -108,9 +120,12 @@ class UpdateKernel:
         Returns:
             The scalars of each shard after the step.
         """
-        runner = self._runner
         params = [nn.Parameter(piece.master) for piece in pieces]
-        runner.state.clear()
+        if all(piece.shard in before for piece in pieces):
+            runner = self._runner
+            runner.state.clear()
+        else:
+            runner = self._make(params, settings)  # some optimizers set up their state when they are made
         for param, piece in zip(params, pieces, strict=True):
             param.grad = piece.grad
             if piece.shard in before:
@@ -129,6 +144,15 @@ class UpdateKernel:
         runner.state.clear()
         runner.param_groups[0]["params"] = []
         return after
+
+
+def _scalars_of(optimizer: torch.optim.Optimizer) -> set[tuple[str, float]]:
+    return {
+        (key, float(value))
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor) or (value.ndim == 0 and not value.is_meta)
+    }
 
 
 def _copy(value: Any) -> Any:
