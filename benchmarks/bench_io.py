@@ -3,7 +3,8 @@
     python benchmarks/bench_io.py --dir /path/on/nvme
     python benchmarks/bench_io.py --loop          # XFS on a loop device in memory; root only
 
-Writes benchmarks/results/io.json. A ratio is the median of ours over the median of fio's.
+Writes benchmarks/results/io.json. A ratio is the median over the rounds of ours over
+fio's in the same round, so that a drive whose speed drifts does not decide.
 """
 
 from __future__ import annotations
@@ -206,10 +207,18 @@ def median(samples: list[Sample], shape: str, op: Op, contestant: str, what: str
 
 
 def ratios(samples: list[Sample], op: Op) -> dict[str, dict[str, float]]:
-    """Return ours over fio's, per engine and shape."""
+    """Return, per engine and shape, the median over the rounds of ours over fio's in the same round."""
+    speeds = {(s.shape, s.op, s.contestant, s.round): s.bytes_per_second for s in samples}
+    rounds = sorted({sample.round for sample in samples})
     return {
         engine: {
-            shape.name: round(median(samples, shape.name, op, engine) / median(samples, shape.name, op, "fio"), 4)
+            shape.name: round(
+                statistics.median(
+                    speeds[shape.name, op.value, engine, number] / speeds[shape.name, op.value, "fio", number]
+                    for number in rounds
+                ),
+                4,
+            )
             for shape in SHAPES
         }
         for engine in CONTESTANTS[1:]

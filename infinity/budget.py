@@ -9,7 +9,7 @@ from infinity.errors import BudgetError
 from infinity.layout import Layout, Role, StateFormat, UnitSpec, build_layout
 from infinity.schedule.planner import least_frames
 from infinity.schedule.trace import range_access
-from infinity.units import KIB, MIB, format_size
+from infinity.units import KIB, MIB, format_setting, format_size
 
 _LARGEST_PAGE = 8 * MIB
 _SMALLEST_PAGE = 64 * KIB
@@ -89,6 +89,6 @@ def _explain(layout: Layout, host_bytes: int, least: int) -> str:
     table = "\n".join(f"  {name:<34}{format_size(size):>12}" for name, size in rows)
     return (
         f"the host arena is too small for this model:\n{table}\n"
-        f"set memory.host_bytes to {format_size(need)} or more"
+        f"set memory.host_bytes to {format_setting(need)} or more"
         + ("" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower")
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -194,12 +195,20 @@ class Layout:
         """Bytes of all pages of one role."""
         return sum(page.nbytes for page in self.pages if page.role is role)
 
+    @cached_property
+    def _numbers(self) -> tuple[int, ...]:
+        """Number of every page among those of its unit and role."""
+        count: Counter[tuple[int, Role]] = Counter()
+        numbers = []
+        for page in self.pages:
+            numbers.append(count[page.unit, page.role])
+            count[page.unit, page.role] += 1
+        return tuple(numbers)
+
     def page_name(self, index: int) -> str:
         """Name of a page in errors and listings, such as ``layers.3/update[2]``."""
         page = self.pages[index]
-        segment = self.segments[page.segment]
-        siblings = {Role.PARAM: segment.param_pages, Role.UPDATE: segment.update_pages, Role.GRAD: segment.grad_pages}
-        return f"{self.units[page.unit].name}/{page.role.value}[{siblings[page.role].index(page)}]"
+        return f"{self.units[page.unit].name}/{page.role.value}[{self._numbers[index]}]"
 
 
 def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[Page, int, int]]:

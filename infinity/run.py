@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import infinity
 from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import Committer, ResumedState, check_commit, find_commit, remove_commits, restore
-from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.manifest import Manifest, manifest_name
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
@@ -229,7 +229,7 @@ class _Run:
             if resume:
                 found = find_commit(folder, ranks)
                 ranks.together("checking the commit", lambda: check_commit(found, budget.layout, len(paths)))
-                remove_commits(folder, ranks.rank, keep=found.step)
+                remove_commits(folder, ranks.rank, keep=folder.commits / manifest_name(found.step, ranks.rank))
                 shares = found.weights
             else:
                 undo.callback(folder.remove)
@@ -294,7 +294,7 @@ class _Run:
             ledger=self.ledger,
             run=self,
             placement=settings.update.placement,
-            steps=self.resumed.step if self.resumed else 0,
+            resumed_step=self.resumed.step if self.resumed else None,
             names={
                 name: shard
                 for shard, member in enumerate(member for unit in sharded.members for member in unit)

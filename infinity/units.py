@@ -41,9 +41,21 @@ def format_size(size: float) -> str:
     """Return a size in binary units with three significant digits, such as ``"1.25 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+            return f"{size:.0f} B" if unit == "B" else f"{_digits(size)} {unit}"
         size /= 1024
-    return f"{size:.3g} TiB"
+    return f"{_digits(size)} TiB"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def format_setting(size: int) -> str:
+    """Return a size that `parse_size` reads back as at least `size`: for messages that name a value to set."""
+    for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= 10 * factor or size % factor == 0:
+            return f"{-(-size // factor)}{unit}"
+    return str(size)
 
 
 def align_up(value: int, alignment: int) -> int:

@@ -8,6 +8,7 @@ a step that all ranks hold, and resuming takes the newest such step.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ class Committer:
         def write() -> tuple[Path, dict[int, Any]]:
             versions = self._store.versions(self._pages)
             data = state.save_tensors(model)
-            state_file = f"step{step:012d}.rank{self._ranks.rank:05d}.safetensors"
+            # A name of its own: a second commit of a step must not replace what the first one names.
+            state_file = f"step{step:012d}.rank{self._ranks.rank:05d}.{secrets.token_hex(4)}.safetensors"
             manifest = Manifest(
                 run_id=self._folder.run_id,
                 step=step,
@@ -86,17 +88,15 @@ class Committer:
 
         path, versions = self._ranks.together(f"commit of step {step}", write)
         self._store.adopt(versions)
-        remove_commits(self._folder, self._ranks.rank, keep=step)
+        remove_commits(self._folder, self._ranks.rank, keep=path)
         return path
 
 
-def remove_commits(folder: RunFolder, rank: int, *, keep: int) -> None:
-    """Remove the commits of a rank, except one: first the manifest, then what it names."""
-    for step, file in files.commits_in(folder.commits, rank).items():
-        if step != keep:
-            file.unlink(missing_ok=True)
-            file.with_suffix(".safetensors").unlink(missing_ok=True)
-    for file in folder.commits.glob(f"*.rank{rank:05d}.*.tmp"):
+def remove_commits(folder: RunFolder, rank: int, *, keep: Path) -> None:
+    """Remove the commits of a rank, except the one whose manifest is `keep`: manifests first, then the rest."""
+    kept = {keep.name, files.read_manifest(keep).state_file}
+    others = [file for file in folder.commits.glob(f"step*.rank{rank:05d}.*") if file.name not in kept]
+    for file in sorted(others, key=lambda file: file.suffix != ".json"):
         file.unlink(missing_ok=True)
 
 

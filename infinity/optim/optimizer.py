@@ -65,7 +65,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         ledger: Ledger,
         run: Run,
         placement: str,
-        steps: int = 0,
+        resumed_step: int | None,
         names: dict[str, int],
     ) -> None:
         self._layout, self._frames, self._pager, self._content = layout, frames, pager, content
@@ -77,8 +77,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._settings_in_backward: list[dict[str, Any]] | None = None
         self._closed = False
-        self._committed_step = steps if steps else -1
-        self.steps = steps
+        self._committed = resumed_step is not None
+        self.steps = resumed_step or 0
         self.records: list[StepRecord] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # shared, so that schedulers made before still work
@@ -174,7 +174,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         with self._ledger.phase("commit"):
             self._pager.flush()
             self._run.publish(self.steps, self._step_state.scalars, dict(extra or {}))
-        self._committed_step = self.steps
+        self._committed = True
         self._ledger.committed(time.perf_counter() - started)
         self._ledger.restart_step()
 
@@ -197,6 +197,11 @@ class PagedOptimizer(torch.optim.Optimizer):
     def layout(self) -> Layout:
         """The pages of this rank."""
         return self._layout
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host arena of this rank, in bytes."""
+        return self._frames * self._layout.page_bytes
 
     @property
     def run(self) -> Run:
@@ -227,7 +232,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not self._closed:
             self._closed = True
             self._pager.drain()
-            self._run.close(committed=self._committed_step >= 0)
+            self._run.close(committed=self._committed)
 
     def __enter__(self) -> PagedOptimizer:
         """Close at the end of a `with` block."""

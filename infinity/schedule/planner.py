@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from infinity.errors import BudgetError
 from infinity.layout import Layout, Role
 from infinity.schedule.trace import Access, Mode
-from infinity.units import format_size
+from infinity.units import format_setting, format_size
 
 LEAST_WRITING = 2
 LEAST_STREAMING = 6
@@ -84,7 +84,7 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int) -> Plan:
         if frames < least:
             raise BudgetError(
                 f"the host arena holds {frames} pages of {format_size(layout.page_bytes)}; this step needs at least "
-                f"{least}: set memory.host_bytes to {format_size(least * layout.page_bytes)} or more, "
+                f"{least}: set memory.host_bytes to {format_setting(least * layout.page_bytes)} or more, "
                 "or memory.page_bytes lower"
             )
         writing = max(LEAST_WRITING, frames // 16)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -94,15 +95,12 @@ class FolderLock:
         for path in paths:
             file = Path(path) / f"{LOCK_NAME}.{local_rank}"
             try:
-                descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+                descriptor = _lock_file(file)
             except OSError as error:
                 lock.release()
                 raise ConfigError(f"storage.paths: {str(path)!r} is not writable: {error.strerror}") from error
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if descriptor is None:
                 held = describe_holder(file)
-                os.close(descriptor)
                 lock.release()
                 raise FolderBusyError(
                     f"{path} is in use by {held}; wait for it to end or name another folder"
@@ -134,6 +132,26 @@ class Owner:
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"run {self.run_id} (process {self.pid} on {self.host}, since {since})"
+
+
+def _lock_file(file: Path) -> int | None:
+    """Return a descriptor that holds the lock of `file`, or None when somebody else does.
+
+    The holder before may have removed the file between open and flock: a lock on a file that is gone is worth
+    nothing, so the name must still lead to the file that was locked.
+    """
+    for _ in range(100):
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+                return descriptor
+        os.close(descriptor)
+    return None
 
 
 def describe_holder(file: Path) -> str:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import infinity
 
@@ -58,6 +57,22 @@ class Toy(nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
+class Even(Toy):
+    """Every unit fills its 64 KiB pages to the last byte: 65536 elements each."""
+
+    vocabulary = 128
+
+    def __init__(self, blocks: int = 6) -> None:
+        nn.Module.__init__(self)
+        self.embedding = nn.Embedding(self.vocabulary, 256)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 128, bias=False), nn.GELU(), nn.Linear(128, 256, bias=False))
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(256, self.vocabulary, bias=False)
+        self.order = tuple(range(blocks))
+
+
 class Spare(Toy):
     """A parameter, and a whole unit, that no forward uses."""
 
@@ -66,20 +81,23 @@ class Spare(Toy):
         self.blocks[0].register_parameter("unused", nn.Parameter(torch.randn(900)))
 
 
-class HuggingFace(nn.Module):
-    """A transformers model that returns its loss."""
-
-    def __init__(self, model: nn.Module, vocabulary: int) -> None:
-        super().__init__()
-        self.inner, self.vocabulary = model, vocabulary
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.inner(input_ids=tokens, labels=tokens, use_cache=False).loss
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the loss of next-token prediction (of the same token, for a `Toy`)."""
+    if isinstance(model, Toy):
+        return model(tokens)
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
-def llama_config(*, width: int = 64, layers: int = 3, vocabulary: int = 256, tied: bool = False) -> LlamaConfig:
-    """Return the config of a tiny Llama."""
-    return LlamaConfig(
+def vocabulary_of(model: nn.Module) -> int:
+    """Return the number of tokens that a model knows."""
+    return model.vocabulary if isinstance(model, Toy) else model.config.vocab_size
+
+
+def llama(*, width: int = 64, layers: int = 3, vocabulary: int = 256, tied: bool = False) -> nn.Module:
+    """Return a tiny Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # here, so that other processes start without it
+
+    config = LlamaConfig(
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=layers,
@@ -91,28 +109,25 @@ def llama_config(*, width: int = 64, layers: int = 3, vocabulary: int = 256, tie
         bos_token_id=None,
         eos_token_id=None,
     )
+    return LlamaForCausalLM(config)
 
 
-def llama(**settings: int) -> HuggingFace:
-    """Return a tiny Llama."""
-    config = llama_config(**settings)
-    return HuggingFace(LlamaForCausalLM(config), config.vocab_size)
-
-
-def gpt2() -> HuggingFace:
+def gpt2() -> nn.Module:
     """Return GPT-2's head and vocabulary on a tiny body; dropout is on."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(
         n_embd=16, n_layer=2, n_head=2, n_positions=64, vocab_size=50257, bos_token_id=None, eos_token_id=None
     )
-    return HuggingFace(GPT2LMHeadModel(config), config.vocab_size)
+    return GPT2LMHeadModel(config)
 
 
-def frozen() -> HuggingFace:
+def frozen() -> nn.Module:
     """Return a Llama of which the embedding, the first layer and one matrix of the second are not trained."""
     model = llama()
-    model.inner.model.embed_tokens.requires_grad_(False)
-    model.inner.model.layers[0].requires_grad_(False)
-    model.inner.model.layers[1].mlp.up_proj.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    model.model.layers[1].mlp.up_proj.requires_grad_(False)
     return model
 
 
@@ -121,6 +136,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: llama(tied=True),
     "gpt2": gpt2,
     "toy": Toy,
+    "even": Even,
     "repeated": lambda: Toy(blocks=2, order=(0, 1, 0)),
     "spare": Spare,
     "frozen": frozen,
@@ -131,11 +147,18 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     """Return the layers that are sharded one by one."""
     if isinstance(model, Toy):
         return model.blocks
-    inner = model.inner
-    return inner.transformer.h if isinstance(inner, GPT2LMHeadModel) else inner.model.layers
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 
-def build(name: str, *, policy: str = "bf16", checkpointing: bool = False, meta: bool = False, seed: int = 0, reshard: bool = True) -> nn.Module:
+def build(
+    name: str,
+    *,
+    policy: str = "bf16",
+    checkpointing: bool = False,
+    meta: bool = False,
+    seed: int = 0,
+    reshard: bool = True,
+) -> nn.Module:
     """Return a sharded model; the same call gives the same values."""
     torch.manual_seed(seed)
     with torch.device("meta" if meta else "cpu"):
@@ -147,7 +170,7 @@ def build(name: str, *, policy: str = "bf16", checkpointing: bool = False, meta:
             for block in model.blocks:
                 block.checkpointed = True
         else:
-            model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     return shard(model, policy, reshard=reshard)
 
 

@@ -12,7 +12,7 @@ from core_train import Paging, Recipe, in_memory, offloaded, state_on_nvme
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param("bf16", marks=pytest.mark.xfail(strict=True, reason="only the compute dtype is kept")),
+        "bf16",
         "fp32",
     ],
 )

@@ -8,7 +8,17 @@ import core_models
 import pytest
 import torch
 from core_ranks import RankPool
-from core_train import Outcome, Paging, Recipe, differences, make_optimizer, settings, state_in_memory, state_on_nvme, train
+from core_train import (
+    Outcome,
+    Paging,
+    Recipe,
+    differences,
+    make_optimizer,
+    settings,
+    state_in_memory,
+    state_on_nvme,
+    train,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -115,7 +125,7 @@ def pretrained(name: str, weights: str, folder: str) -> dict[str, torch.Tensor]:
     model = core_models.build(name, meta=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with infinity.offload(model, optimizer, settings(Path(folder), Paging(), HOST), weights=weights):
-        return {key: whole(value) for key, value in model.inner.named_parameters()}
+        return {key: whole(value) for key, value in model.named_parameters()}
 
 
 @pytest.mark.parametrize("shards", ["50GB", "100KB"])
@@ -123,7 +133,7 @@ def pretrained(name: str, weights: str, folder: str) -> dict[str, torch.Tensor]:
 def test_pretrained_weights_are_streamed_in(name: str, shards: str, tmp_path: Path, pair: RankPool) -> None:
     """What `save_pretrained` wrote, in one file or many, on one rank or two."""
     torch.manual_seed(3)
-    source = core_models.MODELS[name]().inner
+    source = core_models.MODELS[name]()
     source.save_pretrained(tmp_path / "saved", max_shard_size=shards)
     expected = {key: value.detach() for key, value in source.named_parameters()}
     same(expected, pretrained(name, str(tmp_path / "saved"), str(tmp_path)))

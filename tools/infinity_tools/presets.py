@@ -84,9 +84,7 @@ def find_model(name: str) -> ModelSource:
     if not path.exists():
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"--model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a file or folder{hint}"
-        )
+        raise ConfigError(f"--model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a file or folder{hint}")
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -105,7 +103,7 @@ def on_meta(source: ModelSource) -> nn.Module:
 
     try:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
+            model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 source.config, dtype=torch.float32, attn_implementation="sdpa"
             )
     except ValueError as error:
@@ -122,7 +120,7 @@ def count_parameters(model: nn.Module) -> int:
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers to shard one by one: the members of the `ModuleList` with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=count_parameters, default=nn.ModuleList()))
+    return max(map(list, lists), key=lambda layers: sum(map(count_parameters, layers)), default=[])
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool, checkpointing: bool) -> None:

@@ -60,9 +60,7 @@ def probe(
             bar.update(task, completed=progress.done, description=progress.label + tail)
 
         names = [str(path) for path in paths]
-        results = measure_paths(
-            names, points, file_bytes=file_bytes, seconds=seconds, engine=engine, on_progress=show
-        )
+        results = measure_paths(names, points, file_bytes=file_bytes, seconds=seconds, engine=engine, on_progress=show)
     text = json_format.dumps(_document(results, file_bytes, seconds, engine), indent=2)
     if out is not None:
         _write(out, text, results)
@@ -121,9 +119,7 @@ def _table(path: str, bandwidths: tuple[Bandwidth, ...]) -> Table:
     table = Table(title=f"{path} (GB/s)")
     for heading in ("block", "in flight", *(load.value for load in Load)):
         table.add_column(heading, justify="right")
-    best = {
-        load: max(found.bytes_per_second for found in bandwidths if found.point.load is load) for load in Load
-    }
+    best = {load: max(found.bytes_per_second for found in bandwidths if found.point.load is load) for load in Load}
     rows: dict[tuple[int, int], dict[Load, float]] = {}
     for found in bandwidths:
         row = rows.setdefault((found.point.block_bytes, found.point.depth), {})
@@ -158,9 +154,7 @@ def _figure(results: Results) -> Figure:
 def _panel(axes: Axes, found: list[Bandwidth]) -> None:
     for block in dict.fromkeys(item.point.block_bytes for item in found):
         line = sorted(
-            (item.point.depth, item.bytes_per_second / 1e9)
-            for item in found
-            if item.point.block_bytes == block
+            (item.point.depth, item.bytes_per_second / 1e9) for item in found if item.point.block_bytes == block
         )
         axes.plot(*zip(*line, strict=True), marker="o", label=format_size(block))
     depths = sorted({item.point.depth for item in found})

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 _LINE_SECONDS = 10.0
+_RECENT_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,16 +116,15 @@ class _Bar:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._waiting = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True
-        )
+        self._waiting = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True)
         self._steps = Progress(
             TextColumn("[bold]{task.completed:.0f}[/]/{task.total:.0f}"),
-            BarColumn(bar_width=max(6, min(30, console.width - 76))),
+            BarColumn(bar_width=max(6, min(30, console.width - 80))),
             TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(compact=True),
             console=console,
         )
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._total = 0
         self._active: Progress | None = None
         self._task = TaskID(0)
 
@@ -147,12 +148,14 @@ class _Bar:
     def begin(self, done: int, total: int) -> None:
         if self._active is not None:
             self._active.stop()
-        self._active = self._steps
+        self._active, self._total = self._steps, total
         self._task = self._steps.add_task("", total=total, completed=done, figures="first step")
         self._steps.start()
 
     def stepped(self, view: StepView) -> None:
-        figures = f"loss [bold]{view.loss:.3f}[/]  {view.rates}"
+        self._recent.append(view.seconds)
+        left = (self._total - view.step) * sum(self._recent) / len(self._recent)
+        figures = f"loss [bold]{view.loss:.3f}[/]  {view.rates}  [cyan]{_clock(left)}[/]"
         self._steps.update(self._task, completed=view.step, figures=figures)
 
 
@@ -170,3 +173,8 @@ def rate(bytes_per_second: float) -> str:
     if bytes_per_second >= 1e9:
         return f"{bytes_per_second / 1e9:.2f} GB/s"
     return f"{bytes_per_second / 1e6:.0f} MB/s"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -106,21 +106,21 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     last = s["first_step"] + len(losses) - 1
     state, arena, outside = s["state_bytes"], s["host_memory_bytes"], s["process_memory_bytes_outside_arena"]
     traffic = s["nvme_read_bytes_per_step"] + s["nvme_written_bytes_per_step"]
-    node = s["world_size"] > 1
+    spent = sum(s[f"{part}_seconds_per_step"] for part in ("compute", "update", "stall"))
     return [
         ("loss", f"{losses[0]:.4f} at step {s['first_step']}, {losses[-1]:.4f} at step {last}"),
         ("step", f"{seconds:.3g} s, {short(s['tokens_per_second'])} tokens/s"),
         (
             "of it",
-            f"compute {s['compute_seconds_per_step']:.3g} s, stall {s['stall_seconds_per_step']:.3g} s, "
-            f"update {s['update_seconds_per_step']:.3g} s ({s['update_placement']})",
+            f"compute {s['compute_seconds_per_step'] / spent:.0%}, update {s['update_seconds_per_step'] / spent:.0%}, "
+            f"stall {s['stall_seconds_per_step'] / spent:.0%} (updates: {s['update_placement']})",
         ),
         ("state on NVMe", f"{format_size(state)} of {short(s['parameters'])} parameters"),
         ("host arena", f"{format_size(arena)}, {arena / state:.0%} of the state" if state else format_size(arena)),
         ("peak resident", f"{format_size(s['peak_rss_bytes'])}, {format_size(outside)} outside the arena"),
         ("read per step", _moved(s, "read", seconds)),
         ("written per step", _moved(s, "written", seconds)),
-        ("bytes/parameter", f"{traffic / s['parameters']:.3g} per step" + (" (this node)" if node else "")),
+        ("bytes/parameter", f"{traffic / s['parameters']:.3g} per step"),
     ]  # fmt: skip
 
 

@@ -1,0 +1,83 @@
+"""Random and transformer-like layouts and traces for the tests of planner and layout."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from infinity.layout import Layout, ShardSpec, StateFormat, UnitSpec, build_layout
+from infinity.schedule.trace import Event, EventKind
+
+ADAM = (("exp_avg", "float32"), ("exp_avg_sq", "float32"))
+FORMATS = {
+    "mixed": StateFormat(param="bfloat16", master="float32", kinds=ADAM, grad="float32"),
+    "plain": StateFormat(param="float32", kinds=ADAM, grad="float32"),
+    "stateless": StateFormat(param="float32", grad="float32"),
+    "frozen": StateFormat(param="bfloat16", master="float32"),
+}
+KIB = 1 << 10
+
+
+@st.composite
+def layouts(draw: st.DrawFn, *, most: int = 40_000) -> Layout:
+    """Draw a layout: a few units of a few shards in several segments, some of them padded or empty."""
+    page_bytes = draw(st.sampled_from([64, 128, 192])) * KIB
+    units = []
+    for unit in range(draw(st.integers(1, 4))):
+        shards = []
+        for index in range(draw(st.integers(1, 5))):
+            key = draw(st.sampled_from(sorted(FORMATS)))
+            numel = draw(st.one_of(st.integers(0, most), st.sampled_from([1, 63, 64, 65, 1024, 8192])))
+            shards.append(
+                ShardSpec(
+                    name=f"u{unit}.p{index}",
+                    numel=numel,
+                    padded=max(1, numel) + draw(st.sampled_from([0, 0, 1, 67])),
+                    segment_key=key,
+                    trainable=bool(FORMATS[key].grad),
+                )
+            )
+        units.append(UnitSpec(name=f"u{unit}", shards=tuple(shards)))
+    return build_layout(units, FORMATS, page_bytes)
+
+
+@st.composite
+def steps(draw: st.DrawFn, layout: Layout) -> tuple[Event, ...]:
+    """Draw the events of one step: repeated gathers, units that are skipped, several backward passes."""
+    trainable = [unit for unit, segments in enumerate(layout.unit_segments) if segments]
+    events: list[Event] = []
+    for _ in range(draw(st.integers(1, 2))):
+        forward = draw(st.lists(st.integers(0, len(layout.units) - 1), min_size=1, max_size=6))
+        events += [Event(EventKind.GATHER, unit) for unit in forward]
+        for unit in reversed(forward):
+            if draw(st.booleans()):
+                events.append(Event(EventKind.GATHER, unit))
+            if unit in trainable and draw(st.integers(0, 3)):
+                events.append(Event(EventKind.GRADIENTS, unit))
+    return (*events, Event(EventKind.STEP))
+
+
+def transformer(layers: int, elements: int, page_bytes: int, key: str = "mixed") -> Layout:
+    """Return a layout of equal units."""
+    specs = [
+        UnitSpec(
+            name=f"layer{index}",
+            shards=(
+                ShardSpec(
+                    name=f"layer{index}.weight", numel=elements, padded=elements, segment_key=key, trainable=True
+                ),
+            ),
+        )
+        for index in range(layers)
+    ]
+    return build_layout(specs, FORMATS, page_bytes)
+
+
+def transformer_step(layers: int) -> tuple[Event, ...]:
+    """Return the events of forward, backward and step."""
+    forward = [Event(EventKind.GATHER, unit) for unit in range(layers)]
+    backward = [
+        event
+        for unit in reversed(range(layers))
+        for event in (Event(EventKind.GATHER, unit), Event(EventKind.GRADIENTS, unit))
+    ]
+    return (*forward, *backward, Event(EventKind.STEP))

@@ -1,0 +1,135 @@
+"""Imports point downwards only (docs/architecture.md): the structure of the package as a test."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import infinity
+
+PACKAGE = Path(infinity.__file__).parent
+ROOT = PACKAGE.parent
+LEVELS = {
+    "config": 0, "errors": 0, "units": 0,
+    "io": 1, "memory": 1, "telemetry": 1, "layout": 1, "ranks": 1,
+    "store": 2, "schedule": 2,
+    "fsdp": 3, "optim": 3, "checkpoint": 3, "budget": 3,
+    "run": 4,
+    "": 5,
+}  # fmt: skip
+NO_TORCH = ("config", "errors", "units", "layout", "io", "telemetry", "store", "schedule.trace", "schedule.planner")
+DAEMON_MAY = {"config", "errors", "units", "io", "telemetry"}
+
+
+def modules(folder: Path, package: str) -> dict[str, Path]:
+    """Return the modules of a package by dotted name."""
+    found = {}
+    for file in folder.rglob("*.py"):
+        parts = [package, *file.relative_to(folder).with_suffix("").parts]
+        found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Yield what a file imports, anywhere in it, as dotted names; not what it imports for types only."""
+    tree = ast.parse(file.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(name: str) -> str:
+    """Return the room of a dotted name inside of `infinity`."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in LEVELS else ""
+
+
+MODULES = modules(PACKAGE, "infinity")
+
+
+def test_every_room_has_a_level() -> None:
+    """A new module or folder says where it stands."""
+    assert {name.split(".")[1] for name in MODULES if "." in name} == set(LEVELS) - {""}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_point_downwards(name: str) -> None:
+    """To a lower level, or to a neighbour of the same level."""
+    if name == "infinity":
+        return
+    for target in imported(MODULES[name]):
+        if target.split(".")[0] == "infinity" and target != "infinity":
+            assert LEVELS[room(target)] <= LEVELS[room(name)], f"{name} imports {target}"
+
+
+def test_store_and_schedule_do_not_know_each_other() -> None:
+    """The pager is handed a reader and writer."""
+    for name, file in MODULES.items():
+        rooms = {room(target) for target in imported(file) if target.startswith("infinity.")}
+        if room(name) == "schedule":
+            assert "store" not in rooms, name
+        if room(name) == "store":
+            assert "schedule" not in rooms, name
+
+
+def test_rooms_have_no_cycles() -> None:
+    """Neighbours of one level are ordered too."""
+    graph: dict[str, set[str]] = {}
+    for name, file in MODULES.items():
+        targets = {room(target) for target in imported(file) if target.startswith("infinity.")}
+        graph.setdefault(room(name), set()).update(targets - {room(name), ""})
+    order: list[str] = []
+    while graph:
+        ready = [name for name, targets in graph.items() if targets <= set(order)]
+        assert ready, f"a cycle among {sorted(graph)}"
+        order += ready
+        for name in ready:
+            del graph[name]
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_what_is_free_of_torch_does_not_name_it(name: str) -> None:
+    """Storage and planning are plain Python."""
+    if any(name == f"infinity.{prefix}" or name.startswith(f"infinity.{prefix}.") for prefix in NO_TORCH):
+        assert "torch" not in {target.split(".")[0] for target in imported(MODULES[name])}
+
+
+@pytest.mark.parametrize("name", sorted(modules(ROOT / "daemon" / "infinity_daemon", "infinity_daemon")))
+def test_the_daemon_stays_small(name: str) -> None:
+    """It imports telemetry, config, errors and I/O, and never torch."""
+    file = modules(ROOT / "daemon" / "infinity_daemon", "infinity_daemon")[name]
+    for target in imported(file):
+        head = target.split(".")[0]
+        assert head not in {"torch", "transformers", "infinity_tools"}, target
+        assert head != "infinity" or room(target) in DAEMON_MAY, target
+
+
+def test_nothing_imports_the_tools() -> None:
+    """The command line is on top."""
+    files = [*MODULES.values(), *(ROOT / "daemon").rglob("*.py")]
+    assert not [file for file in files for target in imported(file) if target.startswith("infinity_tools")]
+
+
+def test_loading_them_does_not_load_torch() -> None:
+    """Not by a detour either."""
+    wanted = [*(f"infinity.{name}" for name in NO_TORCH), "infinity_daemon.main"]
+    code = f"import sys, {', '.join(wanted)}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr

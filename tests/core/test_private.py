@@ -1,0 +1,169 @@
+"""What `infinity.fsdp.private` expects of each private name of FSDP2. A torch release that changes one fails here."""
+
+from __future__ import annotations
+
+import core_models
+import pytest
+import torch
+from core_train import batch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import infinity
+from infinity.fsdp import private
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A sharded model of one root and three layers."""
+    return core_models.build("toy")
+
+
+def params(model: nn.Module) -> list[tuple[object, object]]:
+    """Return (group, parameter) for every parameter of a model."""
+    return [(group, param) for _, group in private.parameter_groups(model) for param in private.fsdp_params(group)]
+
+
+def test_parameter_groups_are_the_sharded_modules(model: nn.Module) -> None:
+    """`_get_fsdp_state()._fsdp_param_groups`: one group per `fully_shard` call, root first, every parameter once."""
+    assert isinstance(model, FSDPModule)
+    assert [name for name, _ in private.parameter_groups(model)] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    found = {id(param.sharded_param) for _, param in params(model)}
+    assert found == {id(param) for param in model.parameters()}
+    assert len(params(model)) == len(list(model.parameters()))
+
+
+def test_a_tied_parameter_is_one_parameter() -> None:
+    """FSDP2 keeps shared parameters once, with all modules that hold it."""
+    tied = core_models.build("tied")
+    heads = [p for _, p in params(tied) if p.sharded_param is tied.lm_head.weight]
+    assert len(heads) == 1
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_the_order_of_parameters_is_that_of_the_gather(model: nn.Module) -> None:
+    """`fsdp_params` of a layer follow the layer's own order."""
+    groups = dict(private.parameter_groups(model))
+    names = {id(param): name for name, param in model.blocks[0].named_parameters()}
+    found = [names[id(param.sharded_param)] for param in private.fsdp_params(groups["blocks.0"])]
+    assert found == list(names.values())
+
+
+def test_owner_is_module_and_attribute(model: nn.Module) -> None:
+    """`_module_info`."""
+    for _, param in params(model):
+        module, name = private.owner(param)
+        assert getattr(module, name) is param.sharded_param
+
+
+def test_offload_policy_is_seen() -> None:
+    """`group.offload_policy`."""
+    plain = core_models.build("toy")
+    mesh = infinity.mesh("cpu")
+    offloaded = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert not any(private.uses_cpu_offload(group) for _, group in private.parameter_groups(plain))
+    assert all(private.uses_cpu_offload(group) for _, group in private.parameter_groups(offloaded))
+
+
+def test_compute_dtype_is_that_of_the_policy() -> None:
+    """`group.mp_policy.param_dtype`, for floating-point parameters."""
+    for dtype in (torch.bfloat16, None):
+        made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy(dtype))
+        for group, param in params(made):
+            assert private.compute_dtype(group, param) == (dtype or torch.float32)
+
+
+def test_local_tensor_and_shapes(model: nn.Module) -> None:
+    """`_sharded_local_tensor`, `padded_sharded_param_size`, `_orig_size`, `fsdp_placement`, `mesh_info`."""
+    shapes = {id(p): tuple(p.shape) for p in model.parameters()}
+    for _, param in params(model):
+        local = private.local_tensor(param)
+        assert local.data_ptr() == param.sharded_param._local_tensor.data_ptr()
+        assert private.padded_shape(param).numel() >= local.numel()
+        assert tuple(private.full_shape(param)) == shapes[id(param.sharded_param)]
+        assert private.shard_dim(param) == 0
+        assert private.shard_rank_and_size(param) == (0, 1)
+        assert not private.is_tensor_parallel(param)
+
+
+def test_replacing_the_local_tensor_before_the_first_forward_is_seen(model: nn.Module) -> None:
+    """Lazy init re-reads local tensors: what is computed with is the replacement."""
+    expected = core_models.loss_of(core_models.build("toy", seed=8), batch(model, 0)).item()
+    twin = core_models.build("toy", seed=8)
+    before = list(model.parameters())
+    for (_, param), (_, other) in zip(params(model), params(twin), strict=True):
+        assert private.replace_local_tensor(param, private.local_tensor(other).clone()) is None
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    assert core_models.loss_of(model, batch(model, 0)).item() == expected
+
+
+def test_replacing_the_local_tensor_of_a_meta_model_makes_new_parameters() -> None:
+    """`to_sharded_dtensor`, `_setattr_on_modules`: the new parameter is on every module that had the old one."""
+    tied = core_models.build("tied", meta=True)
+    old = list(tied.parameters())  # kept alive, so that no new one has the identity of one of them
+    for _, param in params(tied):
+        value = torch.zeros(private.local_tensor(param).shape)
+        new = private.replace_local_tensor(param, value)
+        assert isinstance(new, nn.Parameter)
+        assert isinstance(new.data, DTensor)
+        module, name = private.owner(param)
+        assert getattr(module, name) is new
+    assert not {id(param) for param in old} & {id(param) for param in tied.parameters()}
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert not any(param.is_meta for param in tied.parameters())
+
+
+def test_whole_parameters_can_be_registered_and_taken_back(model: nn.Module) -> None:
+    """`_setattr_on_modules` with a plain parameter, and with the sharded one."""
+    _, param = params(model)[0]
+    module, name = private.owner(param)
+    sharded = getattr(module, name)
+    whole = nn.Parameter(torch.ones(private.full_shape(param)))
+    private.set_full_parameter(param, whole)
+    assert getattr(module, name) is whole
+    private.set_sharded_parameter(param)
+    assert getattr(module, name) is sharded
+
+
+def test_in_backward_is_true_inside_of_the_autograd_engine_only() -> None:
+    """`torch._C._current_graph_task_id`."""
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(private.in_backward()))
+    assert not private.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not private.in_backward()
+
+
+def test_gradients_arrive_once_per_backward_after_reduction(model: nn.Module) -> None:
+    """A post-accumulate hook on the sharded parameter fires with `.grad` set; clearing it is allowed."""
+    arrived: dict[str, int] = {}
+    expected = core_models.build("toy")
+    core_models.loss_of(expected, batch(model, 0)).backward()
+    wanted = {name: param.grad.to_local() for name, param in expected.named_parameters()}
+    equal = []
+
+    def hook(name: str, param: nn.Parameter) -> None:
+        arrived[name] = arrived.get(name, 0) + 1
+        equal.append(torch.equal(private.local_gradient(param), wanted[name]))
+        param.grad = None
+
+    for name, param in model.named_parameters():
+        private.on_gradient(param, lambda p, name=name: hook(name, p))
+    core_models.loss_of(model, batch(model, 0)).backward()
+    assert arrived == dict.fromkeys(wanted, 1)
+    assert all(equal)
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_the_total_norm_is_that_of_torch(model: nn.Module, norm_type: float) -> None:
+    """Built from local norms as DTensors with `_NormPartial`: the same bits."""
+    core_models.loss_of(model, batch(model, 0)).backward()
+    grads = [param.grad for param in model.parameters()]
+    expected = torch.nn.utils.get_total_norm(grads, norm_type).full_tensor()
+    local = [(p, torch.linalg.vector_norm(p.grad.to_local(), norm_type)) for p in model.parameters()]
+    assert torch.equal(private.total_norm(local, norm_type), expected)

@@ -1,0 +1,139 @@
+"""Bytes per step: what is measured is what was planned, and what the kernel counted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from core_ranks import RankPool
+from core_train import PAGE, Outcome, Paging, Recipe, offloaded, train
+
+import infinity
+from infinity.layout import Role
+
+WARM, STEADY = 3, 8
+PLACEMENTS = ("in_backward", "after_backward")
+
+
+def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | float]:
+    """Return bytes of the steady steps: counted by us, planned, and counted by the kernel."""
+    with offloaded(recipe, paging, Path(folder)) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        before = kernel_bytes()
+        more = Recipe(**{**vars(recipe), "steps": recipe.steps + STEADY})
+        counted = optimizer.run.ledger.total_bytes
+        train(more, model, optimizer, Outcome(), first=recipe.steps)
+        counted = {op: value - counted[op] for op, value in optimizer.run.ledger.total_bytes.items()}
+        kernel = {name: value - before[name] for name, value in kernel_bytes().items()}
+        records = optimizer.records[-STEADY:]
+        assert optimizer.update_placement == paging.placement
+        return {
+            "read": sum(record.read_bytes for record in records),
+            "written": sum(record.written_bytes for record in records),
+            "planned_read": STEADY * optimizer.plan.traffic.read_bytes,
+            "planned_written": STEADY * optimizer.plan.traffic.written_bytes,
+            "counted_read": counted["read"],
+            "counted_written": counted["write"],
+            "kernel_read": kernel["read_bytes"],
+            "kernel_written": kernel["write_bytes"],
+            "resident": len(optimizer.plan.resident),
+            "parameters": optimizer.layout.parameters,
+            "state": optimizer.layout.state_bytes,
+            "gradients": optimizer.layout.bytes_of(Role.GRAD),
+        }
+
+
+def kernel_bytes() -> dict[str, int]:
+    """Return what the kernel says that this process moved to and from drives."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
+
+
+def close(a: float, b: float) -> bool:
+    """Whether two byte counts agree within 1 %."""
+    return abs(a - b) <= 0.01 * max(a, b)
+
+
+@pytest.mark.parametrize("arena", ["least", "middle", "all"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("model", ["even", "toy"])
+def test_measured_bytes_are_the_planned_ones(model: str, placement: str, arena: str, tmp_path: Path) -> None:
+    """Within 1 % over steady steps; nothing at all where everything fits the arena."""
+    seen = traffic(Recipe(model=model, steps=WARM), Paging(arena=arena, placement=placement), str(tmp_path))
+    assert close(seen["read"], seen["planned_read"]), seen
+    assert close(seen["written"], seen["planned_written"]), seen
+    assert (seen["read"] == 0) == (seen["written"] == 0) == (arena == "all")
+
+
+@pytest.mark.parametrize("recipe", [Recipe(model="even", steps=WARM, micro=3), Recipe(model="repeated", steps=WARM)])
+def test_measured_bytes_are_the_planned_ones_in_other_loops(recipe: Recipe, tmp_path: Path) -> None:
+    """Accumulation, and a module that is used twice."""
+    seen = traffic(recipe, Paging(arena="least", placement="after_backward"), str(tmp_path))
+    assert close(seen["read"], seen["planned_read"]), seen
+    assert close(seen["written"], seen["planned_written"]), seen
+    assert seen["planned_read"] > 0
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_measured_bytes_are_the_planned_ones_on_two_ranks(placement: str, tmp_path: Path, pair: RankPool) -> None:
+    """Each rank moves its own shards."""
+    paging = Paging(arena="least", placement=placement)
+    for seen in pair.run(traffic, Recipe(model="even", steps=WARM), paging, str(tmp_path)):
+        assert close(seen["read"], seen["planned_read"]), seen
+        assert close(seen["written"], seen["planned_written"]), seen
+        assert seen["planned_read"] > 0
+
+
+@pytest.mark.parametrize(("placement", "most"), [("in_backward", 30.05), ("after_backward", 38.05)])
+def test_bytes_per_parameter_with_nothing_cached(placement: str, most: float, tmp_path: Path) -> None:
+    """30 in backward; 8 more where gradients go to NVMe and back."""
+    paging = Paging(arena="least", placement=placement)
+    seen = traffic(Recipe(model="even", steps=WARM), paging, str(tmp_path))
+    assert seen["resident"] == 0
+    assert seen["state"] == 14 * seen["parameters"], "this model is meant to have no padding"
+    each = (seen["read"] + seen["written"]) / STEADY / seen["parameters"]
+    assert most - 1.5 < each <= most
+
+
+def accounted(folder: Path) -> bool:
+    """Whether the kernel counts what is written to a folder."""
+    before = kernel_bytes()["write_bytes"]
+    file = folder / "probe"
+    file.write_bytes(os.urandom(8 * PAGE))
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    file.unlink()
+    return kernel_bytes()["write_bytes"] - before >= 8 * PAGE
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_kernel_counts_the_same_bytes(placement: str, engine: str, tmp_path: Path) -> None:
+    """`/proc/self/io` within 1 %: no byte is moved that is not counted, and no page cache in between."""
+    if not Path("/proc/self/io").exists() or not accounted(tmp_path):
+        pytest.skip("the kernel does not count the bytes of this file system")
+    paging = Paging(arena="least", placement=placement, engine=engine)
+    seen = traffic(Recipe(model="even", steps=WARM), paging, str(tmp_path))
+    assert close(seen["counted_read"], seen["kernel_read"]), seen
+    assert close(seen["counted_written"], seen["kernel_written"]), seen
+
+
+def test_a_role_is_counted_on_its_own(tmp_path: Path) -> None:
+    """The stats page says how many bytes of each state went to which path."""
+    recipe = Recipe(model="even", steps=WARM)
+    with offloaded(recipe, Paging(arena="least", paths=2, placement="after_backward"), tmp_path) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        optimizer.drain()
+        stats = optimizer.run.stats
+        total = optimizer.run.ledger.total_bytes
+        for op in ("read", "write"):
+            parts = [
+                stats.counter("io_bytes_total", op=op, state=state, device=device).value
+                for state in ("param", "update", "grad")
+                for device in ("nvme0", "nvme1")
+            ]
+            assert sum(parts) == total[op]
+            assert all(parts)
+    assert isinstance(optimizer, infinity.PagedOptimizer)

@@ -1,0 +1,393 @@
+"""The training loop of `infinity train`, from the model's name to `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import infinity
+from infinity import Config, PagedOptimizer
+from infinity.config import check_config, runtime_dir
+from infinity.errors import ConfigError, InfinityError
+from infinity.ranks import Ranks
+from infinity.telemetry import read_page
+from infinity.telemetry.exporter import serve
+from infinity.telemetry.page import Snapshot, StatsPageError, page_files
+from infinity.units import format_size
+from infinity_tools.data import Batches, Corpus, tokenizer_of
+from infinity_tools.measure import KernelCounts, report
+from infinity_tools.plot import write_picture
+from infinity_tools.presets import ModelSource, count_parameters, find_model, on_meta, shard
+from infinity_tools.progress import StepView, View, open_view, short
+from infinity_tools.signals import StopRequest
+from infinity_tools.summary import RunFacts, summarise, summary_table, write_summary
+
+_BYTE_VALUES = 256
+_FINAL_LR = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What to train and how; where the state lives is in `Config`."""
+
+    model: str
+    data: tuple[Path, ...]
+    out: Path | None
+    batch_tokens: int
+    seq: int
+    steps: int
+    lr: float
+    lr_steps: int
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float | None
+    commit_every: int
+    bf16: bool
+    activation_checkpointing: bool
+    threads: int
+    metrics_port: int | None
+    metrics_linger: float
+    json: bool
+
+
+def run_training(options: TrainOptions, settings: Config) -> int:
+    """Train, and return the exit status: 0, or 128 and the number of the signal that ended the run early.
+
+    Raises:
+        InfinityError: anything that a person can act on, see its message.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    _check(options, settings)
+    corpus = Corpus.of(options.data) if options.data else Corpus.of_standard_library()
+    source = find_model(options.model)
+    mesh = infinity.mesh()
+    ranks = Ranks.current()
+    _check_batch(options, source, ranks)
+    out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
+    settings = ranks.together("making the output folder", lambda: _with_folders(out, settings))
+    console = Console(stderr=True)
+    _route_logs(console, ranks, quiet=options.json)
+    torch.manual_seed(settings.run.seed + ranks.rank)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
+        model = on_meta(source)
+        parameters = count_parameters(model)
+        shard(model, mesh, bf16=options.bf16, checkpointing=options.activation_checkpointing)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
+        scheduler_factor = _schedule(options)
+        view.doing(f"placing {short(parameters)} parameters on NVMe")
+        paged = stack.enter_context(infinity.offload(model, optimizer, settings, weights=source.weights))
+        batches = Batches(
+            corpus,
+            sequences=options.batch_tokens // options.seq,
+            length=options.seq,
+            seed=settings.run.seed,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            encode=tokenizer_of(source.weights),
+        )
+        scheduler = LambdaLR(paged, scheduler_factor)
+        training = Training(
+            model, paged, scheduler, batches, options, ranks, view, stop, torch.device(mesh.device_type), out
+        )
+        training.resume(data=_data_facts(options, settings, corpus))
+        if options.metrics_port is not None and ranks.local_rank == 0:
+            server = stack.enter_context(serve(options.metrics_port, _local_pages(paged, settings)))
+            view.say(f"metrics: http://localhost:{server.port}/metrics")
+        view.say(_heading(source.name, parameters, training, settings, corpus))
+        training.train()
+        summary = _summarise(training, source.name, parameters)
+        if ranks.rank == 0:
+            write_summary(out, summary)
+            write_picture(out, summary)
+        if ranks.local_rank == 0 and options.metrics_port is not None and not stop.received:
+            time.sleep(options.metrics_linger)
+        status = 128 + training.stopped_by if training.stopped_by else 0
+    if ranks.rank == 0:
+        _show(summary, out, options)
+    dist.destroy_process_group()
+    return status
+
+
+class Training:
+    """A model, its paged optimizer and the batches, stepped to the end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: PagedOptimizer,
+        scheduler: LambdaLR,
+        batches: Batches,
+        options: TrainOptions,
+        ranks: Ranks,
+        view: View,
+        stop: StopRequest,
+        device: torch.device,
+        out: Path,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler, self.batches = model, optimizer, scheduler, batches
+        self.options, self.ranks, self.view, self.stop = options, ranks, view, stop
+        self.device, self.out = device, out
+        self.losses: list[float] = []
+        self.kernel = KernelCounts()
+        self.first_step = optimizer.steps + 1
+        self.stopped_by = 0
+        self._extra: dict[str, Any] = {}
+        self._committed = optimizer.steps
+
+    def resume(self, *, data: dict[str, Any]) -> None:
+        """Take up the schedule of the commit that the run was resumed from, if it was."""
+        found = self.optimizer.resumed_extra
+        self._extra = {"data": data}
+        if not found:
+            return
+        if self.optimizer.steps >= self.options.steps:
+            raise ConfigError(f"the run is at step {self.optimizer.steps} already; to go on, raise --steps above it")
+        if changed := [key for key, value in data.items() if found.get("data", {}).get(key) != value]:
+            logging.getLogger("infinity").warning(
+                "not what the run was begun with: %s; it goes on with other batches than it would have had",
+                ", ".join(changed),
+            )
+        if "scheduler" in found:
+            self.scheduler.load_state_dict(found["scheduler"])
+            rates = self.scheduler.get_last_lr()
+            for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = lr
+
+    def train(self) -> None:
+        """Run all steps; stop early, after a complete step, when a signal arrives on any rank.
+
+        Raises:
+            InfinityError: the loss is not finite, or the storage failed.
+        """
+        options, optimizer = self.options, self.optimizer
+        self.view.begin(optimizer.steps, options.steps)
+        self.stop.patient = True
+        mode = "a" if self.first_step > 1 else "w"
+        with open(self.out / "steps.jsonl" if self.ranks.rank == 0 else "/dev/null", mode) as log:
+            self.kernel.begin()
+            while optimizer.steps < options.steps and not self.stopped_by:
+                self._step()
+                log.write(json.dumps(self._shown()) + "\n")
+                log.flush()
+                if options.commit_every and optimizer.steps % options.commit_every == 0:
+                    self._commit()
+            if options.commit_every and self._committed != optimizer.steps:
+                self._commit()
+        optimizer.drain()
+
+    def _step(self) -> None:
+        tokens = self.batches.at(self.optimizer.steps).to(self.device)
+        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        self._agree(loss.detach().float().item())
+        loss.backward()
+        if self.options.max_grad_norm is not None:
+            self.optimizer.clip_grad_norm_(self.options.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.kernel.end()
+
+    def _agree(self, loss: float) -> None:
+        """Share the loss and wishes to stop. Before backward, so that no rank updates from a loss of NaN."""
+        signals = [float(self.stop.received == number) for number in (2, 15)]
+        mean, interrupted, terminated = self._sum([loss / self.ranks.world_size, *signals])
+        if not math.isfinite(mean):
+            kept = f"the last commit is of step {self._committed}" if self._committed else "nothing was committed"
+            raise InfinityError(
+                f"the loss of step {self.optimizer.steps + 1} is {mean}; try a lower --lr or --max-grad-norm 1; {kept}"
+            )
+        self.losses.append(mean)
+        self.stopped_by = 2 if interrupted else 15 if terminated else 0
+
+    def _shown(self) -> dict[str, Any]:
+        record = self.optimizer.records[-1]
+        shares = [record.read_bytes, record.written_bytes, record.stall_seconds / record.seconds]
+        read, written, stalled = self._sum([float(value) for value in shares])
+        view = StepView(
+            step=record.step,
+            loss=self.losses[-1],
+            seconds=record.seconds,
+            tokens=self.options.batch_tokens,
+            read_bytes=read,
+            written_bytes=written,
+            stall_share=stalled / self.ranks.world_size,
+        )
+        self.view.stepped(view)
+        return {
+            "step": record.step,
+            "loss": self.losses[-1],
+            "seconds": record.seconds,
+            "tokens_per_second": self.options.batch_tokens / record.seconds,
+            "nvme_read_bytes": int(read),
+            "nvme_written_bytes": int(written),
+            "stall_share": view.stall_share,
+            "lr": self.optimizer.param_groups[0]["lr"],
+        }
+
+    def _sum(self, values: list[float]) -> list[float]:
+        if self.ranks.world_size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return [float(value) for value in total]
+
+    def _commit(self) -> None:
+        self.optimizer.commit({**self._extra, "scheduler": self.scheduler.state_dict()})
+        self._committed = self.optimizer.steps
+        self.kernel.begin()
+
+
+def _check(options: TrainOptions, settings: Config) -> None:
+    if options.batch_tokens % options.seq:
+        near = max(1, round(options.batch_tokens / options.seq)) * options.seq
+        raise ConfigError(f"--batch-tokens {options.batch_tokens} is not a multiple of --seq {options.seq}; try {near}")
+    if settings.storage.paths:
+        check_config(settings)
+    elif settings.run.resume and options.out is None:
+        raise ConfigError("--resume needs --nvme, or the --out of the run that is to go on")
+
+
+def _check_batch(options: TrainOptions, source: ModelSource, ranks: Ranks) -> None:
+    sequences = options.batch_tokens // options.seq
+    if sequences % ranks.world_size:
+        raise ConfigError(
+            f"--batch-tokens {options.batch_tokens} makes {sequences} sequences of {options.seq} tokens, which "
+            f"{ranks.world_size} ranks cannot share equally; try {options.seq * ranks.world_size}"
+        )
+    vocabulary = source.config.vocab_size
+    if vocabulary < _BYTE_VALUES and tokenizer_of(source.weights) is None:
+        raise ConfigError(f"the model knows {vocabulary} tokens, but the text has {_BYTE_VALUES} different bytes")
+    longest = getattr(source.config, "max_position_embeddings", None)
+    if longest is not None and options.seq > longest:
+        raise ConfigError(f"--seq {options.seq} is above the {longest} positions of the model")
+
+
+def _with_folders(out: Path, settings: Config) -> Config:
+    """Make the output folder, and the folder of the state where none was named."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if settings.storage.paths:
+            return settings
+        (out / "nvme").mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {str(out)!r} cannot be made: {error.strerror}") from error
+    return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
+
+
+def _schedule(options: TrainOptions) -> Any:
+    """Return the factor on the learning rate by step: a linear warm-up, then half a cosine down to a tenth."""
+    total = options.lr_steps or options.steps
+    warmup = min(options.warmup_steps, total)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        return _FINAL_LR + (1 - _FINAL_LR) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return factor
+
+
+def _data_facts(options: TrainOptions, settings: Config, corpus: Corpus) -> dict[str, Any]:
+    return {
+        "seed": settings.run.seed,
+        "batch_tokens": options.batch_tokens,
+        "seq": options.seq,
+        "text_bytes": corpus.size,
+    }
+
+
+def _local_pages(optimizer: PagedOptimizer, settings: Config) -> Any:
+    """Return what the exporter serves: the pages of this run's ranks on this node."""
+    run_id, folder = optimizer.run.folder.run_id, runtime_dir(settings.telemetry)
+
+    def pages() -> list[Snapshot]:
+        found = []
+        for file in page_files(folder):
+            if file.name.startswith(f"{run_id}."):
+                try:
+                    found.append(read_page(file))
+                except StatsPageError:  # a rank that has just closed its page
+                    continue
+        return found
+
+    return pages
+
+
+def _heading(name: str, parameters: int, training: Training, settings: Config, corpus: Corpus) -> str:
+    run, layout = training.optimizer.run, training.optimizer.layout
+    arena = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
+    share = f" ({arena / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
+    ranks = training.ranks.world_size
+    each = " per rank" if ranks > 1 else ""
+    went_on = f", resumed at step {training.first_step - 1}" if training.first_step > 1 else ""
+    return (
+        f"run {run.folder.run_id}{went_on}\n"
+        f"{name}: {short(parameters)} parameters, {format_size(layout.state_bytes)} of state{each} on "
+        f"{', '.join(settings.storage.paths)}, {ranks} rank{'s' if ranks > 1 else ''}\n"
+        f"host arena {format_size(arena)}{each}{share}, pages of {format_size(layout.page_bytes)}, "
+        f"{run.stats.header.info['io_engine']}\n"
+        f"text: {short(corpus.size)} bytes in {corpus.files} files"
+    )
+
+
+def _summarise(training: Training, name: str, parameters: int) -> dict[str, Any]:
+    optimizer, ranks = training.optimizer, training.ranks
+    reports = ranks.collect(report(optimizer, training.kernel.steps, ranks))
+    mine = reports[ranks.rank].node
+    facts = RunFacts(
+        run_id=optimizer.run.folder.run_id,
+        model=name,
+        parameters=parameters,
+        world_size=ranks.world_size,
+        first_step=training.first_step,
+        tokens_per_step=training.options.batch_tokens,
+        sequence_length=training.options.seq,
+        losses=tuple(training.losses),
+        io_engine=optimizer.run.stats.header.info["io_engine"],
+        update_placement=optimizer.update_placement,
+        nvme_paths=tuple(str(root.parent.resolve()) for root in optimizer.run.folder.roots),
+        interrupted=bool(training.stopped_by),
+    )
+    return summarise(facts, [found for found in reports if found.node == mine])
+
+
+def _show(summary: dict[str, Any], out: Path, options: TrainOptions) -> None:
+    console = Console()
+    if options.json:
+        console.file.write(json.dumps(summary) + "\n")
+        return
+    console.print()
+    console.print(summary_table(summary))
+    console.print()
+    console.print(f"{out}/summary.json, {out}/summary.png", highlight=False, soft_wrap=True)
+
+
+def _route_logs(console: Console, ranks: Ranks, *, quiet: bool) -> None:
+    """Send warnings to the console that the bar is drawn on, so that neither spoils the other."""
+    from rich.logging import RichHandler
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    handler = RichHandler(console=console, show_time=False, show_path=False, markup=False, highlighter=None)
+    if ranks.world_size > 1:
+        handler.setFormatter(logging.Formatter(f"rank {ranks.rank}: %(message)s"))
+    log = logging.getLogger("infinity")
+    log.handlers[:] = [handler]
+    log.setLevel(logging.ERROR if quiet else logging.WARNING)
+    log.propagate = False

@@ -1,0 +1,198 @@
+"""`infinity train`: its options, and how they become settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from infinity_tools.failures import failures
+
+_MODEL, _DATA, _STATE, _OPTIMIZER, _OUTPUT = "Model", "Data", "State on NVMe", "Optimizer", "Output"
+
+
+def train(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A preset (`--model list` shows them), a config.json of transformers, or a folder that "
+            "save_pretrained wrote, whose weights are streamed in.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "llama-100m",
+    dtype: Annotated[
+        str, typer.Option(help="bf16: compute in bf16, reduce and update in fp32. fp32.", rich_help_panel=_MODEL)
+    ] = "bf16",
+    activation_checkpointing: Annotated[
+        bool, typer.Option(help="Keep only the inputs of layers; compute them twice.", rich_help_panel=_MODEL)
+    ] = False,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text: a file, or a folder of files; repeatable. A token is a byte, except for pretrained folders "
+            "with a tokenizer.json. [default: the sources of Python's standard library]",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per step, over all ranks.", rich_help_panel=_DATA)
+    ] = 2048,
+    seq: Annotated[int, typer.Option(min=2, help="Tokens per sequence.", rich_help_panel=_DATA)] = 256,
+    seed: Annotated[
+        int | None, typer.Option(help="Of first values and of batches. [default: 0]", rich_help_panel=_DATA)
+    ] = None,
+    nvme: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folder for the state; repeat it to spread the state over several drives. [default: OUT/nvme]",
+            rich_help_panel=_STATE,
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Size of the host arena per rank, such as 512MiB. [default: a quarter of the free memory]",
+            rich_help_panel=_STATE,
+        ),
+    ] = None,
+    page_bytes: Annotated[
+        str | None, typer.Option(help="Largest page. [default: derived]", rich_help_panel=_STATE)
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="auto, io_uring or threads. [default: auto]", rich_help_panel=_STATE)
+    ] = None,
+    update: Annotated[
+        str | None,
+        typer.Option(help="auto, in_backward or after_backward. [default: auto]", rich_help_panel=_STATE),
+    ] = None,
+    commit_every: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Make the state durable every so many steps and after the last one. 0: never.",
+            rich_help_panel=_STATE,
+        ),
+    ] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest commit on the folders.", rich_help_panel=_STATE)
+    ] = False,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            help="What is left on NVMe at the end. auto: a run that has a commit; always; never. [default: auto]",
+            rich_help_panel=_STATE,
+        ),
+    ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(min=1, help="Train up to this step, counted from the run's first.", rich_help_panel=_OPTIMIZER),
+    ] = 20,
+    lr: Annotated[float, typer.Option(help="Highest learning rate of AdamW.", rich_help_panel=_OPTIMIZER)] = 6e-4,
+    warmup_steps: Annotated[
+        int, typer.Option(min=0, help="Steps in which the rate rises.", rich_help_panel=_OPTIMIZER)
+    ] = 2,
+    lr_steps: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Step at which the rate's cosine reaches its end, a tenth. 0: the last step.",
+            rich_help_panel=_OPTIMIZER,
+        ),
+    ] = 0,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", rich_help_panel=_OPTIMIZER)] = 0.1,
+    max_grad_norm: Annotated[
+        float | None,
+        typer.Option(
+            help="Clip the global norm of the gradients; updates then wait for the end of backward. [default: off]",
+            rich_help_panel=_OPTIMIZER,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of summary.json, summary.png and steps.jsonl. [default: runs/TIME]",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Serve Prometheus metrics of this node's ranks; 0: any port.", rich_help_panel=_OUTPUT),
+    ] = None,
+    metrics_linger: Annotated[
+        float,
+        typer.Option(help="Seconds to go on serving them after the summary is written.", rich_help_panel=_OUTPUT),
+    ] = 0.0,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON and nothing else.", rich_help_panel=_OUTPUT)
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings as TOML (docs/settings.md); options override it.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=0, help="Threads that compute. 0: torch decides.")] = 0,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+) -> None:
+    """Train a causal language model whose parameters and optimizer state live on NVMe.
+
+    Also under torchrun: `torchrun --nproc-per-node 2 -m infinity_tools train …`.
+    """
+    with failures(debug=debug):
+        from infinity import load_config
+        from infinity.errors import ConfigError
+        from infinity_tools.loop import TrainOptions, run_training
+
+        if model == "list":
+            _list_presets()
+            return
+        if dtype not in ("bf16", "fp32"):
+            raise ConfigError(f"--dtype {dtype!r} is not one of bf16, fp32")
+        changes: dict[str, Any] = {
+            "storage.paths": [str(path) for path in nvme] if nvme else None,
+            "storage.engine": engine,
+            "memory.host_bytes": host_memory,
+            "memory.page_bytes": page_bytes,
+            "update.placement": update,
+            "run.seed": seed,
+            "run.resume": "latest" if resume else None,
+            "run.keep": keep,
+        }
+        settings = load_config(config).with_values(
+            **{name: value for name, value in changes.items() if value is not None}
+        )
+        options = TrainOptions(
+            model=model,
+            data=tuple(data or ()),
+            out=out,
+            batch_tokens=batch_tokens,
+            seq=seq,
+            steps=steps,
+            lr=lr,
+            lr_steps=lr_steps,
+            warmup_steps=warmup_steps,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+            commit_every=commit_every,
+            bf16=dtype == "bf16",
+            activation_checkpointing=activation_checkpointing,
+            threads=threads,
+            metrics_port=metrics_port,
+            metrics_linger=metrics_linger,
+            json=json,
+        )
+        status = run_training(options, settings)
+    raise typer.Exit(status)
+
+
+def _list_presets() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from infinity_tools.presets import PRESETS, count_parameters, find_model, on_meta
+
+    table = Table("preset", "parameters", "vocabulary", "what it is", box=None, header_style="bold")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for name, preset in PRESETS.items():
+        source = find_model(name)
+        parameters = count_parameters(on_meta(source))
+        table.add_row(name, f"{parameters / 1e6:.4g} M", str(source.config.vocab_size), preset.doc)
+    Console().print(table)
