@@ -7,12 +7,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-TRIALS ?= 200
 
 .PHONY: demo test lint types unit bench-io bench-step docs install clean
 
 demo: install
-	$(BIN)/infinity train --model llama-100m --steps 20 --out runs/demo --metrics-port 9471 $(ARGS)
+	$(BIN)/infinity train --model llama-100m --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
 
 test: install lint types unit
 
@@ -42,8 +41,8 @@ bench-step: install
 	$(BIN)/python benchmarks/bench_step.py $(ARGS)
 
 docs: install
-	$(BIN)/python -m infinity.config > docs/settings.md
-	$(BIN)/python -m infinity.telemetry.metrics > docs/metrics.md
+	$(BIN)/python -W ignore -m infinity.config > docs/settings.md
+	$(BIN)/python -W ignore -m infinity.telemetry.metrics > docs/metrics.md
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -179,7 +179,8 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"infinity: {result['update_placement']}, {result['bytes_per_parameter']:.2f} bytes per parameter and step, "
-        f"predicted/measured {result['predicted_over_measured_bytes']:.3f}, stalled {result['stall_share']['median']:.0%}"
+        f"predicted/measured {result['predicted_over_measured_bytes']:.3f}, "
+        f"stalled {result['stall_share']['median']:.0%} of the time"
     )
 
 

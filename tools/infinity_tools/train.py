@@ -37,7 +37,7 @@ def train(
     ] = None,
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens per step, over all ranks.", rich_help_panel=_DATA)
-    ] = 2048,
+    ] = 512,
     seq: Annotated[int, typer.Option(min=2, help="Tokens per sequence.", rich_help_panel=_DATA)] = 256,
     seed: Annotated[
         int | None, typer.Option(help="Of first values and of batches. [default: 0]", rich_help_panel=_DATA)
