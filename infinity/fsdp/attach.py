@@ -53,6 +53,8 @@ class ShardedModel:
         if names_of:
             left = sorted(name for names in names_of.values() for name in names)
             raise UnsupportedError(f"parameters outside of all units: {', '.join(left)}; call fully_shard(model) too")
+        if any(isinstance(private.local_tensor(member.param), PagedShard) for unit in members for member in unit):
+            raise UnsupportedError("the model is offloaded already; build it anew to offload it again")
         devices = {member.param.sharded_param.device.type for unit in members for member in unit}
         return cls(
             model=model,

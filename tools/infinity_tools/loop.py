@@ -29,7 +29,7 @@ from infinity.units import format_size
 from infinity_tools.data import Batches, Corpus, tokenizer_of
 from infinity_tools.measure import KernelCounts, report
 from infinity_tools.plot import write_picture
-from infinity_tools.presets import ModelSource, count_parameters, find_model, on_meta, shard
+from infinity_tools.presets import ModelSource, best_dtype, count_parameters, find_model, on_meta, shard
 from infinity_tools.progress import StepView, View, open_view, short
 from infinity_tools.signals import StopRequest
 from infinity_tools.summary import RunFacts, summarise, summary_table, write_summary
@@ -54,7 +54,7 @@ class TrainOptions:
     weight_decay: float
     max_grad_norm: float | None
     commit_every: int
-    bf16: bool
+    dtype: str
     activation_checkpointing: bool
     threads: int
     metrics_port: int | None
@@ -84,9 +84,14 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
+        pages = LocalPages(runtime_dir(settings.telemetry))
+        if options.metrics_port is not None and ranks.local_rank == 0:
+            server = stack.enter_context(serve(options.metrics_port, pages))
+            view.say(f"metrics: http://localhost:{server.port}/metrics")
+        dtype = best_dtype() if options.dtype == "auto" else options.dtype
         model = on_meta(source)
         parameters = count_parameters(model)
-        shard(model, mesh, bf16=options.bf16, checkpointing=options.activation_checkpointing)
+        shard(model, mesh, bf16=dtype == "bf16", checkpointing=options.activation_checkpointing)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
         scheduler_factor = _schedule(options)
         view.doing(f"placing {short(parameters)} parameters on NVMe")
@@ -105,12 +110,10 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             model, paged, scheduler, batches, options, ranks, view, stop, torch.device(mesh.device_type), out
         )
         training.resume(data=_data_facts(options, settings, corpus))
-        if options.metrics_port is not None and ranks.local_rank == 0:
-            server = stack.enter_context(serve(options.metrics_port, _local_pages(paged, settings)))
-            view.say(f"metrics: http://localhost:{server.port}/metrics")
-        view.say(_heading(source.name, parameters, training, settings, corpus))
+        pages.run_id = paged.run.folder.run_id
+        view.say(_heading(f"{source.name}, {dtype}", parameters, training, settings, corpus))
         training.train()
-        summary = _summarise(training, source.name, parameters)
+        summary = _summarise(training, source.name, dtype, parameters)
         if ranks.rank == 0:
             write_summary(out, summary)
             write_picture(out, summary)
@@ -121,6 +124,25 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         _show(summary, out, options)
     dist.destroy_process_group()
     return status
+
+
+class LocalPages:
+    """What the exporter serves: the stats pages of this run's ranks on this node, once the run has its id."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_id = ""
+        self._folder = folder
+
+    def __call__(self) -> list[Snapshot]:
+        """Read them."""
+        found = []
+        for file in page_files(self._folder):
+            if self.run_id and file.name.startswith(f"{self.run_id}."):
+                try:
+                    found.append(read_page(file))
+                except StatsPageError:  # a rank that has just closed its page
+                    continue
+        return found
 
 
 class Training:
@@ -312,23 +334,6 @@ def _data_facts(options: TrainOptions, settings: Config, corpus: Corpus) -> dict
     }
 
 
-def _local_pages(optimizer: PagedOptimizer, settings: Config) -> Any:
-    """Return what the exporter serves: the pages of this run's ranks on this node."""
-    run_id, folder = optimizer.run.folder.run_id, runtime_dir(settings.telemetry)
-
-    def pages() -> list[Snapshot]:
-        found = []
-        for file in page_files(folder):
-            if file.name.startswith(f"{run_id}."):
-                try:
-                    found.append(read_page(file))
-                except StatsPageError:  # a rank that has just closed its page
-                    continue
-        return found
-
-    return pages
-
-
 def _heading(name: str, parameters: int, training: Training, settings: Config, corpus: Corpus) -> str:
     run, layout = training.optimizer.run, training.optimizer.layout
     arena = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
@@ -346,13 +351,14 @@ def _heading(name: str, parameters: int, training: Training, settings: Config, c
     )
 
 
-def _summarise(training: Training, name: str, parameters: int) -> dict[str, Any]:
+def _summarise(training: Training, name: str, dtype: str, parameters: int) -> dict[str, Any]:
     optimizer, ranks = training.optimizer, training.ranks
     reports = ranks.collect(report(optimizer, training.kernel.steps, ranks))
     mine = reports[ranks.rank].node
     facts = RunFacts(
         run_id=optimizer.run.folder.run_id,
         model=name,
+        dtype=dtype,
         parameters=parameters,
         world_size=ranks.world_size,
         first_step=training.first_step,

@@ -112,6 +112,17 @@ def on_meta(source: ModelSource) -> nn.Module:
     return model.train()  # type: ignore[no-any-return]
 
 
+def best_dtype() -> str:
+    """Return ``bf16`` where the device multiplies it natively, else ``fp32``: emulation is several times slower."""
+    if torch.cuda.is_available():
+        return "bf16"
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return "fp32"
+    return "bf16" if words & {"amx_bf16", "avx512_bf16", "bf16"} else "fp32"
+
+
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters; a tied one counts once, a sharded one whole."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -23,6 +23,7 @@ class RunFacts:
 
     run_id: str
     model: str
+    dtype: str
     parameters: int
     world_size: int
     first_step: int
@@ -107,7 +108,9 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     state, arena, outside = s["state_bytes"], s["host_memory_bytes"], s["process_memory_bytes_outside_arena"]
     traffic = s["nvme_read_bytes_per_step"] + s["nvme_written_bytes_per_step"]
     spent = sum(s[f"{part}_seconds_per_step"] for part in ("compute", "update", "stall"))
+    ended = [("ended", "early, by a signal")] if s["interrupted"] else []
     return [
+        *ended,
         ("loss", f"{losses[0]:.4f} at step {s['first_step']}, {losses[-1]:.4f} at step {last}"),
         ("step", f"{seconds:.3g} s, {short(s['tokens_per_second'])} tokens/s"),
         (
@@ -126,5 +129,6 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _moved(s: dict[str, Any], direction: str, seconds: float) -> str:
     moved, predicted = s[f"nvme_{direction}_bytes_per_step"], s[f"predicted_{direction}_bytes_per_step"]
-    planned = f", {moved / predicted:.1%} of the plan" if predicted else ""
+    steady = len(s["losses"]) > WARM_STEPS
+    planned = f", {moved / predicted:.1%} of the plan" if predicted and steady else ""
     return f"{format_size(moved)} at {rate(moved / seconds)}{planned}"

@@ -22,8 +22,12 @@ def train(
         ),
     ] = "llama-100m",
     dtype: Annotated[
-        str, typer.Option(help="bf16: compute in bf16, reduce and update in fp32. fp32.", rich_help_panel=_MODEL)
-    ] = "bf16",
+        str,
+        typer.Option(
+            help="bf16: compute in bf16, reduce and update in fp32. fp32. auto: bf16 where the processor has it.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto",
     activation_checkpointing: Annotated[
         bool, typer.Option(help="Keep only the inputs of layers; compute them twice.", rich_help_panel=_MODEL)
     ] = False,
@@ -144,8 +148,8 @@ def train(
         if model == "list":
             _list_presets()
             return
-        if dtype not in ("bf16", "fp32"):
-            raise ConfigError(f"--dtype {dtype!r} is not one of bf16, fp32")
+        if dtype not in ("auto", "bf16", "fp32"):
+            raise ConfigError(f"--dtype {dtype!r} is not one of auto, bf16, fp32")
         changes: dict[str, Any] = {
             "storage.paths": [str(path) for path in nvme] if nvme else None,
             "storage.engine": engine,
@@ -172,7 +176,7 @@ def train(
             weight_decay=weight_decay,
             max_grad_norm=max_grad_norm,
             commit_every=commit_every,
-            bf16=dtype == "bf16",
+            dtype=dtype,
             activation_checkpointing=activation_checkpointing,
             threads=threads,
             metrics_port=metrics_port,

@@ -1,0 +1,430 @@
+"""Killed, cut off, filled up, flipped: what is committed stays, and what went wrong is said."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import core_models
+import core_session
+import numpy as np
+import pytest
+import torch
+from core_ranks import RankPool
+from core_session import EVERY, KILLS, STEPS, Session, killed, reference
+from core_train import MIB, Paging, Recipe, batch, faulty, make_optimizer, settings
+
+import infinity
+from infinity.checkpoint import commit as commits
+from infinity.checkpoint import manifest as manifests
+from infinity.checkpoint.manifest import commits_in, read_manifest
+from infinity.errors import (
+    CommitError,
+    ConfigError,
+    CorruptPageError,
+    FolderBusyError,
+    InfinityError,
+    StallError,
+    StorageError,
+)
+from infinity.io import Fault, FaultKind, Op
+
+LATEST = {"resume": "latest"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a run that nobody disturbs."""
+    return reference(tmp_path_factory.mktemp("undisturbed"))
+
+
+def resumed(folder: Path) -> tuple[int, list[float]]:
+    """Resume the latest run and train to the end; return the step it went on from, and the losses."""
+    random.seed(99)
+    np.random.seed(99)
+    with Session(folder, run=LATEST) as session:
+        first = session.optimizer.steps
+        return first, session.run()
+
+
+def run_folder(folder: Path) -> Path:
+    """Return the folder of the only run."""
+    (found,) = [entry for entry in (folder / "nvme0").iterdir() if entry.is_dir()]
+    return found
+
+
+def test_the_session_is_sensitive(undisturbed: list[float], tmp_path: Path) -> None:
+    """The same session gives the same losses, and they would show a wrong step, rate or random state."""
+    assert reference(tmp_path) == undisturbed
+    assert len(set(undisturbed)) == STEPS
+
+
+@pytest.mark.parametrize("where", KILLS)
+def test_a_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], tmp_path: Path) -> None:
+    """kill -9 at any place: the next start goes on from the last commit."""
+    step = 6 if where.startswith("commit") else 8
+    seen = killed(tmp_path, where, step)
+    assert seen == undisturbed[: step - 1]
+    first, losses = resumed(tmp_path)
+    assert first == (3 if where in KILLS[3:5] else 6)
+    assert losses == undisturbed[first:]
+    leftovers = [file.name for file in (run_folder(tmp_path) / "commits").iterdir()]
+    assert len(leftovers) == 2, "one manifest and its state file"
+
+
+def test_committing_changes_nothing(undisturbed: list[float], tmp_path: Path) -> None:
+    """A run without a commit, and one with a commit after every step, have the same losses."""
+    for every in (0, 1):
+        with Session(tmp_path, run={"keep": "never"}) as session:
+            assert session.run(every=every) == undisturbed
+
+
+def test_resume_restores_more_than_weights(tmp_path: Path) -> None:
+    """Step counts, learning rates, moments and `extra`."""
+    with Session(tmp_path) as session:
+        session.run(5, every=5)
+        lrs = [group["lr"] for group in session.optimizer.param_groups]
+        states = {name: session.optimizer.read_state(name) for name, _ in session.model.named_parameters()}
+    with Session(tmp_path, run=LATEST) as again:
+        assert again.optimizer.steps == 5
+        assert again.scheduler.last_epoch == 5
+        assert [group["lr"] for group in again.optimizer.param_groups] == lrs
+        assert again.optimizer.resumed_extra["scheduler"]["last_epoch"] == 5
+        for name, state in states.items():
+            found = again.optimizer.read_state(name)
+            assert found.keys() == state.keys()
+            assert all(torch.equal(torch.as_tensor(found[kind]), torch.as_tensor(state[kind])) for kind in state), name
+            assert int(found["step"]) == 5
+
+
+def test_a_run_can_be_resumed_by_its_id(undisturbed: list[float], tmp_path: Path) -> None:
+    """And one that does not exist is refused; the ids that exist are listed."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+        run_id = session.optimizer.run.folder.run_id
+    with pytest.raises(CommitError, match=rf"'nothing'.*{run_id}"):
+        Session(tmp_path, run={"resume": "nothing"})
+    with Session(tmp_path, run={"resume": run_id}) as session:
+        assert session.run() == undisturbed[EVERY:]
+
+
+def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
+    """An empty folder is an error, and stays empty."""
+    with pytest.raises(CommitError, match="no commit"):
+        Session(tmp_path, run=LATEST)
+    assert list((tmp_path / "nvme0").iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["model", "optimizer", "page size", "paths"])
+def test_a_commit_of_something_else_is_refused(change: str, undisturbed: list[float], tmp_path: Path) -> None:
+    """Another model, optimizer, page size or number of paths: refused, and the commit is still good."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+    model = core_models.build("repeated" if change == "model" else "toy")
+    optimizer = make_optimizer(Recipe(groups=True, optimizer="nadam" if change == "optimizer" else "adamw"), model)
+    paging = Paging(page=(128 if change == "page size" else 64) << 10, paths=2 if change == "paths" else 1)
+    with pytest.raises((CommitError, ConfigError), match="model|paths"):
+        infinity.offload(model, optimizer, settings(tmp_path, paging, 64 * MIB, run=LATEST))
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+
+
+def test_a_flipped_byte_is_named_and_is_no_nan(tmp_path: Path) -> None:
+    """Whichever page it is in: page, path and offset."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+        names = [session.optimizer.layout.page_name(index) for index in range(len(session.optimizer.layout.pages))]
+    versions = read_manifest(commits_in(run_folder(tmp_path) / "commits", 0)[EVERY]).pages
+    shutil.copytree(tmp_path / "nvme0", tmp_path / "good")
+    for page in sorted(versions)[:: max(1, len(versions) // 6)]:
+        shutil.rmtree(tmp_path / "nvme0")
+        shutil.copytree(tmp_path / "good", tmp_path / "nvme0")
+        file, extent = run_folder(tmp_path) / "rank00000.pages", versions[page].extent
+        flip(file, extent.offset + 100)
+        with (
+            pytest.raises(CorruptPageError) as caught,
+            Session(tmp_path, run=LATEST) as session,
+        ):
+            session.run()
+        assert caught.value.page == names[page]
+        assert (caught.value.path, caught.value.offset) == (str(file), extent.offset)
+        for word in (names[page], str(file), str(extent.offset)):
+            assert word in str(caught.value)
+
+
+def flip(file: Path, offset: int) -> None:
+    """Invert one bit of a file."""
+    with open(file, "r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 1]))
+
+
+def torn(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def emptied(data: bytes) -> bytes:
+    return b""
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+def nonsense(data: bytes) -> bytes:
+    return b'{"checksum": 5, "body": [1, 2]}'
+
+
+@pytest.mark.parametrize("damage", [torn, emptied, flipped, nonsense])
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+def test_a_damaged_commit_is_an_error(
+    suffix: str, damage: Callable[[bytes], bytes], undisturbed: list[float], tmp_path: Path
+) -> None:
+    """Manifest or state file: the file is named, nothing is removed, and the repaired commit is good."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+    (file,) = (run_folder(tmp_path) / "commits").glob(f"*.{suffix}")
+    good = file.read_bytes()
+    file.write_bytes(damage(good))
+    with pytest.raises(CommitError, match=file.name.replace(".", r"\.")):
+        Session(tmp_path, run=LATEST)
+    file.write_bytes(good)
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+
+
+def test_a_second_run_is_refused_and_told_who(tmp_path: Path) -> None:
+    """Run id and process; the first one goes on undisturbed."""
+    with Session(tmp_path) as session:
+        run_id = session.optimizer.run.folder.run_id
+        with pytest.raises(FolderBusyError, match=rf"{run_id} \(process {os.getpid()}"):
+            Session(tmp_path)
+        session.run(2, every=1)
+        with pytest.raises(FolderBusyError, match=run_id):
+            Session(tmp_path, run=LATEST)
+        session.run(4)
+
+
+FAULTS = {
+    "EIO-read": Fault(kind=FaultKind.EIO, op=Op.READ, at=(7,)),
+    "EIO-write": Fault(kind=FaultKind.EIO, op=Op.WRITE, at=(5,)),
+    "ENOSPC-write": Fault(kind=FaultKind.ENOSPC, at=(9,)),
+    "all-writes": Fault(kind=FaultKind.ENOSPC),
+    "all-reads": Fault(kind=FaultKind.EIO, op=Op.READ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_failing_drive_ends_the_run_and_keeps_the_commit(name: str, undisturbed: list[float], tmp_path: Path) -> None:
+    """The error has path, offset and errno; the run resumes from its commit."""
+    with faulty(FAULTS[name], on=False) as engines, Session(tmp_path) as session:
+        session.run(EVERY)
+        engines[-1].on = True
+        with pytest.raises(StorageError) as caught:
+            session.run()
+        with pytest.raises(InfinityError):
+            session.commit()
+    code = errno.ENOSPC if FAULTS[name].kind is FaultKind.ENOSPC else errno.EIO
+    assert caught.value.errno == code
+    assert caught.value.path.startswith(str(tmp_path))
+    for word in (
+        errno.errorcode[code],
+        caught.value.path,
+        f"offset {caught.value.offset}",
+        f"{caught.value.length} bytes",
+    ):
+        assert word in str(caught.value)
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+
+
+def test_a_drive_that_fails_during_a_commit_leaves_the_one_before(undisturbed: list[float], tmp_path: Path) -> None:
+    """The flush fails: nothing is published."""
+    fault = Fault(kind=FaultKind.ENOSPC)
+    with faulty(fault, on=False) as engines, Session(tmp_path, Paging(arena="all")) as session:
+        session.run(EVERY)
+        session.run(EVERY + 2, every=0)
+        engines[-1].on = True
+        with pytest.raises(StorageError, match="ENOSPC"):
+            session.commit()
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+
+
+@pytest.mark.parametrize("name", ["write_durably", "write_manifest"])
+def test_a_commit_that_cannot_be_written_leaves_the_one_before(
+    name: str, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And training goes on: the next commit is good again."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+        session.run(EVERY + 1, every=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(manifests, name, refuse)
+            with pytest.raises(OSError, match="No space left"):
+                session.commit()
+        shutil.copytree(tmp_path, tmp_path / "copy")
+        assert resumed(tmp_path / "copy") == (EVERY, undisturbed[EVERY:])
+        session.run()
+    assert resumed(tmp_path) == (STEPS, [])
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_second_commit_of_a_step_that_fails_leaves_the_first(
+    undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was drawn or evaluated between the two."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+        torch.rand(5)
+        monkeypatch.setattr(manifests, "write_manifest", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            session.commit()
+        monkeypatch.undo()
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+
+
+def test_a_step_can_be_committed_twice(tmp_path: Path) -> None:
+    """The second one counts."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+        session.optimizer.commit({"scheduler": session.scheduler.state_dict(), "note": "second"})
+    with Session(tmp_path, run=LATEST) as session:
+        assert session.optimizer.resumed_extra["note"] == "second"
+
+
+def test_resuming_from_step_zero_keeps_the_run(undisturbed: list[float], tmp_path: Path) -> None:
+    """A commit before the first step is a commit; resuming and closing does not remove it."""
+    with Session(tmp_path) as session:
+        session.commit()
+    with Session(tmp_path, run=LATEST) as session:
+        assert session.optimizer.steps == 0
+    assert resumed(tmp_path) == (0, undisturbed)
+
+
+def test_a_resumed_run_that_fails_keeps_its_commit(undisturbed: list[float], tmp_path: Path) -> None:
+    """Closing without another commit, even after more steps, leaves the one there is."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+    with Session(tmp_path, run=LATEST) as session:
+        session.run(EVERY + 2, every=0)
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+
+
+@pytest.mark.parametrize(
+    ("keep", "commit", "left"),
+    [("auto", False, 0), ("auto", True, 1), ("never", True, 0), ("always", False, 1), ("always", True, 1)],
+)
+def test_what_is_left_after_close(keep: str, commit: bool, left: int, tmp_path: Path) -> None:
+    """Nothing, unless there is a commit or it is asked for; never a lock or a stats page."""
+    with Session(tmp_path, run={"keep": keep}) as session:
+        session.run(2, every=1 if commit else 0)
+    assert len(list((tmp_path / "nvme0").iterdir())) == left
+    assert [file for file in (tmp_path / "runtime").rglob("*") if file.is_file()] == []
+
+
+def test_thirty_runs_leak_nothing(tmp_path: Path) -> None:
+    """No descriptor, no thread, no file."""
+
+    def once() -> None:
+        model = core_models.build("toy")
+        config = settings(tmp_path, Paging(arena="all"), 64 * MIB)
+        with infinity.offload(model, make_optimizer(Recipe(), model), config) as optimizer:
+            core_models.loss_of(model, batch(model, 0)).backward()
+            optimizer.step()
+
+    def census() -> tuple[int, int, int, list[Path]]:
+        gc.collect()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        files = sorted(file for file in tmp_path.rglob("*") if file.is_file())
+        return descriptors, threading.active_count(), len(os.listdir("/proc/self/task")), files
+
+    for _ in range(3):
+        once()
+    before = census()
+    for _ in range(30):
+        once()
+    assert census() == before
+    assert before[3] == []
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_a_stall_says_what_is_waited_for(op: Op, tmp_path: Path) -> None:
+    """A request that never ends is an error after the time limit, with the request's place."""
+    fault = Fault(kind=FaultKind.STUCK, op=op)
+    with faulty(fault, on=False) as engines, Session(tmp_path, storage={"timeout_seconds": 1}) as session:
+        session.run(2, every=0)
+        engines[-1].on = True
+        with pytest.raises(StallError, match=rf"{op.value} of \d+ bytes at offset \d+ of {tmp_path}") as caught:
+            session.run()
+        assert "waited 1 s" in str(caught.value)
+
+
+def commit_and_resume_on_ranks(folder: str) -> list[str]:
+    """Commit on all ranks, fail a commit on one, resume; return what is wrong. Runs on every rank."""
+    rank = torch.distributed.get_rank()
+    wrong = []
+    with Session(Path(folder)) as session:
+        session.run(EVERY)
+        expected = session.run(EVERY + 2, every=0)
+        original = manifests.write_manifest
+        if rank == 1:
+            manifests.write_manifest = refuse
+        try:
+            session.commit()
+            wrong.append("a commit that failed on rank 1 was published")
+        except InfinityError as error:
+            if rank != 0 or "rank 1" not in str(error) or "No space" not in str(error):
+                wrong.append(f"unexpected on rank {rank}: {error}")
+        except OSError:
+            if rank != 1:
+                wrong.append("only rank 1 fails with its own error")
+        finally:
+            manifests.write_manifest = original
+    with Session(Path(folder), run=LATEST) as session:
+        if session.optimizer.steps != EVERY:
+            wrong.append(f"resumed from {session.optimizer.steps}")
+        found = session.run(EVERY + 2, every=0)
+        if found != expected:
+            wrong.append(f"{found} != {expected}")
+    return wrong
+
+
+def test_two_ranks_commit_and_resume_together(pair: RankPool, tmp_path: Path) -> None:
+    """A commit is one of all ranks or none; another number of ranks is refused, and leaves it as it is."""
+    assert pair.run(commit_and_resume_on_ranks, str(tmp_path)) == [[], []]
+    commits_before = sorted((run_folder(tmp_path) / "commits").iterdir())
+    with pytest.raises(CommitError, match="2 ranks|number of ranks"):
+        Session(tmp_path, run=LATEST)
+    assert sorted((run_folder(tmp_path) / "commits").iterdir()) == commits_before
+
+
+def test_the_publish_protocol_flushes_before_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data first, then the state file, then the manifest; old versions are freed only after that."""
+    order: list[str] = []
+
+    def spy(module: object, name: str, label: str) -> None:
+        original = getattr(module, name)
+
+        def called(*arguments: object, **keywords: object) -> object:
+            order.append(label)
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(module, name, called)
+
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+        spy(commits.PageStore, "sync", "data")
+        spy(commits.files, "write_durably", "file")
+        spy(commits.PageStore, "adopt", "free")
+        session.run(EVERY + 1, every=1)
+    assert order == ["data", "file", "file", "free"]
+    assert core_session.EVERY == EVERY
