@@ -81,7 +81,8 @@ class TelemetryConfig:
     """Counters for the daemon and the exporter."""
 
     runtime_dir: str = _setting(
-        "", "Folder of the stats pages that `infinityd` reads. Empty: `infinity` in the system's temporary folder."
+        "",
+        "Folder of the stats pages that `infinityd` reads. Empty: `infinity-runtime` in the system's temporary folder.",
     )
 
 
@@ -106,7 +107,7 @@ class Config:
 
 def runtime_dir(config: TelemetryConfig) -> Path:
     """Return the folder of the stats pages."""
-    return Path(config.runtime_dir or Path(tempfile.gettempdir()) / "infinity")
+    return Path(config.runtime_dir or Path(tempfile.gettempdir()) / "infinity-runtime")
 
 
 def load_config(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:

@@ -110,11 +110,11 @@ def offload(
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
-    run = _Run.open(settings, ranks, budget, sharded.device)
+    run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
     try:
         paged = run.attach(sharded, optimizer, kernel, weights, init)
     except BaseException:
-        run.close(committed=run.resumed is not None)
+        run.close(committed=run.resuming)
         raise
     _live_runs.add(paged)
     return paged
@@ -210,7 +210,7 @@ class _Run:
         self.stats.gauge("tier_capacity_bytes", tier="nvme").set(sum(file_sizes(slots, len(paths))))
 
     @classmethod
-    def open(cls, settings: Config, ranks: Ranks, budget: Budget, device: torch.device) -> _Run:
+    def open(cls, settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device) -> _Run:
         """Take the folders, find the commit to resume from, reserve space, allocate the arena.
 
         Every stage is taken by all ranks together: where one fails, all fail, with its reason.
@@ -228,7 +228,7 @@ class _Run:
             found = None
             if resume:
                 found = find_commit(folder, ranks)
-                ranks.together("checking the commit", lambda: check_commit(found, budget.layout, len(paths)))
+                ranks.together("checking the commit", lambda: check_commit(found, budget.layout, optimizer, len(paths)))
                 remove_commits(folder, ranks.rank, keep=folder.commits / manifest_name(found.step, ranks.rank))
                 shares = found.weights
             else:
@@ -260,6 +260,7 @@ class _Run:
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)
         content = ShardContent(layout, self.pager, load_limit=limit, gathering=gathering)
+        self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
         if self._found is None:
             self._write_first_values(sharded, content, initialiser, weights)
@@ -280,7 +281,7 @@ class _Run:
             self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
             state.scalars.update(self.resumed.scalars)
         index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
-        self._committer = Committer(self.folder, self.ranks, layout, self.store, self._shares)
+        self._committer = Committer(self.folder, self.ranks, layout, self.store, type(optimizer).__name__, self._shares)
         self._model, self._groups = sharded.model, optimizer.param_groups
         paged = PagedOptimizer(
             optimizer,
@@ -321,6 +322,11 @@ class _Run:
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit."""
         self._committer.publish(step, self._model, scalars, self._groups, extra)
+
+    @property
+    def resuming(self) -> bool:
+        """Whether this run continues one that has a commit."""
+        return self._found is not None
 
     @property
     def resumed_extra(self) -> dict[str, Any]:

@@ -39,9 +39,11 @@ class ResumedState:
 class Committer:
     """Publishes commits of one rank."""
 
-    def __init__(self, folder: RunFolder, ranks: Ranks, layout: Layout, store: PageStore, weights: list[float]) -> None:
+    def __init__(
+        self, folder: RunFolder, ranks: Ranks, layout: Layout, store: PageStore, optimizer: str, weights: list[float]
+    ) -> None:
         self._folder, self._ranks, self._layout, self._store = folder, ranks, layout, store
-        self._weights = weights
+        self._optimizer, self._weights = optimizer, weights
         self._pages = [page.index for page in layout.pages if page.role is not Role.GRAD]
 
     def publish(
@@ -73,6 +75,7 @@ class Committer:
                 created=time.time(),
                 layout=self._layout.fingerprint,
                 page_bytes=self._layout.page_bytes,
+                optimizer=self._optimizer,
                 weights=self._weights,
                 pages=versions,
                 scalars=state.save_scalars(scalars),
@@ -126,12 +129,17 @@ def find_commit(folder: RunFolder, ranks: Ranks) -> Manifest:
     return found
 
 
-def check_commit(found: Manifest, layout: Layout, paths: int) -> None:
+def check_commit(found: Manifest, layout: Layout, optimizer: str, paths: int) -> None:
     """Check that a commit belongs to this model and optimizer, and to this number of paths.
 
     Raises:
         CommitError: it does not.
     """
+    if found.optimizer != optimizer:
+        raise CommitError(
+            f"the commit of step {found.step} of run {found.run_id} was made with {found.optimizer}, this run has "
+            f"{optimizer}; resume with {found.optimizer}"
+        )
     if found.layout != layout.fingerprint:
         raise CommitError(
             f"the commit of step {found.step} of run {found.run_id} belongs to another model, optimizer or page size "

@@ -20,10 +20,24 @@ from infinity.store.pages import Version
 
 FORMAT = 1
 _FIELDS: dict[str, type | tuple[type, ...]] = {
-    "format": int, "run_id": str, "step": int, "rank": int, "world_size": int, "created": (int, float),
-    "layout": str, "page_bytes": int, "weights": list, "pages": dict, "scalars": dict, "groups": list, "random": dict,
-    "state_file": str, "state_checksum": str, "extra": dict,
-}  # fmt: skip
+    "format": int,
+    "run_id": str,
+    "step": int,
+    "rank": int,
+    "world_size": int,
+    "created": (int, float),
+    "layout": str,
+    "page_bytes": int,
+    "optimizer": str,
+    "weights": list,
+    "pages": dict,
+    "scalars": dict,
+    "groups": list,
+    "random": dict,
+    "state_file": str,
+    "state_checksum": str,
+    "extra": dict,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +57,7 @@ class Manifest:
     created: float
     layout: str
     page_bytes: int
+    optimizer: str
     weights: list[float]
     pages: dict[int, Version]
     scalars: dict[int, dict[str, Any]]

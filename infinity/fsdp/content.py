@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from infinity.errors import UnsupportedError
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.layout import MASTER, Layout, Page, Placed, Role, overlapping
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
@@ -63,14 +63,27 @@ class ShardContent:
         load_limit: int,
         gathering: Callable[[int], bool],
     ) -> None:
-        self._layout, self._pager = layout, pager
-        self._load_limit, self._gathering = load_limit, gathering
+        self._layout, self._load_limit = layout, load_limit
+        self._open: tuple[Pager, Callable[[int], bool]] | None = (pager, gathering)
         self.loads = 0
+
+    def close(self) -> None:
+        """Let go of the pager. Shards refer to this object from within tensors, where Python finds no cycles."""
+        self._open = None
+
+    @property
+    def _pager(self) -> Pager:
+        return self._opened()[0]
+
+    def _opened(self) -> tuple[Pager, Callable[[int], bool]]:
+        if self._open is None:
+            raise InfinityError("the optimizer of this model was closed, and the model's values went with it")
+        return self._open
 
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the compute-dtype elements of a shard, padding included, into a flat tensor."""
         placed = self._layout.shards[shard]
-        planned = self._gathering(shard)
+        planned = self._opened()[1](shard)
         with torch.no_grad():
             self._copy_param(placed, destination, planned=planned)
 

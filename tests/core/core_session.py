@@ -43,7 +43,8 @@ def draw() -> torch.Tensor:
 class Session:
     """Model, optimizer and scheduler of one start of the program."""
 
-    def __init__(self, folder: Path, paging: Paging = Paging(arena="least"), **sections: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, arena: str = "least", **sections: dict[str, Any]) -> None:
+        paging = Paging(arena=arena)
         self.model = core_models.build(RECIPE.model)
         passed_in = make_optimizer(RECIPE, self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(passed_in, lambda step: 1 / (1 + 0.2 * step))

@@ -121,15 +121,22 @@ def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
     assert list((tmp_path / "nvme0").iterdir()) == []
 
 
-@pytest.mark.parametrize("change", ["model", "optimizer", "page size", "paths"])
+SIMILAR = pytest.param(
+    "similar optimizer", marks=pytest.mark.xfail(strict=True, reason="the class of the optimizer is not in a commit")
+)
+CHANGED = {"optimizer": "sgd_nesterov", "similar optimizer": "nadam"}
+
+
+@pytest.mark.parametrize("change", ["model", "optimizer", SIMILAR, "page size", "paths", "groups"])
 def test_a_commit_of_something_else_is_refused(change: str, undisturbed: list[float], tmp_path: Path) -> None:
     """Another model, optimizer, page size or number of paths: refused, and the commit is still good."""
     with Session(tmp_path) as session:
         session.run(EVERY)
     model = core_models.build("repeated" if change == "model" else "toy")
-    optimizer = make_optimizer(Recipe(groups=True, optimizer="nadam" if change == "optimizer" else "adamw"), model)
+    other = Recipe(groups=change != "groups", optimizer=CHANGED.get(change, "adamw"))
+    optimizer = make_optimizer(other, model)
     paging = Paging(page=(128 if change == "page size" else 64) << 10, paths=2 if change == "paths" else 1)
-    with pytest.raises((CommitError, ConfigError), match="model|paths"):
+    with pytest.raises((CommitError, ConfigError), match=r"model|paths|groups"):
         infinity.offload(model, optimizer, settings(tmp_path, paging, 64 * MIB, run=LATEST))
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
@@ -247,7 +254,7 @@ def test_a_failing_drive_ends_the_run_and_keeps_the_commit(name: str, undisturbe
 def test_a_drive_that_fails_during_a_commit_leaves_the_one_before(undisturbed: list[float], tmp_path: Path) -> None:
     """The flush fails: nothing is published."""
     fault = Fault(kind=FaultKind.ENOSPC)
-    with faulty(fault, on=False) as engines, Session(tmp_path, Paging(arena="all")) as session:
+    with faulty(fault, on=False) as engines, Session(tmp_path, arena="all") as session:
         session.run(EVERY)
         session.run(EVERY + 2, every=0)
         engines[-1].on = True
@@ -402,7 +409,7 @@ def test_two_ranks_commit_and_resume_together(pair: RankPool, tmp_path: Path) ->
     """A commit is one of all ranks or none; another number of ranks is refused, and leaves it as it is."""
     assert pair.run(commit_and_resume_on_ranks, str(tmp_path)) == [[], []]
     commits_before = sorted((run_folder(tmp_path) / "commits").iterdir())
-    with pytest.raises(CommitError, match="2 ranks|number of ranks"):
+    with pytest.raises(CommitError, match=r"2 ranks|number of ranks"):
         Session(tmp_path, run=LATEST)
     assert sorted((run_folder(tmp_path) / "commits").iterdir()) == commits_before
 

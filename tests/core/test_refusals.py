@@ -324,6 +324,16 @@ def test_a_closed_optimizer_is_refused(tmp_path: Path) -> None:
             call()
 
 
+def test_a_paged_model_says_that_it_was_closed(tmp_path: Path) -> None:
+    """Its values are gone: loading a shard or running the model is an error that says why."""
+    with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
+        train_one(model, optimizer)
+    with pytest.raises(InfinityError, match="closed"):
+        model.blocks[0].up.weight.full_tensor().clone()
+    with pytest.raises(InfinityError, match="closed"):
+        backward(model)
+
+
 def test_weights_for_a_model_that_has_values_are_refused(tmp_path: Path) -> None:
     """They would be ignored."""
     model = core_models.build("toy")

@@ -92,10 +92,10 @@ def train(
         int,
         typer.Option(min=1, help="Train up to this step, counted from the run's first.", rich_help_panel=_OPTIMIZER),
     ] = 20,
-    lr: Annotated[float, typer.Option(help="Highest learning rate of AdamW.", rich_help_panel=_OPTIMIZER)] = 6e-4,
+    lr: Annotated[float, typer.Option(help="Highest learning rate of AdamW.", rich_help_panel=_OPTIMIZER)] = 3e-4,
     warmup_steps: Annotated[
         int, typer.Option(min=0, help="Steps in which the rate rises.", rich_help_panel=_OPTIMIZER)
-    ] = 2,
+    ] = 4,
     lr_steps: Annotated[
         int,
         typer.Option(
