@@ -33,7 +33,7 @@ from infinity.fsdp.attach import Attachment, ShardedModel
 from infinity.fsdp.content import ShardContent
 from infinity.fsdp.materialize import InitFunction, Member, ModuleInitialiser, PretrainedFolder
 from infinity.io import Ticket, open_engine
-from infinity.layout import Page, StateFormat
+from infinity.layout import Page, Role, StateFormat
 from infinity.memory.arena import Arena, keep_freed_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
@@ -206,6 +206,8 @@ class _Run:
             committed=found.pages if found else None,
         )
         self.pager = Pager(layout, self.arena, self.store, self.ledger, timeout=settings.storage.timeout_seconds)
+        for role in Role:
+            self.stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         self.stats.gauge("tier_capacity_bytes", tier="host").set(self.arena.nbytes)
         self.stats.gauge("tier_capacity_bytes", tier="nvme").set(sum(file_sizes(slots, len(paths))))
 
@@ -259,7 +261,7 @@ class _Run:
             return paged.gathering(shard, attachment.training_pass)
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)
-        content = ShardContent(layout, self.pager, load_limit=limit, gathering=gathering)
+        content = ShardContent(layout, self.pager, load_limit=limit, gathering=gathering, copied=self.ledger.copied)
         self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
         if self._found is None:
@@ -335,7 +337,13 @@ class _Run:
 
     def _moved(self, page: Page, ticket: Ticket, path: int) -> None:
         self.ledger.moved(
-            ticket.op.value, page.role.value, path, ticket.length, ticket.completed - ticket.submitted, ticket.error
+            ticket.op.value,
+            page.role.value,
+            path,
+            ticket.length,
+            ticket.completed - ticket.submitted,
+            ticket.retries,
+            ticket.error,
         )
 
     def close(self, *, committed: bool) -> None:

@@ -52,7 +52,8 @@ def _copies_issued(device: torch.device) -> torch.cuda.Event | None:
 class ShardContent:
     """Loads, saves and gathers shards; implements what a `PagedShard` asks for.
 
-    `gathering(shard)` is called before the pages of a shard are copied out for an all-gather.
+    `gathering(shard)` is called before the pages of a shard are copied out for an all-gather, `copied(source
+    tier, target tier, bytes)` after.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class ShardContent:
         *,
         load_limit: int,
         gathering: Callable[[int], bool],
+        copied: Callable[[str, str, int], None],
     ) -> None:
-        self._layout, self._load_limit = layout, load_limit
+        self._layout, self._load_limit, self._copied = layout, load_limit, copied
         self._open: tuple[Pager, Callable[[int], bool]] | None = (pager, gathering)
         self.loads = 0
 
@@ -86,6 +88,7 @@ class ShardContent:
         planned = self._opened()[1](shard)
         with torch.no_grad():
             self._copy_param(placed, destination, planned=planned)
+        self._copied("host", "device", destination.numel() * destination.itemsize)
 
     def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
         segment = self._layout.segments[placed.segment]

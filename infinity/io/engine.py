@@ -44,6 +44,7 @@ class Ticket:
 
     The engine calls `complete` exactly once, from any thread. Callbacks run in the completing thread,
     in the order in which they were added; one added after completion runs at once in the adding thread.
+    `retries` counts the parts that were submitted again after a short or interrupted transfer.
     """
 
     op: Op
@@ -52,6 +53,7 @@ class Ticket:
     length: int
     submitted: float = field(default_factory=time.perf_counter)
     completed: float = 0.0
+    retries: int = 0
     error: InfinityError | None = None
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

@@ -150,6 +150,7 @@ def _move(chunk: _Chunk) -> None:
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EINTR) and retries < _MOST_RETRIES:
                 retries += 1
+                ticket.retries += 1
                 continue
             raise transfer_error(ticket, error.errno or errno.EIO, at) from error
         # The rest of a direct transfer must start aligned again.
@@ -157,3 +158,4 @@ def _move(chunk: _Chunk) -> None:
         if progress == 0:
             raise transfer_error(ticket, None, at)
         at += progress
+        ticket.retries += at < chunk.stop

@@ -270,10 +270,12 @@ class UringEngine:
             self._end_chunk(request)
         elif result in _RETRY_ERRORS and chunk.retries < _MOST_RETRIES:
             chunk.retries += 1
+            request.ticket.retries += 1
             self._again.append(chunk)
         elif result < 0:
             self._fail(request, transfer_error(request.ticket, -result, chunk.start))
         elif progress := align_down(result, request.file.alignment):
+            request.ticket.retries += 1
             chunk.start += progress  # the rest of a direct transfer must start aligned again
             self._again.append(chunk)
         else:

@@ -108,7 +108,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._replan(events, clipped)
         self._pager.begin_step()
         self._settings_in_backward = None
-        self.records.append(self._ledger.end_step(self.steps, state.updated_elements - before, self._pager.census()))
+        updated = state.updated_elements - before
+        pager = self._pager
+        self.records.append(
+            self._ledger.end_step(self.steps, updated, pager.census(), pager.held_bytes(), pager.in_flight())
+        )
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 
 from infinity.errors import InfinityError, StallError
-from infinity.layout import Layout
+from infinity.layout import Layout, Role
 from infinity.memory.arena import Arena
 from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode, Use
@@ -214,6 +214,19 @@ class Pager:
                 status = "writing" if slot.writing else "resident" if page in self._resident else "streaming"
                 counts[status] += 1
             return counts
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes of pages in the arena by role."""
+        with self._changed:
+            held = {role.value: 0 for role in Role}
+            for page in self._holders():
+                held[self._layout.pages[page].role.value] += self._layout.pages[page].nbytes
+            return held
+
+    def in_flight(self) -> dict[str, int]:
+        """Return the number of pages that are being read and written."""
+        with self._changed:
+            return {"read": self._reads, "write": self._writes}
 
     # One access #
 

@@ -49,6 +49,13 @@ class Ledger:
             for device in stats.header.devices
         }
         self._requests = {op: stats.counter("io_requests_total", op=op) for op in OPS}
+        self._retries = {op: stats.counter("io_retries_total", op=op) for op in OPS}
+        self._inflight = {op: stats.gauge("io_inflight_requests", op=op) for op in OPS}
+        self._transfers = {
+            (source, target): stats.counter("transfer_bytes_total", source_tier=source, target_tier=target)
+            for source, target in (("nvme", "host"), ("host", "nvme"), ("host", "device"), ("device", "host"))
+        }
+        self._held = {role: stats.gauge("tier_used_bytes", tier="host", state=role) for role in ROLES}
         self._durations = {op: stats.histogram("io_request_duration_seconds", op=op) for op in OPS}
         self._stalls = {
             (phase, cause): stats.counter("stall_seconds_total", phase=phase, cause=cause)
@@ -82,16 +89,24 @@ class Ledger:
 
     # The store and the pager report here #
 
-    def moved(self, op: str, role: str, device: int, nbytes: int, seconds: float, error: Exception | None) -> None:
+    def moved(
+        self, op: str, role: str, device: int, nbytes: int, seconds: float, retries: int, error: Exception | None
+    ) -> None:
         """Count one finished transfer of a page. Called from any thread."""
         with self._lock:
             self._requests[op].add()
             self._durations[op].observe(seconds)
+            self._retries[op].add(retries)
             if error is None:
                 self._bytes[op, role, f"nvme{device}"].add(nbytes)
+                self._transfers[("nvme", "host") if op == "read" else ("host", "nvme")].add(nbytes)
                 self._moved[op] += nbytes
             else:
                 self._stats.counter("io_errors_total", op=op, reason=error_reason(error)).add()
+
+    def copied(self, source: str, target: str, nbytes: int) -> None:
+        """Count a copy of the training thread between the tiers ``host`` and ``device``."""
+        self._transfers[source, target].add(nbytes)
 
     def stalled(self, cause: str, seconds: float) -> None:
         """Count a wait of the training thread."""
@@ -142,8 +157,17 @@ class Ledger:
         self._predicted["read"].set(read)
         self._predicted["write"].set(written)
 
-    def end_step(self, step: int, updated: int, frames: Mapping[str, int]) -> StepRecord:
-        """Close the books of a step."""
+    def end_step(
+        self, step: int, updated: int, frames: Mapping[str, int], held: Mapping[str, int], inflight: Mapping[str, int]
+    ) -> StepRecord:
+        """Close the books of a step.
+
+        Args:
+            updated: parameters updated in it.
+            frames: frames of the arena by status.
+            held: bytes in the arena by role.
+            inflight: page transfers under way by operation.
+        """
         self.enter("other")
         now = time.perf_counter()
         seconds = now - self._step_start
@@ -172,6 +196,10 @@ class Ledger:
         self._updated.add(updated)
         for status, number in frames.items():
             self._pool[status].set(number)
+        for role, nbytes in held.items():
+            self._held[role].set(nbytes)
+        for op, number in inflight.items():
+            self._inflight[op].set(number)
         return record
 
     def restart_step(self) -> None:

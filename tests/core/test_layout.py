@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 from core_layouts import FORMATS, layouts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,7 +112,6 @@ def test_unit_tables_agree_with_the_shards(layout: Layout) -> None:
         assert set(layout.unit_segments[unit]) == trained
 
 
-@pytest.mark.xfail(strict=True, reason="pages of different segments of a unit have the same name")
 @given(layouts())
 def test_page_names_are_unique(layout: Layout) -> None:
     """A name in an error names one page, and its unit."""

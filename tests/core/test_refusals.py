@@ -118,7 +118,7 @@ def test_the_size_that_a_refusal_suggests_is_accepted(page: int, tmp_path: Path)
     assert text.startswith("BudgetError")
     for row in ("weights in the compute dtype", "master weights and moments", "gradients", "smallest arena"):
         assert re.search(rf"{row}.* [0-9.]+ [KMG]iB", text), row
-    suggested = re.search(r"set memory\.host_bytes to ([0-9.]+ [KMGT]?i?B) or more", text)[1]
+    suggested = re.search(r'set memory\.host_bytes to "?([0-9.]+ ?[KMGT]?i?B)"? or more', text)[1]
     tree = settings(tmp_path, Paging(), parse_size(suggested), memory={"page_bytes": page})
     infinity.offload(model, optimizer, tree).close()
 

@@ -140,9 +140,15 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool, checkpointing: bool
     if checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError("this model has no activation checkpointing; leave --activation-checkpointing out")
-        model.gradient_checkpointing_enable(  # type: ignore[operator]
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        _checkpoint_layers(model)
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _checkpoint_layers(model: nn.Module) -> None:
+    values = {"use_reentrant": False}
+    if enable := getattr(model, "activation_checkpointing_enable", None):
+        enable(activation_checkpointing_kwargs=values)
+    else:  # its name in earlier versions of transformers 5
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=values)  # type: ignore[operator]

@@ -1,0 +1,74 @@
+"""A program that trains a model of some layers and prints its losses and its peak resident memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+
+WIDTH = 512
+ELEMENTS = 4 * WIDTH * WIDTH
+"""Parameters of a layer."""
+
+
+class Layer(nn.Module):
+    """Two large matrices; nothing else grows with the number of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: y + self.down(torch.relu(self.up(y))), x, use_reentrant=False)
+
+
+def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
+    """Train three steps: `mode` is ``nothing`` (only the imports), ``memory`` or ``paged``."""
+    torch.set_num_threads(1)
+    losses = [] if mode == "nothing" else train(mode, layers, host_bytes, Path(folder))
+    status = Path("/proc/self/status").read_text()
+    peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    print(json.dumps({"peak": int(peak.split()[1]) * 1024, "losses": losses}))
+
+
+def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
+    """Return the losses of three steps."""
+    mesh, policy = infinity.mesh("cpu"), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    torch.manual_seed(0)
+    with torch.device("meta" if mode == "paged" else "cpu"):
+        model = nn.Sequential(*(Layer() for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if mode == "paged":
+        config = {
+            "storage": {"paths": [str(folder)]},
+            "memory": {"host_bytes": host_bytes, "page_bytes": "256KiB"},
+            "telemetry": {"runtime_dir": str(folder / "runtime")},
+        }
+        optimizer = infinity.offload(model, optimizer, config)
+    losses = []
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(8, WIDTH)
+        loss = (model(x) - x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if mode == "paged":
+        optimizer.close()
+    return losses
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,86 @@
+"""Memory does not grow with the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import core_peak
+import pytest
+
+MIB = 1 << 20
+HOST = 16 * MIB
+GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+def start(mode: str, layers: int, folder: Path, joins: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    """Start the training program."""
+    command = [sys.executable, core_peak.__file__, mode, str(layers), str(HOST), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=joins
+    )
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
+    """Return exit status, what the program printed, and its errors."""
+    out, err = process.communicate(timeout=180)
+    return process.returncode, json.loads(out) if out.strip() else {}, err
+
+
+def peak(mode: str, layers: int, folder: Path) -> int:
+    """Return the peak resident memory of a training, in bytes."""
+    status, found, errors = outcome(start(mode, layers, folder))
+    assert status == 0, errors
+    return found["peak"]
+
+
+def test_twice_the_layers_need_no_more_memory(tmp_path: Path) -> None:
+    """At a fixed arena; 6 MiB are allowed for objects, the bf16 weights alone would be 16 MiB more."""
+    layers = 8
+    grown = 2 * layers * core_peak.ELEMENTS - layers * core_peak.ELEMENTS
+    assert 2 * grown >= 16 * MIB
+    small, large = (peak("paged", number, tmp_path) for number in (layers, 2 * layers))
+    assert large - small < 6 * MIB
+
+
+@contextmanager
+def memory_group(limit: int) -> Iterator[Path]:
+    """Make a memory cgroup; skip where that is not possible."""
+    group = GROUPS / f"infinity-test-{os.getpid()}"
+    if os.geteuid() != 0 or not (GROUPS / "memory.limit_in_bytes").exists():
+        pytest.skip("needs root and the memory controller of cgroup v1")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+    except OSError as error:
+        pytest.skip(f"cannot make a memory cgroup: {error}")
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_training_works_under_a_memory_limit(tmp_path: Path) -> None:
+    """Imports + arena + some units; the same model in memory is killed there, and without a limit gives the same."""
+    layers = 24
+    state = 14 * layers * core_peak.ELEMENTS
+    limit = peak("nothing", 0, tmp_path) + HOST + 80 * MIB
+    assert state / 3 > HOST + 80 * MIB
+    with memory_group(limit) as group:
+
+        def joins() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        status, limited, errors = outcome(start("paged", layers, tmp_path, joins))
+        assert status == 0, errors
+        assert outcome(start("memory", layers, tmp_path, joins))[0] != 0
+    free = outcome(start("paged", layers, tmp_path))[1]
+    assert limited["losses"] == free["losses"]
+    assert len(set(free["losses"])) == 3

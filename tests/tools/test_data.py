@@ -1,0 +1,64 @@
+"""Batches: pure functions of seed and step, shared out to ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from infinity_tools.data import Batches, Corpus
+
+from infinity.errors import ConfigError
+
+
+def _corpus(folder):
+    (folder / "b.txt").write_bytes(bytes(range(100, 200)))
+    (folder / "a.txt").write_bytes(bytes(range(100)))
+    (folder / "empty").write_bytes(b"")
+    (folder / ".hidden").write_bytes(b"not this")
+    return Corpus.of([folder])
+
+
+def test_reading_crosses_files_and_goes_round(tmp_path):
+    corpus = _corpus(tmp_path)
+    assert corpus.size == 200
+    assert corpus.read(0, 200) == bytes(range(200))
+    assert corpus.read(95, 10) == bytes(range(95, 105))
+    assert corpus.read(195, 10) == bytes([*range(195, 200), *range(5)])
+    assert corpus.read(205, 405) == (bytes(range(200)) * 4)[5:410]
+
+
+def test_batches_depend_on_seed_and_step_alone(tmp_path):
+    corpus = _corpus(tmp_path)
+
+    def at(step, *, seed=1, rank=0, world_size=1):
+        batches = Batches(corpus, sequences=4, length=16, seed=seed, rank=rank, world_size=world_size)
+        return batches.at(step)
+
+    assert at(3).shape == (4, 16)
+    assert torch.equal(at(3), at(3))
+    assert not torch.equal(at(3), at(4))
+    assert not torch.equal(at(3), at(3, seed=2))
+    shares = [at(3, rank=rank, world_size=2) for rank in range(2)]
+    assert torch.equal(torch.cat(shares), at(3))
+
+
+def test_a_tokenizer_is_fed_until_it_has_given_enough(tmp_path):
+    corpus = _corpus(tmp_path)
+    batches = Batches(
+        corpus, sequences=1, length=20, seed=0, rank=0, world_size=1, encode=lambda text: [1] * (len(text) // 30)
+    )
+    assert batches.at(0).tolist() == [[1] * 20]
+
+
+def test_too_little_text(tmp_path):
+    with pytest.raises(ConfigError, match="too little for sequences of 500 tokens"):
+        Batches(_corpus(tmp_path), sequences=1, length=500, seed=0, rank=0, world_size=1)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ConfigError, match="no text"):
+        Corpus.of([tmp_path / "nothing"])
+
+
+def test_file_that_shrinks_is_noticed(tmp_path):
+    corpus = _corpus(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="has changed"):
+        corpus.read(0, 50)

@@ -1,0 +1,177 @@
+"""`infinity train`, started as a person starts it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL, environment
+
+KEYS = {
+    "run_id", "parameters", "world_size", "steps", "tokens_per_step", "losses", "step_seconds", "tokens_per_second",
+    "state_bytes", "host_memory_bytes", "peak_rss_bytes", "io_engine", "update_placement", "nvme_read_bytes_per_step",
+    "nvme_written_bytes_per_step", "predicted_read_bytes_per_step", "predicted_written_bytes_per_step",
+    "stall_seconds_per_step", "compute_seconds_per_step", "nvme_paths",
+}  # fmt: skip
+
+
+def test_a_run_writes_summary_and_picture_and_learns(infinity_command, tmp_path):
+    done = infinity_command(*SMALL, "--steps", "12", "--lr", "3e-3", "--out", "o")
+    assert done.status == 0, done.errors
+    assert "peak resident" in done.output
+    assert "step 12/12" in done.errors
+    summary = json.loads((tmp_path / "o/summary.json").read_text())
+    assert set(summary) >= KEYS
+    assert summary["losses"][-1] < summary["losses"][0] - 0.5
+    assert summary["steps"] == len(summary["losses"]) == len(summary["step_records"]) == 12
+    assert summary["host_memory_bytes"] == 1 << 20
+    assert summary["nvme_read_bytes_per_step"] == pytest.approx(summary["predicted_read_bytes_per_step"], rel=0.02)
+    assert summary["nvme_written_bytes_per_step"] == pytest.approx(
+        summary["predicted_written_bytes_per_step"], rel=0.02
+    )
+    assert (tmp_path / "o/summary.png").read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == summary["losses"]
+    assert not list((tmp_path / "o/nvme").iterdir())  # nothing was committed, so nothing is kept
+
+
+def test_resumed_run_repeats_the_uninterrupted_one_to_the_bit(infinity_command):
+    straight = infinity_command(*SMALL, "--steps", "10", "--json", "--out", "a").summary
+    first = infinity_command(
+        *SMALL, "--steps", "6", "--lr-steps", "10", "--commit-every", "4", "--json", "--out", "b"
+    ).summary
+    second = infinity_command(*SMALL, "--steps", "10", "--resume", "--json", "--out", "b").summary
+    assert second["first_step"] == 7
+    assert second["run_id"] == first["run_id"]
+    assert first["losses"] + second["losses"] == straight["losses"]
+    again = infinity_command(*SMALL, "--steps", "6", "--resume", "--out", "b")
+    assert again.status == 2
+    assert "at step 6 already" in again.errors
+
+
+def test_json_prints_nothing_else(infinity_command, tmp_path):
+    done = infinity_command(*SMALL, "--steps", "2", "--json", "--out", "o", "--dtype", "bf16", "--engine", "threads")
+    assert done.summary == json.loads((tmp_path / "o/summary.json").read_text())
+    assert done.errors == ""
+    assert (done.summary["dtype"], done.summary["io_engine"]) == ("bf16", "threads")
+
+
+def test_two_ranks(infinity_command, tmp_path):
+    alone = infinity_command(*SMALL, "--steps", "4", "--json", "--out", "a").summary
+    done = infinity_command(*SMALL, "--steps", "4", "--out", "b", "--commit-every", "3", ranks=2)
+    assert done.status == 0, done.errors
+    both = json.loads((tmp_path / "b/summary.json").read_text())
+    assert (both["world_size"], both["parameters"]) == (2, alone["parameters"])
+    assert both["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+    assert both["host_memory_bytes"] == 2 * alone["host_memory_bytes"]
+    verified = infinity_command("store", "verify", "b/nvme", "--json")
+    assert verified.status == 0
+    assert json.loads(verified.output)["pages"] > 0
+
+
+def test_pretrained_folder_starts_where_the_model_in_memory_starts(infinity_command, tmp_path):
+    import transformers
+
+    from infinity_tools.data import Batches, Corpus
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
+    )
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "pretrained")
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
+    tokens = Batches(Corpus.of([tmp_path / "text"]), sequences=4, length=32, seed=7, rank=0, world_size=1).at(0)
+    with torch.no_grad():
+        expected = model(input_ids=tokens, labels=tokens).loss.item()
+    options = ["--model", "pretrained", "--data", "text", "--seed", "7", "--dtype", "fp32", "--steps", "2"]
+    found = infinity_command(*SMALL, *options, "--json", "--out", "o").summary
+    assert found["losses"][0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--nvme", "missing"], 2, "'missing' is not a folder"),
+        (["--data", "missing"], 2, "'missing' is no file or folder"),
+        (["--model", "tinny"], 2, "did you mean tiny?"),
+        (["--batch-tokens", "100"], 2, "try 96"),
+        (["--host-memory", "64KiB"], 2, "the host arena is too small"),
+        (["--resume"], 2, "no commit to resume from"),
+        (["--seq", "8192", "--batch-tokens", "8192"], 2, "4096 positions"),
+        (["--lr", "1e30", "--warmup-steps", "0", "--steps", "4"], 1, "try a lower --lr"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_message(infinity_command, options, status, message):
+    done = infinity_command(*SMALL, "--steps", "1", "--out", "o", *options)
+    assert done.status == status, done.errors
+    assert message in done.errors
+    assert "Traceback" not in done.errors
+
+
+def test_unknown_setting_names_the_nearest(infinity_command, tmp_path):
+    (tmp_path / "settings.toml").write_text('[memory]\nhost_byte = "1MiB"\n')
+    done = infinity_command(*SMALL, "--config", "settings.toml")
+    assert done.status == 2
+    assert "did you mean memory.host_bytes?" in done.errors
+
+
+def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "infinity_tools", *SMALL, "--steps", "100000", "--out", "o"]
+    with subprocess.Popen(
+        [*command, "--metrics-port", "0", "--metrics-linger", "60", "--commit-every", "100000"],
+        cwd=tmp_path, env=environment(tmp_path / "tmp"), stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stderr is not None
+            address = re.search(r"http://\S+", process.stderr.readline())
+            assert address is not None
+            while "step 1/" not in process.stderr.readline():
+                assert process.poll() is None
+            assert 'infinity_steps_total{rank="0"}' in _get(address[0])
+            process.send_signal(signal.SIGTERM)
+            _wait_for(tmp_path / "o/summary.json", process)
+            summary = json.loads((tmp_path / "o/summary.json").read_text())
+            text = _get(address[0])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    assert summary["interrupted"]
+    for op, key in (("read", "nvme_read_bytes_total"), ("write", "nvme_written_bytes_total")):
+        values = re.findall(rf'^infinity_io_bytes_total{{.*op="{op}".*}} (\S+)$', text, re.MULTILINE)
+        assert sum(map(float, values)) == summary[key] > 0
+    listed = subprocess.run(
+        [sys.executable, "-m", "infinity_tools", "store", "ls", "o/nvme", "--json"],
+        cwd=tmp_path, env=environment(tmp_path / "tmp"), capture_output=True, check=True,
+    ).stdout  # fmt: skip
+    assert json.loads(listed)[0]["commits"][0]["step"] == summary["steps"]
+
+
+def test_list_of_presets_and_version(infinity_command):
+    listed = infinity_command("train", "--model", "list").output
+    assert re.search(r"llama-100m +113\.7 M +256", listed)
+    assert re.search(r"gpt2-354m +354\.8 M +50257", listed)
+    assert json.loads(infinity_command("version", "--json").output)["infinity"]
+
+
+def _get(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def _wait_for(file: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 60
+    while not file.exists():
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
