@@ -34,7 +34,7 @@ from infinity.fsdp.content import ShardContent
 from infinity.fsdp.materialize import InitFunction, Member, ModuleInitialiser, PretrainedFolder
 from infinity.io import Ticket, open_engine
 from infinity.layout import Page, Role, StateFormat
-from infinity.memory.arena import Arena, keep_freed_memory
+from infinity.memory.arena import Arena, return_freed_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
 from infinity.optim.step import StepState
@@ -104,7 +104,7 @@ def offload(
     _check_optimizer(sharded, optimizer)
     if (weights or init) and not sharded.on_meta:
         raise ConfigError("weights and init are for models on the meta device; this model has values already")
-    keep_freed_memory()
+    return_freed_memory()
     ranks = Ranks.current()
     kernel = UpdateKernel(optimizer)
     if kernel.has_progress(optimizer):

@@ -28,6 +28,8 @@ from infinity.memory.arena import Arena
 from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode, Use
 
+_WAITS = {"read": "a page to be read", "write": "a page to be written", "arena": "a free frame of the arena"}
+
 
 class PageReaderWriter(Protocol):
     """What the pager needs of a store."""
@@ -487,4 +489,4 @@ class Pager:
         self._observer.stalled(cause, time.perf_counter() - started)
         self._check()
         if not finished:
-            raise StallError(f"waited {self._timeout:.0f} s for a {cause} of the arena; {self._store.oldest_request()}")
+            raise StallError(f"waited {self._timeout:.0f} s for {_WAITS[cause]}; {self._store.oldest_request()}")

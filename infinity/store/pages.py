@@ -70,12 +70,15 @@ class PageStore:
 
         def arrived(ticket: Ticket) -> None:
             self._forget(ticket)
-            self._moved(self._pages[page], ticket, extent.path)
             error: Exception | None = ticket.error
-            if error is None and (found := checksum(page, memory)) != version.checksum:
-                error = CorruptPageError(
-                    self._name_of(page), file.path, extent.offset, extent.length, version.checksum, found
-                )
+            try:
+                self._moved(self._pages[page], ticket, extent.path)
+                if error is None and (found := checksum(page, memory)) != version.checksum:
+                    error = CorruptPageError(
+                        self._name_of(page), file.path, extent.offset, extent.length, version.checksum, found
+                    )
+            except Exception as failure:  # this runs on the engine's thread: whoever waits must hear of it
+                error = failure
             done(error)
 
         try:
@@ -101,12 +104,16 @@ class PageStore:
 
         def arrived(ticket: Ticket) -> None:
             self._forget(ticket)
-            self._moved(self._pages[page], ticket, extent.path)
-            if ticket.error is None:
-                self._replace(page, version)
-            else:
-                self._extents.give(extent)
-            done(ticket.error)
+            error: Exception | None = ticket.error
+            try:
+                self._moved(self._pages[page], ticket, extent.path)
+                if error is None:
+                    self._replace(page, version)
+                else:
+                    self._extents.give(extent)
+            except Exception as failure:
+                error = failure
+            done(error)
 
         self._remember(ticket)
         ticket.on_done(arrived)

@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
-    """Train three steps: `mode` is ``nothing`` (only the imports), ``memory`` or ``paged``."""
+    """Train two steps: `mode` is ``nothing`` (only the imports), ``memory`` or ``paged``."""
     torch.set_num_threads(1)
     losses = [] if mode == "nothing" else train(mode, layers, host_bytes, Path(folder))
     status = Path("/proc/self/status").read_text()
@@ -40,7 +40,7 @@ def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
 
 
 def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
-    """Return the losses of three steps."""
+    """Return the losses of two steps."""
     mesh, policy = infinity.mesh("cpu"), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     torch.manual_seed(0)
     with torch.device("meta" if mode == "paged" else "cpu"):
@@ -57,7 +57,7 @@ def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
         }
         optimizer = infinity.offload(model, optimizer, config)
     losses = []
-    for step in range(3):
+    for step in range(2):
         torch.manual_seed(step)
         x = torch.randn(8, WIDTH)
         loss = (model(x) - x).float().square().mean()

@@ -12,11 +12,7 @@ from core_train import OPTIMIZERS, Paging, Recipe, compare, settings
 import infinity
 from infinity.errors import UnsupportedError
 
-BUGS = {"adagrad": "Adagrad has state from its constructor on, and is refused for it"}
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=BUGS[name]) if name in BUGS else ())
-    for name in sorted(set(OPTIMIZERS) - {"adamw"})
-]
+OTHERS = sorted(set(OPTIMIZERS) - {"adamw"})
 
 
 @pytest.mark.parametrize("optimizer", OTHERS)
@@ -41,13 +37,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="a bare ValueError") if name == "Muon" else ())
-        for name in REFUSED
-    ],
-)
+@pytest.mark.parametrize("name", REFUSED)
 def test_other_optimizers_are_refused_with_a_reason(name: str, tmp_path: Path) -> None:
     """The error names the optimizer, and nothing is left on disk."""
     if not hasattr(torch.optim, name):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from infinity_tools.data import Batches, Corpus
 
 from infinity.errors import ConfigError
+from infinity_tools.data import Batches, Corpus
 
 
 def _corpus(folder):

@@ -9,20 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL
+from tools_command import SMALL, run_here
+from typer.testing import CliRunner
+
 from infinity_tools.cli import app
 from infinity_tools.runs import stored_runs
-from typer.testing import CliRunner
 
 
 @pytest.fixture
-def committed(infinity_command, tmp_path) -> tuple[Path, Path, str]:
+def committed(tmp_path) -> tuple[Path, Path, str]:
     """A run with a commit, spread over two folders."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
     paths = ["--nvme", str(first), "--nvme", str(second)]
-    done = infinity_command(*SMALL, *paths, "--steps", "1", "--commit-every", "1", "--json", "--out", "o")
+    done = run_here(*SMALL, *paths, "--steps", "1", "--commit-every", "1", "--json", "--out", "o")
     return first, second, done.summary["run_id"]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, environment
+from tools_command import SMALL, environment, run_here, run_process
 
 KEYS = {
     "run_id", "parameters", "world_size", "steps", "tokens_per_step", "losses", "step_seconds", "tokens_per_second",
@@ -23,8 +23,8 @@ KEYS = {
 }  # fmt: skip
 
 
-def test_a_run_writes_summary_and_picture_and_learns(infinity_command, tmp_path):
-    done = infinity_command(*SMALL, "--steps", "12", "--lr", "3e-3", "--out", "o")
+def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
+    done = run_here(*SMALL, "--steps", "12", "--lr", "3e-3", "--out", "o")
     assert done.status == 0, done.errors
     assert "peak resident" in done.output
     assert "step 12/12" in done.errors
@@ -43,41 +43,41 @@ def test_a_run_writes_summary_and_picture_and_learns(infinity_command, tmp_path)
     assert not list((tmp_path / "o/nvme").iterdir())  # nothing was committed, so nothing is kept
 
 
-def test_resumed_run_repeats_the_uninterrupted_one_to_the_bit(infinity_command):
-    straight = infinity_command(*SMALL, "--steps", "10", "--json", "--out", "a").summary
-    first = infinity_command(
-        *SMALL, "--steps", "6", "--lr-steps", "10", "--commit-every", "4", "--json", "--out", "b"
-    ).summary
-    second = infinity_command(*SMALL, "--steps", "10", "--resume", "--json", "--out", "b").summary
+def test_resumed_run_repeats_the_uninterrupted_one_to_the_bit():
+    straight = run_here(*SMALL, "--steps", "10", "--json", "--out", "a").summary
+    first = run_here(*SMALL, "--steps", "6", "--lr-steps", "10", "--commit-every", "4", "--json", "--out", "b").summary
+    second = run_here(*SMALL, "--steps", "10", "--resume", "--json", "--out", "b").summary
     assert second["first_step"] == 7
     assert second["run_id"] == first["run_id"]
     assert first["losses"] + second["losses"] == straight["losses"]
-    again = infinity_command(*SMALL, "--steps", "6", "--resume", "--out", "b")
+    again = run_here(*SMALL, "--steps", "6", "--resume", "--out", "b")
     assert again.status == 2
     assert "at step 6 already" in again.errors
 
 
-def test_json_prints_nothing_else(infinity_command, tmp_path):
-    done = infinity_command(*SMALL, "--steps", "2", "--json", "--out", "o", "--dtype", "bf16", "--engine", "threads")
+def test_json_prints_nothing_else(tmp_path):
+    done = run_process(
+        tmp_path, *SMALL, "--steps", "2", "--json", "--out", "o", "--dtype", "bf16", "--engine", "threads"
+    )
     assert done.summary == json.loads((tmp_path / "o/summary.json").read_text())
     assert done.errors == ""
     assert (done.summary["dtype"], done.summary["io_engine"]) == ("bf16", "threads")
 
 
-def test_two_ranks(infinity_command, tmp_path):
-    alone = infinity_command(*SMALL, "--steps", "4", "--json", "--out", "a").summary
-    done = infinity_command(*SMALL, "--steps", "4", "--out", "b", "--commit-every", "3", ranks=2)
+def test_two_ranks(tmp_path):
+    alone = run_here(*SMALL, "--steps", "4", "--json", "--out", "a").summary
+    done = run_process(tmp_path, *SMALL, "--steps", "4", "--out", "b", "--commit-every", "3", ranks=2)
     assert done.status == 0, done.errors
     both = json.loads((tmp_path / "b/summary.json").read_text())
     assert (both["world_size"], both["parameters"]) == (2, alone["parameters"])
     assert both["losses"] == pytest.approx(alone["losses"], rel=1e-3)
     assert both["host_memory_bytes"] == 2 * alone["host_memory_bytes"]
-    verified = infinity_command("store", "verify", "b/nvme", "--json")
+    verified = run_here("store", "verify", "b/nvme", "--json")
     assert verified.status == 0
     assert json.loads(verified.output)["pages"] > 0
 
 
-def test_pretrained_folder_starts_where_the_model_in_memory_starts(infinity_command, tmp_path):
+def test_pretrained_folder_starts_where_the_model_in_memory_starts(tmp_path):
     import transformers
 
     from infinity_tools.data import Batches, Corpus
@@ -93,7 +93,7 @@ def test_pretrained_folder_starts_where_the_model_in_memory_starts(infinity_comm
     with torch.no_grad():
         expected = model(input_ids=tokens, labels=tokens).loss.item()
     options = ["--model", "pretrained", "--data", "text", "--seed", "7", "--dtype", "fp32", "--steps", "2"]
-    found = infinity_command(*SMALL, *options, "--json", "--out", "o").summary
+    found = run_here(*SMALL, *options, "--json", "--out", "o").summary
     assert found["losses"][0] == pytest.approx(expected, rel=1e-6)
 
 
@@ -110,22 +110,21 @@ def test_pretrained_folder_starts_where_the_model_in_memory_starts(infinity_comm
         (["--lr", "1e30", "--warmup-steps", "0", "--steps", "4"], 1, "try a lower --lr"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_message(infinity_command, options, status, message):
-    done = infinity_command(*SMALL, "--steps", "1", "--out", "o", *options)
+def test_what_is_wrong_is_said_in_one_message(options, status, message):
+    done = run_here(*SMALL, "--steps", "1", "--out", "o", *options)
     assert done.status == status, done.errors
     assert message in done.errors
     assert "Traceback" not in done.errors
 
 
-def test_unknown_setting_names_the_nearest(infinity_command, tmp_path):
+def test_unknown_setting_names_the_nearest(tmp_path):
     (tmp_path / "settings.toml").write_text('[memory]\nhost_byte = "1MiB"\n')
-    done = infinity_command(*SMALL, "--config", "settings.toml")
+    done = run_here(*SMALL, "--config", "settings.toml")
     assert done.status == 2
     assert "did you mean memory.host_bytes?" in done.errors
 
 
 def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path):
-    (tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "infinity_tools", *SMALL, "--steps", "100000", "--out", "o"]
     with subprocess.Popen(
         [*command, "--metrics-port", "0", "--metrics-linger", "60", "--commit-every", "100000"],
@@ -150,18 +149,14 @@ def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path
     for op, key in (("read", "nvme_read_bytes_total"), ("write", "nvme_written_bytes_total")):
         values = re.findall(rf'^infinity_io_bytes_total{{.*op="{op}".*}} (\S+)$', text, re.MULTILINE)
         assert sum(map(float, values)) == summary[key] > 0
-    listed = subprocess.run(
-        [sys.executable, "-m", "infinity_tools", "store", "ls", "o/nvme", "--json"],
-        cwd=tmp_path, env=environment(tmp_path / "tmp"), capture_output=True, check=True,
-    ).stdout  # fmt: skip
-    assert json.loads(listed)[0]["commits"][0]["step"] == summary["steps"]
+    assert json.loads(run_here("store", "ls", "o/nvme", "--json").output)[0]["commits"][0]["step"] == summary["steps"]
 
 
-def test_list_of_presets_and_version(infinity_command):
-    listed = infinity_command("train", "--model", "list").output
+def test_list_of_presets_and_version():
+    listed = run_here("train", "--model", "list").output
     assert re.search(r"llama-100m +113\.7 M +256", listed)
     assert re.search(r"gpt2-354m +354\.8 M +50257", listed)
-    assert json.loads(infinity_command("version", "--json").output)["infinity"]
+    assert json.loads(run_here("version", "--json").output)["infinity"]
 
 
 def _get(address: str) -> str:

@@ -122,7 +122,8 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         status = 128 + training.stopped_by if training.stopped_by else 0
     if ranks.rank == 0:
         _show(summary, out, options)
-    dist.destroy_process_group()
+    if ranks.world_size > 1:
+        dist.destroy_process_group()
     return status
 
 

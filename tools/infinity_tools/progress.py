@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 _LINE_SECONDS = 10.0
 _RECENT_STEPS = 8
+_WIDE = 96  # columns from which rates have their names in full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +31,19 @@ class StepView:
     @property
     def rates(self) -> str:
         """Tokens/s, NVMe rates and stall share."""
-        return (
-            f"{short(self.tokens / self.seconds)} tok/s  read {rate(self.read_bytes / self.seconds)}  "
-            f"write {rate(self.written_bytes / self.seconds)}  stall {self.stall_share:.0%}"
-        )
+        read, written = rate(self.read_bytes / self.seconds), rate(self.written_bytes / self.seconds)
+        return f"{self.speed}  read {read}  write {written}  stall {self.stall_share:.0%}"
+
+    @property
+    def short_rates(self) -> str:
+        """The same for a narrow terminal."""
+        read, written = self.read_bytes / self.seconds / 1e9, self.written_bytes / self.seconds / 1e9
+        return f"{self.speed}  r/w {read:.2f}/{written:.2f} GB/s  stall {self.stall_share:.0%}"
+
+    @property
+    def speed(self) -> str:
+        """Tokens/s."""
+        return f"{short(self.tokens / self.seconds)} tok/s"
 
 
 class View(Protocol):
@@ -118,8 +128,9 @@ class _Bar:
         self._console = console
         self._waiting = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True)
         self._steps = Progress(
+            SpinnerColumn(),
             TextColumn("[bold]{task.completed:.0f}[/]/{task.total:.0f}"),
-            BarColumn(bar_width=max(6, min(30, console.width - 80))),
+            BarColumn(bar_width=max(6, min(30, console.width - (84 if console.width >= _WIDE else 70)))),
             TextColumn("{task.fields[figures]}"),
             console=console,
         )
@@ -155,7 +166,8 @@ class _Bar:
     def stepped(self, view: StepView) -> None:
         self._recent.append(view.seconds)
         left = (self._total - view.step) * sum(self._recent) / len(self._recent)
-        figures = f"loss [bold]{view.loss:.3f}[/]  {view.rates}  [cyan]{_clock(left)}[/]"
+        rates = view.rates if self._console.width >= _WIDE else view.short_rates
+        figures = f"loss [bold]{view.loss:.3f}[/]  {rates}  [cyan]{_clock(left)}[/]"
         self._steps.update(self._task, completed=view.step, figures=figures)
 
 

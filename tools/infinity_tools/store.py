@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from infinity_tools.runs import BadPage, StoredRun
 
 app = typer.Typer(help="List, check and remove the runs on NVMe folders.", no_args_is_help=True)
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _PATHS = Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")]
 
@@ -107,10 +109,11 @@ def rm(
     with failures():
         from infinity_tools import runs as stored
 
-        paths = [Path(text) for text in arguments if "/" in text or Path(text).is_dir()]
-        names = [text for text in arguments if Path(text) not in paths]
+        # By its form, not by what exists: in a folder of runs, the id of a run is a folder too.
+        names = [text for text in arguments if _RUN_ID.fullmatch(text)]
+        paths = [Path(text) for text in arguments if text not in names]
         if not paths:
-            raise ConfigError(f"{arguments[0]!r} is not a folder; name the folders first, then the runs")
+            raise ConfigError("name the folders on which the runs are, as well as the runs")
         if not (names or dead or uncommitted):
             raise ConfigError("name the runs to remove, or --dead for all that have ended")
         found = stored.stored_runs(paths)
