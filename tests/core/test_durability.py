@@ -364,8 +364,10 @@ def test_thirty_runs_leak_nothing(tmp_path: Path) -> None:
     before = census()
     for _ in range(30):
         once()
-    assert census() == before
-    assert before[3] == []
+    after = census()
+    # Fewer is possible: what tests before this one left behind may be collected in between.
+    assert all(now <= then for now, then in zip(after[:3], before[:3], strict=True)), (before, after)
+    assert before[3] == after[3] == []
 
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
