@@ -11,7 +11,7 @@ ARGS ?=
 .PHONY: demo test lint types unit bench-io bench-step docs install clean
 
 demo: install
-	$(BIN)/infinity train --model llama-100m --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
+	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
 
 test: install lint types unit
 

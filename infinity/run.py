@@ -46,7 +46,7 @@ from infinity.store.folder import FolderLock, RunFolder, find_runs, latest_run, 
 from infinity.store.pages import PageStore
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
-from infinity.units import MIB, align_down, format_size
+from infinity.units import MIB, format_size
 
 _log = logging.getLogger("infinity")
 _SPARE_SLOTS = 16
@@ -160,7 +160,7 @@ def _budget(
 
     units, formats = sharded.describe(format_of)
     host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
-    return choose_budget(units, formats, align_down(host, 65536), settings.memory.page_bytes)
+    return choose_budget(units, formats, host, settings.memory.page_bytes)
 
 
 class _Run:

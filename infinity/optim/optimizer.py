@@ -21,6 +21,8 @@ from infinity.store.folder import RunFolder
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger, StepRecord
 
+_KEPT_RECORDS = 10_000
+
 
 class Run(Protocol):
     """The run that an optimizer belongs to."""
@@ -113,6 +115,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.records.append(
             self._ledger.end_step(self.steps, updated, pager.census(), pager.held_bytes(), pager.in_flight())
         )
+        del self.records[:-_KEPT_RECORDS]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -40,8 +40,7 @@ def failures(*, debug: bool = False) -> Iterator[None]:
     except RuntimeError as error:
         if debug or not _lost_peer(error):
             raise
-        first = str(error).strip().splitlines()[0]
-        _complain(f"another rank has gone; its own message says why ({first})")
+        _complain("the connection to another rank was lost; its own message says why")
         raise typer.Exit(1) from error
 
 

@@ -42,10 +42,11 @@ def ls(paths: _PATHS, json: _JSON = False) -> None:
             console.print(f"no runs in {', '.join(map(str, paths))}")
             return
         table = Table("run", "state", "commits", "ranks", "on disk", box=None, header_style="bold", pad_edge=False)
+        table.columns[0].no_wrap = table.columns[1].no_wrap = True
         for column in table.columns[3:]:
             column.justify = "right"
         for run in runs:
-            state = f"[green]live[/], process {run.owner.pid}" if run.owner else "ended"
+            state = f"[green]live[/], pid {run.owner.pid}" if run.owner else "ended"
             table.add_row(run.run_id, state, _commits(run), str(run.ranks), format_size(run.nbytes))
         console.print(table)
 
