@@ -78,6 +78,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._events: tuple[Event, ...] = ()
         self._plan: Plan | None = None
         self._settings_in_backward: list[dict[str, Any]] | None = None
+        self._given = optimizer
         self._closed = False
         self._committed = resumed_step is not None
         self.steps = resumed_step or 0
@@ -100,6 +101,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         state = self._step_state
+        self._given.__dict__["_opt_called"] = True  # a scheduler made on that one looks there for steps
         if not state.has_gradients:
             return loss
         self._check_settings()
