@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import core_models
@@ -80,6 +81,8 @@ def test_first_values_depend_on_the_seed_alone(name: str, tmp_path: Path, pair: 
     other_seed = first_values(name, str(tmp_path), 6, Paging())
     drawn = [key for key, value in base.items() if value.is_floating_point() and value.ndim == 2]
     assert drawn
+    pairs = [(a, b) for a, b in itertools.combinations(drawn, 2) if base[a].shape == base[b].shape]
+    assert [pair for pair in pairs if torch.equal(base[pair[0]], base[pair[1]])] == []
     assert not any(torch.equal(base[key], other_seed[key]) for key in drawn)
 
 

@@ -55,7 +55,7 @@ class Rig:
         self.engine = FaultEngine(ThreadEngine(4, 1 << 20), 0, faults)
         self.store = PageStore(
             PAGES, HOMES, self.files, slots, self.engine,
-            name_of=lambda index: f"unit/page[{index}]", moved=lambda *_: None, timeout=10, committed=committed,
+            name_of=lambda index: f"unit/page[{index}]", moved=lambda *_: None, timeout=1, committed=committed,
         )  # fmt: skip
         self._area = mmap.mmap(-1, 64 * KIB)
 
