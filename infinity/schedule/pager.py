@@ -193,9 +193,10 @@ class Pager:
         with self._changed:
             for page in pages:
                 slot = self._slots[page]
-                self._wait(lambda slot=slot: not slot.writing, "write")  # type: ignore[misc]
+                # Its extent may be used again at once: nothing may be on its way to or from it.
+                self._wait(lambda slot=slot: not (slot.writing or slot.reading), "write")  # type: ignore[misc]
                 slot.dirty = False
-                if slot.frame >= 0 and not slot.pins and not slot.reading:
+                if slot.frame >= 0 and not slot.pins:
                     self._release_frame(page)
                 self._store.discard(page)
 

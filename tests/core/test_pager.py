@@ -192,7 +192,6 @@ def test_every_use_sees_the_newest_content(drawn: tuple[Layout, Plan], seed: int
         it.check()
 
 
-@pytest.mark.xfail(strict=True, reason="discard gives up a page that is being read")
 @settings(max_examples=60, deadline=None, phases=NO_SHRINK)
 @given(benches(), st.data())
 def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: st.DataObject) -> None:
