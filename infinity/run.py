@@ -190,7 +190,7 @@ class _Run:
             reserve(file, size)
         self.files = files
         self.arena = Arena(budget.frames, layout.page_bytes, device=device)
-        self.engine, self.engine_reason = open_engine(settings.storage)
+        self.engine, _ = open_engine(settings.storage)
         self.stats = _stats_page(settings, ranks, folder.run_id, self.engine.name)
         self.ledger = Ledger(self.stats)
         self.engine.register(self.arena.memory)
@@ -287,7 +287,6 @@ class _Run:
         self._model, self._groups = sharded.model, optimizer.param_groups
         paged = PagedOptimizer(
             optimizer,
-            attachment.parameters,
             [index_of[id(param)] for param in sharded.model.parameters()],
             layout=layout,
             frames=self.arena.frames,

@@ -67,7 +67,6 @@ class ShardContent:
     ) -> None:
         self._layout, self._load_limit, self._copied = layout, load_limit, copied
         self._open: tuple[Pager, Callable[[int], bool]] | None = (pager, gathering)
-        self.loads = 0
 
     def close(self) -> None:
         """Let go of the pager. Shards refer to this object from within tensors, where Python finds no cycles."""
@@ -120,7 +119,6 @@ class ShardContent:
                 f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena "
                 f"(limit {format_size(self._load_limit)}); use optimizer.commit() to save and export from a commit"
             )
-        self.loads += 1
         result = torch.empty(placed.spec.numel, dtype=dtype)
         for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):

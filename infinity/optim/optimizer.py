@@ -56,7 +56,6 @@ class PagedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: list[nn.Parameter],
         order: list[int],
         *,
         layout: Layout,
@@ -72,7 +71,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._layout, self._frames, self._pager, self._content = layout, frames, pager, content
         self._step_state, self._ledger, self._run = state, ledger, run
-        self._parameters, self._order, self._names = parameters, order, names
+        self._order, self._names = order, names
         self._wanted = placement
         self._placed: str | None = None if placement != "after_backward" else placement
         self._events: tuple[Event, ...] = ()

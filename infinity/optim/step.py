@@ -154,13 +154,10 @@ class StepState:
                 "zero_grad() before step(): updates already ran in backward; to drop gradients set "
                 'update.placement = "after_backward"'
             )
-        self._discard(self._stored)
-        self._reset()
-
-    def _discard(self, units: Any) -> None:
-        for unit in units:
+        for unit in self._stored:
             for segment in self._layout.unit_segments[unit]:
                 self._pager.discard([page.index for page in self._layout.segments[segment].grad_pages])
+        self._reset()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, order: Sequence[int]) -> torch.Tensor:
         """Scale all gradients by one factor, as `torch.nn.utils.clip_grad_norm_` does; return the norm before.
