@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import platform
 import shutil
@@ -27,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.loopdev import LoopDeviceError, loop_device  # noqa: E402
 from infinity.errors import InfinityError  # noqa: E402
 from infinity.io import Engine, Op, ThreadEngine, Ticket, UringEngine  # noqa: E402
+from infinity.memory.arena import Arena  # noqa: E402
 from infinity.units import KIB, MIB, format_size, parse_size  # noqa: E402
 
 
@@ -151,14 +152,12 @@ def run_engine(name: str, path: Path, shape: Shape, op: Op, seconds: float, size
         "threads": ThreadEngine,
     }
     engine = kinds[name](shape.depth, shape.request_bytes)
-    area = mmap.mmap(-1, shape.tickets * shape.ticket_bytes)
-    memory = memoryview(area)
-    memory[:] = os.urandom(len(memory))
-    engine.register(memory)
-    result = Load(engine, path, op, shape, memory, size).run(RAMP_SECONDS, seconds)
+    arena = Arena(shape.tickets, shape.ticket_bytes, device=torch.device("cpu"))
+    arena.memory[:] = os.urandom(arena.nbytes)
+    engine.register(arena.memory)
+    result = Load(engine, path, op, shape, arena.memory, size).run(RAMP_SECONDS, seconds)
     engine.close()
-    memory.release()
-    area.close()
+    arena.close()
     return result
 
 
@@ -302,7 +301,8 @@ def main() -> None:
             "seconds": options.seconds,
             "ramp_seconds": RAMP_SECONDS,
             "shapes": [asdict(shape) for shape in SHAPES],
-            "fio": "io_uring, direct, registered buffers, one job",
+            "fio": "io_uring, direct, registered buffers, one job, its own default memory",
+            "infinity": "transfers from and to a host arena, as in training: huge pages where the kernel has them",
         },
         "machine": machine(),
         "read_ratio": {engine: shapes[HEADLINE] for engine, shapes in read.items()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from infinity.config import StorageConfig
 from infinity.errors import BudgetError, ConfigError, InfinityError, StallError, StorageError
+from infinity.hugepages import transfer_memory
 from infinity.io.engine import DataFile, Engine, Op, Ticket
 from infinity.io.select import open_engine
 from infinity.units import KIB, MIB, align_down, format_size
@@ -193,8 +193,7 @@ def _target(path: str, points: Sequence[Point], file_bytes: int, engine: str) ->
         request_bytes=max(block, _FILL_BYTES),
         queue_depth=max(point.depth for point in points),
     )
-    area = mmap.mmap(-1, max(flight, _NOISE_BYTES))
-    memory = memoryview(area)
+    memory = transfer_memory(max(flight, _NOISE_BYTES))
     noise = os.urandom(_NOISE_BYTES)  # drives may compress anything simpler
     for start in range(0, len(memory), _NOISE_BYTES):
         stop = min(start + _NOISE_BYTES, len(memory))
@@ -208,7 +207,6 @@ def _target(path: str, points: Sequence[Point], file_bytes: int, engine: str) ->
     finally:
         running.close()
         memory.release()
-        area.close()
 
 
 def _probe_file(engine: Engine, folder: str, size: int) -> DataFile:

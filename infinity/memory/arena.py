@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import warnings
 from typing import Any
 
 import torch
 
 from infinity.errors import BudgetError
+from infinity.hugepages import transfer_memory
 from infinity.units import MIB, format_size
 
 _M_MMAP_THRESHOLD = -3
@@ -30,15 +30,13 @@ class Arena:
     def __init__(self, frames: int, frame_bytes: int, *, device: torch.device) -> None:
         self.frames, self.frame_bytes = frames, frame_bytes
         size = frames * frame_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         try:
-            self._map = mmap.mmap(-1, size, flags=flags)
+            self.memory = transfer_memory(size)
         except (OSError, ValueError, OverflowError) as error:
             raise BudgetError(
                 f"cannot allocate a host arena of {format_size(size)} (memory.host_bytes): {error}"
             ) from error
-        self.memory = memoryview(self._map)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._registered = False
         if device.type == "cuda":
             status = _cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)

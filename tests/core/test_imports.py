@@ -15,15 +15,26 @@ import infinity
 PACKAGE = Path(infinity.__file__).parent
 ROOT = PACKAGE.parent
 LEVELS = {
-    "config": 0, "errors": 0, "units": 0,
+    "config": 0, "errors": 0, "units": 0, "hugepages": 0,
     "io": 1, "memory": 1, "telemetry": 1, "layout": 1, "ranks": 1,
     "store": 2, "schedule": 2,
     "fsdp": 3, "optim": 3, "checkpoint": 3, "budget": 3,
     "run": 4,
     "": 5,
 }  # fmt: skip
-NO_TORCH = ("config", "errors", "units", "layout", "io", "telemetry", "store", "schedule.trace", "schedule.planner")
-DAEMON_MAY = {"config", "errors", "units", "io", "telemetry"}
+NO_TORCH = (
+    "config",
+    "errors",
+    "units",
+    "hugepages",
+    "layout",
+    "io",
+    "telemetry",
+    "store",
+    "schedule.trace",
+    "schedule.planner",
+)
+DAEMON_MAY = {"config", "errors", "units", "hugepages", "io", "telemetry"}
 
 
 def modules(folder: Path, package: str) -> dict[str, Path]:

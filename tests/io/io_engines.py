@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,3 +39,9 @@ def mapped(size: int) -> Iterator[memoryview]:
     yield view
     view.release()
     area.close()
+
+
+def open_descriptors() -> int:
+    """Return the number of open descriptors, garbage of earlier tests collected."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from io_engines import open_descriptors
 from typer.testing import CliRunner
 
 from infinity.errors import BudgetError, ConfigError
@@ -25,7 +26,7 @@ def test_several_paths_at_once(tmp_path: Path, engine: str) -> None:
         os.mkdir(folder)
     points = points_of(list(Load), [64 << 10, MIB], [1, 4])
     seen: list[Progress] = []
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, files = threading.active_count(), open_descriptors()
     found = measure_paths(folders, points, file_bytes=16 * MIB, seconds=0.2, engine=engine, on_progress=seen.append)
     assert list(found) == folders
     for folder in folders:
@@ -38,7 +39,8 @@ def test_several_paths_at_once(tmp_path: Path, engine: str) -> None:
         assert bandwidth.seconds >= 0.2
     assert [progress.done for progress in seen] == list(range(1, 2 + len(points) + 1))
     assert seen[-1].total == seen[-1].done
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+    assert threading.active_count() <= threads
+    assert open_descriptors() <= files
 
 
 def test_impossible_requests_are_refused(tmp_path: Path) -> None:

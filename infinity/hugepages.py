@@ -1,0 +1,38 @@
+"""Memory for transfers, in huge pages where the kernel has them.
+
+A request from memory in 4 KiB pages is hundreds of runs of physical memory, which drives split into several
+commands; from huge pages it is one (`make bench-io`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+
+from infinity.units import MIB, align_down
+
+_HUGE_PAGE = 2 * MIB
+_MADV_POPULATE_WRITE = 23
+
+
+def transfer_memory(nbytes: int) -> memoryview:
+    """Return `nbytes` bytes of zeroed private memory, a multiple of 4096, all of them present.
+
+    It is unmapped when the last view of it is gone.
+
+    Raises:
+        OSError, ValueError, OverflowError: there is not so much memory.
+    """
+    # The slack, of which nothing is touched, lets the memory start where a huge page may.
+    area = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE_PAGE
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        area.madvise(mmap.MADV_HUGEPAGE, start, align_down(nbytes, _HUGE_PAGE))
+    memory = memoryview(area)[start : start + nbytes]
+    try:
+        area.madvise(_MADV_POPULATE_WRITE, start, nbytes)
+    except OSError:  # before Linux 5.14
+        for offset in range(0, nbytes, mmap.PAGESIZE):
+            memory[offset] = 0
+    return memory
