@@ -7,8 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
+TRIALS ?= 1000
 
-.PHONY: demo test lint types unit bench-io bench-step docs install clean
+.PHONY: demo test lint types unit crash-test bench-io bench-step docs install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -33,6 +34,9 @@ types: install
 
 unit: install
 	$(BIN)/pytest -n 2 $(ARGS)
+
+crash-test: install
+	$(BIN)/python -W ignore tests/core/core_crash.py --trials $(TRIALS) $(ARGS)
 
 bench-io: install
 	$(BIN)/python benchmarks/bench_io.py $(ARGS)

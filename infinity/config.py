@@ -71,6 +71,12 @@ class RunConfig:
 
     seed: int = _setting(0, "Seed of the initialisation of models on the meta device.")
     resume: str = _setting("", "`latest`, or the id of a run in the first path, to continue from its last commit.")
+    resume_step: int = _setting(
+        -1, "Step of the commit to continue from; -1: the newest. Commits of later steps are removed.", minimum=-1
+    )
+    retained_commits: int = _setting(
+        1, "Commits that are kept, the newest ones; each takes the size of the state on NVMe, once more.", minimum=1
+    )
     keep: Literal["auto", "always", "never"] = _setting(
         "auto", "What `close()` leaves on disk: `auto` keeps a run that has a commit and removes one that has none."
     )

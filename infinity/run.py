@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
 from infinity.budget import Budget, choose_budget
-from infinity.checkpoint.commit import Committer, ResumedState, check_commit, find_commit, remove_commits, restore
-from infinity.checkpoint.manifest import Manifest, manifest_name
+from infinity.checkpoint.commit import Committer, ResumedState, check_commit, find_commits, remove_commits, restore
+from infinity.checkpoint.manifest import Manifest
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
@@ -173,18 +173,21 @@ class _Run:
         budget: Budget,
         folder: RunFolder,
         lock: FolderLock,
-        found: Manifest | None,
+        commits: list[Manifest],
         shares: list[float],
         device: torch.device,
     ) -> None:
         layout, paths = budget.layout, settings.storage.paths
         self.settings, self.ranks, self.layout, self.folder = settings, ranks, layout, folder
         self.resumed: ResumedState | None = None
-        self._lock, self._found, self._shares = lock, found, shares
+        self._lock, self._shares = lock, shares
+        self._found = commits[-1] if commits else None
         self._closers: list[Callable[[], None]] = []
         folder.create()
         homes = spread(layout.pages, shares)
-        slots = plan_slots(layout.pages, homes, _SPARE_SLOTS)
+        retained = settings.run.retained_commits
+        # Commits beyond the retained ones stay until the next one is published, where they are.
+        slots = plan_slots(layout.pages, homes, _SPARE_SLOTS, max(retained, len(commits)))
         files = [folder.data_file(index, ranks.rank) for index in range(len(paths))]
         for file, size in zip(files, file_sizes(slots, len(paths)), strict=True):
             reserve(file, size)
@@ -203,7 +206,8 @@ class _Run:
             name_of=layout.page_name,
             moved=self._moved,
             timeout=settings.storage.timeout_seconds,
-            committed=found.pages if found else None,
+            committed={commit.step: commit.pages for commit in commits},
+            retained=retained,
         )
         self.pager = Pager(layout, self.arena, self.store, self.ledger, timeout=settings.storage.timeout_seconds)
         for role in Role:
@@ -227,11 +231,12 @@ class _Run:
         folder = RunFolder.of(paths, run_id)
         with ExitStack() as undo:
             undo.callback(lock.release)
-            found = None
+            commits: list[Manifest] = []
             if resume:
-                found = find_commit(folder, ranks)
+                commits = find_commits(folder, ranks, settings.run.resume_step)
+                found = commits[-1]
                 ranks.together("checking the commit", lambda: check_commit(found, budget.layout, optimizer, len(paths)))
-                remove_commits(folder, ranks.rank, keep=folder.commits / manifest_name(found.step, ranks.rank))
+                remove_commits(folder, ranks.rank, keep=[commit.step for commit in commits])
                 shares = found.weights
             else:
                 undo.callback(folder.remove)
@@ -239,7 +244,7 @@ class _Run:
                     _report_earlier_runs(paths)
                 shares = _agree_on_shares(settings, ranks)
             run = ranks.together(
-                "opening the run", lambda: cls(settings, ranks, budget, folder, lock, found, shares, device)
+                "opening the run", lambda: cls(settings, ranks, budget, folder, lock, commits, shares, device)
             )
             undo.pop_all()
             return run
@@ -283,7 +288,14 @@ class _Run:
             self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
             state.scalars.update(self.resumed.scalars)
         index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
-        self._committer = Committer(self.folder, self.ranks, layout, self.store, type(optimizer).__name__, self._shares)
+        self._committer = Committer(
+            self.folder,
+            self.ranks,
+            layout,
+            self.store,
+            type(optimizer).__name__,
+            self._shares,
+        )
         self._model, self._groups = sharded.model, optimizer.param_groups
         paged = PagedOptimizer(
             optimizer,

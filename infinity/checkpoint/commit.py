@@ -2,15 +2,17 @@
 
 [Note: the publish protocol] The pages are already in free extents; a commit flushes what is modified, calls
 fdatasync, and writes the manifest under a temporary name, flushed and renamed. Only when every rank has
-published are the versions of the commit before it freed and its manifest removed. So at any instant there is
-a step that all ranks hold, and resuming takes the newest such step.
+published are the versions of the oldest commit freed and its manifest removed. So at any instant there is
+a step that all ranks hold, and resuming takes the newest such step. A commit has one name, its step, and a
+step that is committed again replaces the commit that had that name.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,9 @@ from infinity.errors import CommitError
 from infinity.layout import Layout, Role
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
-from infinity.store.pages import PageStore
+from infinity.store.pages import PageStore, Version
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class Committer:
             InfinityError: it failed on another rank. In all cases the commit before is intact.
         """
 
-        def write() -> tuple[Path, dict[int, Any]]:
+        written: dict[int, Version] = {}
+
+        def write() -> Path:
             versions = self._store.versions(self._pages)
             data = state.save_tensors(model)
             # A name of its own: a second commit of a step must not replace what the first one names.
@@ -87,46 +93,83 @@ class Committer:
             )
             self._store.sync()
             files.write_durably(self._folder.commits / state_file, data)
-            return files.write_manifest(self._folder.commits, manifest), versions
+            target = files.write_manifest(self._folder.commits, manifest)
+            written.update(versions)
+            return target
 
-        path, versions = self._ranks.together(f"commit of step {step}", write)
-        self._store.adopt(versions)
-        remove_commits(self._folder, self._ranks.rank, keep=path)
+        try:
+            path = self._ranks.together(f"commit of step {step}", write)
+        except BaseException:
+            self._withdraw(step, written)
+            raise
+        # Removed for good before a slot is free that it names: a manifest that comes back after a loss of power
+        # must not be of pages that were written over.
+        remove_commits(self._folder, self._ranks.rank, keep=self._store.retained_with(step))
+        self._store.adopt(step, written)
         return path
 
+    def _withdraw(self, step: int, written: Mapping[int, Version]) -> None:
+        """Undo what this rank has published of a commit that failed elsewhere."""
+        if step not in self._store.commits:
+            (self._folder.commits / files.manifest_name(step, self._ranks.rank)).unlink(missing_ok=True)
+        elif written:  # it replaced an earlier commit of this very step, whose pages say the same
+            self._store.adopt(step, written)
 
-def remove_commits(folder: RunFolder, rank: int, *, keep: Path) -> None:
-    """Remove the commits of a rank, except the one whose manifest is `keep`: manifests first, then the rest."""
-    kept = {keep.name, files.read_manifest(keep).state_file}
+
+def remove_commits(folder: RunFolder, rank: int, *, keep: Sequence[int]) -> None:
+    """Remove the commits of a rank, except those of the steps `keep`: manifests first, then the rest."""
+    found = files.commits_in(folder.commits, rank)
+    kept = {name for step in keep for name in (found[step].name, files.read_manifest(found[step]).state_file)}
     others = [file for file in folder.commits.glob(f"step*.rank{rank:05d}.*") if file.name not in kept]
     for file in sorted(others, key=lambda file: file.suffix != ".json"):
         file.unlink(missing_ok=True)
+    if others:
+        files.sync_folder(folder.commits)
 
 
-def find_commit(folder: RunFolder, ranks: Ranks) -> Manifest:
-    """Return this rank's manifest of the newest step that all ranks hold.
+def find_commits(folder: RunFolder, ranks: Ranks, step: int) -> list[Manifest]:
+    """Return this rank's manifests of the commits up to the one to resume from, which is the last.
+
+    Older ones are returned as far as all ranks can read them: they are kept until the run commits again.
+
+    Args:
+        step: of the commit to resume from; -1 is the newest that all ranks hold.
 
     Raises:
         CommitError: there is none, it is malformed, or it was made by another number of ranks.
     """
-    held = ranks.collect(sorted(files.commits_in(folder.commits, ranks.rank)))
-    common = set(held[0]).intersection(*held[1:])
+    mine = files.commits_in(folder.commits, ranks.rank)
+    held = ranks.collect(sorted(mine))
+    common = sorted(set(held[0]).intersection(*held[1:]))
     if not common:
         raise CommitError(
             f"no step of run {folder.run_id} was committed by all {ranks.world_size} ranks (per rank: {held}); a run "
             "resumes with the number of ranks that committed it"
         )
-    step = max(common)
-    found = ranks.together(
-        f"reading the commit of step {step}",
-        lambda: files.read_manifest(files.commits_in(folder.commits, ranks.rank)[step]),
-    )
+    if step >= 0 and step not in common:
+        listed = ", ".join(map(str, common))
+        raise CommitError(f"run {folder.run_id} has no commit of step {step} (steps with a commit: {listed})")
+    step = common[-1] if step < 0 else step
+    found = ranks.together(f"reading the commit of step {step}", lambda: files.read_manifest(mine[step]))
     if found.world_size != ranks.world_size:
         raise CommitError(
             f"run {folder.run_id} was committed by {found.world_size} ranks, this run has {ranks.world_size}; "
             f"start it with {found.world_size}"
         )
-    return found
+    older = {earlier: manifest for earlier in common if earlier < step if (manifest := _readable(mine[earlier], found))}
+    good = ranks.collect(set(older))
+    everywhere = sorted(good[0].intersection(*good[1:]))
+    return [*(older[earlier] for earlier in everywhere), found]
+
+
+def _readable(file: Path, newest: Manifest) -> Manifest | None:
+    """Return the manifest of an older commit, if it is good and of the same layout as the newest."""
+    try:
+        manifest = files.read_manifest(file)
+    except CommitError as error:
+        _log.warning("an earlier commit is not kept: %s", error)
+        return None
+    return manifest if manifest.layout == newest.layout and manifest.pages.keys() == newest.pages.keys() else None
 
 
 def check_commit(found: Manifest, layout: Layout, optimizer: str, paths: int) -> None:

@@ -103,11 +103,16 @@ def write_durably(target: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was created, renamed and removed in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def read_manifest(file: Path) -> Manifest:

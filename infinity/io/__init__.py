@@ -2,6 +2,7 @@
 
 from infinity.io.engine import DataFile, Engine, Op, Ticket
 from infinity.io.faults import Fault, FaultEngine, FaultKind
+from infinity.io.powerloss import VolatileEngine
 from infinity.io.select import open_engine
 from infinity.io.threads import ThreadEngine
 from infinity.io.uring import UringEngine
@@ -16,5 +17,6 @@ __all__ = [
     "ThreadEngine",
     "Ticket",
     "UringEngine",
+    "VolatileEngine",
     "open_engine",
 ]

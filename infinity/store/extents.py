@@ -50,25 +50,29 @@ class SlotClass:
     count: int
 
 
-def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int) -> tuple[SlotClass, ...]:
-    """Return the slots that hold one commit, one newer version of every page, and writes in flight.
+def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained: int) -> tuple[SlotClass, ...]:
+    """Return the slots that hold the retained commits, one newer version of every page, and writes in flight.
+
+    Classes for another retained commit lie behind all others, so that a resumed run may retain more or fewer.
 
     Args:
         pages: all pages of the rank.
         paths: path of every page.
         spare: writes that may be in flight at once; each needs one slot more.
+        retained: commits that are kept.
     """
-    kept: Counter[tuple[int, int]] = Counter()
     members: Counter[tuple[int, int]] = Counter()
+    committed: Counter[tuple[int, int]] = Counter()
     for page, path in zip(pages, paths, strict=True):
-        kept[path, page.nbytes] += 1 if page.role is Role.GRAD else 2
         members[path, page.nbytes] += 1
+        committed[path, page.nbytes] += page.role is not Role.GRAD
+    newest = {key: count + min(spare, count) for key, count in members.items()}
     offsets = [0] * (max(paths, default=0) + 1)
     classes = []
-    for (path, length), count in sorted(kept.items()):
-        number = count + min(spare, members[path, length])
-        classes.append(SlotClass(path=path, length=length, offset=offsets[path], count=number))
-        offsets[path] += number * length
+    for counts in (newest, *[committed] * retained):
+        for (path, length), count in sorted(counts.items()):
+            classes.append(SlotClass(path=path, length=length, offset=offsets[path], count=count))
+            offsets[path] += count * length
     return tuple(classes)
 
 
@@ -87,9 +91,10 @@ class ExtentAllocator:
         taken = set(used)
         self._freed = Condition()
         self._free: dict[tuple[int, int], list[int]] = {}
-        for item in classes:
+        for item in reversed(classes):  # the lowest offsets are taken first
             slots = (Extent(item.path, item.offset + k * item.length, item.length) for k in range(item.count))
-            self._free[item.path, item.length] = [slot.offset for slot in slots if slot not in taken][::-1]
+            free = [slot.offset for slot in slots if slot not in taken]
+            self._free.setdefault((item.path, item.length), []).extend(reversed(free))
 
     def take(self, path: int, length: int, timeout: float) -> Extent:
         """Return a free slot, waiting for one if all are in use by versions that are being replaced.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ class PageStore:
     """Reads and writes whole pages; never overwrites the extent of a version that somebody may need.
 
     Completion callbacks run on another thread. `moved` is told of every finished transfer (page, ticket, path).
+    `committed` has the versions of the commits to go on from, by step; `retained` is how many commits are kept.
     """
 
     def __init__(
@@ -50,14 +52,17 @@ class PageStore:
         name_of: Callable[[int], str],
         moved: Moved,
         timeout: float,
-        committed: dict[int, Version] | None = None,
+        committed: Mapping[int, Mapping[int, Version]] | None = None,
+        retained: int = 1,
     ) -> None:
         self._pages, self._paths, self._engine = pages, paths, engine
         self._name_of, self._moved, self._timeout = name_of, moved, timeout
         self._files = [engine.open(os.fspath(file)) for file in files]
-        self._committed: dict[int, Version] = dict(committed or {})
-        self._current: dict[int, Version] = dict(self._committed)
-        self._extents = ExtentAllocator(slots, (version.extent for version in self._committed.values()))
+        self._commits = {step: dict(versions) for step, versions in sorted((committed or {}).items())}
+        self._retained = retained
+        self._named = Counter(version for versions in self._commits.values() for version in versions.values())
+        self._current = dict(self._commits[max(self._commits)]) if self._commits else {}
+        self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         self._lock = Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="infinity-writer")
         self._pending: dict[int, Ticket] = {}
@@ -131,7 +136,7 @@ class PageStore:
             old = self._current.pop(page, None)
             if version is not None:
                 self._current[page] = version
-            if old is not None and self._committed.get(page) != old:
+            if old is not None and not self._named[old]:
                 self._extents.give(old.extent)
 
     def sync(self) -> None:
@@ -148,13 +153,35 @@ class PageStore:
         with self._lock:
             return {page: self._current[page] for page in pages}
 
-    def adopt(self, committed: dict[int, Version]) -> None:
-        """Keep the versions of a published commit; free those that only the commit before it named."""
+    @property
+    def commits(self) -> tuple[int, ...]:
+        """Steps of the commits whose versions are kept, the newest last."""
+        return tuple(self._commits)
+
+    def retained_with(self, step: int) -> tuple[int, ...]:
+        """Return the steps of the commits that are kept once `step` is adopted, the newest last."""
+        return tuple(sorted({*self._commits, step}))[-self._retained :]
+
+    def adopt(self, step: int, versions: Mapping[int, Version]) -> None:
+        """Keep the versions of a published commit; free what only commits beyond the retained ones named.
+
+        Args:
+            step: of the commit, no older than the newest; the commit that had this step before is forgotten.
+        """
         with self._lock:
-            for page, old in self._committed.items():
-                if committed.get(page) != old and self._current.get(page) != old:
+            self._named.update(versions.values())
+            self._forget_commit(step)
+            self._commits[step] = dict(versions)
+            while len(self._commits) > self._retained:
+                self._forget_commit(min(self._commits))
+
+    def _forget_commit(self, step: int) -> None:
+        for page, old in self._commits.pop(step, {}).items():
+            self._named[old] -= 1
+            if not self._named[old]:
+                del self._named[old]
+                if self._current.get(page) != old:
                     self._extents.give(old.extent)
-            self._committed = dict(committed)
 
     def oldest_request(self) -> str:
         """Describe what has been in flight longest, for stall reports."""

@@ -121,6 +121,71 @@ def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
     assert list((tmp_path / "nvme0").iterdir()) == []
 
 
+def steps_kept(folder: Path) -> list[int]:
+    """Return the steps of the commits that are there."""
+    return sorted(commits_in(run_folder(folder) / "commits", 0))
+
+
+def test_the_newest_commits_are_kept(undisturbed: list[float], tmp_path: Path) -> None:
+    """As many as asked for; each can be resumed from, and what came after it is then removed."""
+    retained = {"retained_commits": 3}
+    with Session(tmp_path, run=retained) as session:
+        session.run(6, every=1)
+    assert steps_kept(tmp_path) == [4, 5, 6]
+    for step in (5, 4):
+        with Session(tmp_path, run={**LATEST, **retained, "resume_step": step}) as session:
+            assert session.optimizer.steps == step
+            assert steps_kept(tmp_path) == list(range(4, step + 1)), "older ones stay until the next commit"
+            if step == 4:
+                assert session.run(every=1) == undisturbed[4:]
+    assert steps_kept(tmp_path) == [STEPS - 2, STEPS - 1, STEPS]
+    with pytest.raises(CommitError, match=r"no commit of step 5 \(steps with a commit: 7, 8, 9\)"):
+        Session(tmp_path, run={**LATEST, "resume_step": 5})
+
+
+def test_an_earlier_commit_serves_when_the_newest_is_corrupt(undisturbed: list[float], tmp_path: Path) -> None:
+    """As the error about the corrupt page says."""
+    with Session(tmp_path, run={"retained_commits": 2}) as session:
+        session.run(6)
+    files = commits_in(run_folder(tmp_path) / "commits", 0)
+    newest, older = (read_manifest(files[step]).pages for step in (6, 3))
+    page = next(page for page in newest if newest[page] != older[page])
+    flip(run_folder(tmp_path) / "rank00000.pages", newest[page].extent.offset)
+    with (
+        pytest.raises(CorruptPageError, match="resume from an earlier commit"),
+        Session(tmp_path, run=LATEST) as session,
+    ):
+        session.run()
+    with Session(tmp_path, run={**LATEST, "resume_step": 3}) as session:
+        assert session.run() == undisturbed[3:]
+
+
+@pytest.mark.parametrize("numbers", [(1, 3), (3, 1), (2, 3)])
+def test_a_resumed_run_may_keep_more_or_fewer(
+    numbers: tuple[int, int], undisturbed: list[float], tmp_path: Path
+) -> None:
+    """The data file grows where it must; nothing is lost."""
+    before, after = numbers
+    with Session(tmp_path, run={"retained_commits": before}) as session:
+        session.run(4, every=1)
+    with Session(tmp_path, run={**LATEST, "retained_commits": after}) as session:
+        assert session.run(7, every=1) == undisturbed[4:7]
+    assert steps_kept(tmp_path) == list(range(8 - after, 8))
+    with Session(tmp_path, run={**LATEST, "retained_commits": after, "resume_step": 8 - after}) as session:
+        assert session.run() == undisturbed[8 - after :]
+
+
+def test_space_for_all_kept_commits_is_reserved(tmp_path: Path) -> None:
+    """Each commit takes the size of the state once more."""
+    sizes = []
+    for retained in (1, 2, 3):
+        with Session(tmp_path, run={"retained_commits": retained}) as session:
+            (file,) = (tmp_path / "nvme0").glob("*/*.pages")
+            sizes.append(file.stat().st_blocks * 512)
+            state = session.optimizer.layout.state_bytes
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] == state
+
+
 CHANGES = {
     "model": "another model",
     "optimizer": "AdamW.*SGD",

@@ -30,6 +30,7 @@ from infinity.store.pages import PageStore, checksum
 
 KIB = 1 << 10
 SPARE = 2
+RETAINED = 2
 
 
 def page(index: int, role: Role, nbytes: int) -> Page:
@@ -47,7 +48,7 @@ class Rig:
     """A page store on two files, called synchronously."""
 
     def __init__(self, place: Path, faults: tuple[Fault, ...] = (), committed: dict[int, Any] | None = None) -> None:
-        slots = plan_slots(PAGES, HOMES, SPARE)
+        slots = plan_slots(PAGES, HOMES, SPARE, RETAINED)
         self.sizes = file_sizes(slots, 2)
         self.files = [place / f"{index}.pages" for index in range(2)]
         for file, size in zip(self.files, self.sizes, strict=True):
@@ -56,6 +57,7 @@ class Rig:
         self.store = PageStore(
             PAGES, HOMES, self.files, slots, self.engine,
             name_of=lambda index: f"unit/page[{index}]", moved=lambda *_: None, timeout=1, committed=committed,
+            retained=RETAINED,
         )  # fmt: skip
         self._area = mmap.mmap(-1, 64 * KIB)
 
@@ -123,7 +125,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.rig = Rig(Path(self.place.name))
         self.number = 0
         self.current: dict[int, bytes] = {}
-        self.committed: dict[int, tuple[Any, bytes]] = {}
+        self.step = 0
+        self.commits: dict[int, dict[int, tuple[Any, bytes]]] = {}
 
     @rule(index=st.integers(0, len(PAGES) - 1))
     def write(self, index: int) -> None:
@@ -147,29 +150,39 @@ class StoreMachine(RuleBasedStateMachine):
         assert not self.rig.store.has(index)
 
     @precondition(lambda self: all(index in self.current for index in KEPT))
-    @rule()
-    def commit(self) -> None:
+    @rule(again=st.booleans())
+    def commit(self, again: bool) -> None:
+        self.step += not (again and self.step in self.commits)
         versions = self.rig.store.versions(KEPT)
-        self.rig.store.adopt(versions)
-        self.committed = {index: (version, self.current[index]) for index, version in versions.items()}
+        self.rig.store.adopt(self.step, versions)
+        self.commits[self.step] = {index: (version, self.current[index]) for index, version in versions.items()}
+        for old in sorted(self.commits)[:-RETAINED]:
+            del self.commits[old]
+        assert self.rig.store.commits == tuple(sorted(self.commits))
 
-    @precondition(lambda self: self.committed)
-    @rule()
-    def crash(self) -> None:
+    @precondition(lambda self: self.commits)
+    @rule(data=st.data())
+    def crash(self, data: st.DataObject) -> None:
         self.rig.close()
-        versions = {index: version for index, (version, _) in self.committed.items()}
+        self.step = data.draw(st.sampled_from(sorted(self.commits)), "resumed from")
+        self.commits = {step: pages for step, pages in self.commits.items() if step <= self.step}
+        versions = {
+            step: {index: version for index, (version, _) in pages.items()} for step, pages in self.commits.items()
+        }
         self.rig = Rig(Path(self.place.name), committed=versions)
-        self.current = {index: content for index, (_, content) in self.committed.items()}
+        self.current = {index: content for index, (_, content) in self.commits[self.step].items()}
 
     @invariant()
     def nothing_that_is_named_was_overwritten(self) -> None:
-        for version, content in self.committed.values():
-            assert self.rig.on_disk(version.extent) == content
+        for pages in self.commits.values():
+            for version, content in pages.values():
+                assert self.rig.on_disk(version.extent) == content
 
     @invariant()
     def no_two_versions_share_a_byte(self) -> None:
         named = {index: self.rig.version(index).extent for index in self.current}
-        extents = set(named.values()) | {version.extent for version, _ in self.committed.values()}
+        extents = set(named.values())
+        extents |= {version.extent for pages in self.commits.values() for version, _ in pages.values()}
         owners: dict[tuple[int, int], Extent] = {}
         for extent in extents:
             assert extent.offset + extent.length <= self.rig.sizes[extent.path]
@@ -242,33 +255,37 @@ def test_pages_are_spread_in_proportion(layout: Layout, weights: list[int]) -> N
             assert abs(got - total * weight / sum(weights)) <= 1.01 * layout.page_bytes
 
 
-@given(layouts(), st.integers(1, 3), st.integers(0, 20))
-def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int) -> None:
-    """Two versions of every page, one of a gradient, and writes in flight; files are no longer than that."""
+@given(layouts(), st.integers(1, 3), st.integers(0, 20), st.integers(1, 3))
+def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int, retained: int) -> None:
+    """A version of every page and one more per commit, writes in flight; files are no longer than that."""
     homes = spread(layout.pages, [1.0] * paths)
-    classes = plan_slots(layout.pages, homes, spare)
+    classes = plan_slots(layout.pages, homes, spare, retained)
     sizes = file_sizes(classes, paths)
     assert sum(sizes) == sum(item.count * item.length for item in classes)
     for path in range(paths):
         spans = sorted((item.offset, item.offset + item.count * item.length) for item in classes if item.path == path)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
-    for item in classes:
-        members = [p for p in layout.pages if (homes[p.index], p.nbytes) == (item.path, item.length)]
-        versions = sum(1 if p.role is Role.GRAD else 2 for p in members)
-        assert item.count == versions + min(spare, len(members))
+    for path, length in {(item.path, item.length) for item in classes}:
+        members = [p for p in layout.pages if (homes[p.index], p.nbytes) == (path, length)]
+        versions = sum(1 if p.role is Role.GRAD else 1 + retained for p in members)
+        slots = sum(item.count for item in classes if (item.path, item.length) == (path, length))
+        assert slots == versions + min(spare, len(members))
+    fewer = plan_slots(layout.pages, homes, spare, retained - 1)
+    assert classes[: len(fewer)] == fewer, "who retains more finds all slots of who retains less"
 
 
 def test_a_committed_version_outlives_newer_ones(rig: Rig) -> None:
-    """Until the next commit is adopted; then its slot is used again."""
+    """Until it is no longer retained; then its slot is used again."""
     first = rig.version(0)
-    rig.store.adopt(rig.store.versions(KEPT))
+    rig.store.adopt(1, rig.store.versions(KEPT))
     extents = set()
     for number in range(1, 20):
         rig.write(0, content_of(0, number))
         extents.add(rig.version(0).extent)
         assert rig.on_disk(first.extent) == content_of(0, 0)
     assert first.extent not in extents
-    rig.store.adopt(rig.store.versions(KEPT))
+    rig.store.adopt(2, rig.store.versions(KEPT))
+    rig.store.adopt(3, rig.store.versions(KEPT))
     for number in range(20, 40):
         rig.write(0, content_of(0, number))
         extents.add(rig.version(0).extent)

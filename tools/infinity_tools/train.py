@@ -81,6 +81,20 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest commit on the folders.", rich_help_panel=_STATE)
     ] = False,
+    resume_step: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="With --resume: from the commit of this step; later ones are removed.", rich_help_panel=_STATE
+        ),
+    ] = None,
+    retained_commits: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Commits to keep; each takes the size of the state once more. [default: 1]",
+            rich_help_panel=_STATE,
+        ),
+    ] = None,
     keep: Annotated[
         str | None,
         typer.Option(
@@ -150,6 +164,8 @@ def train(
             return
         if dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"--dtype {dtype!r} is not one of auto, bf16, fp32")
+        if resume_step is not None and not resume:
+            raise ConfigError(f"--resume-step {resume_step} needs --resume")
         changes: dict[str, Any] = {
             "storage.paths": [str(path) for path in nvme] if nvme else None,
             "storage.engine": engine,
@@ -158,6 +174,8 @@ def train(
             "update.placement": update,
             "run.seed": seed,
             "run.resume": "latest" if resume else None,
+            "run.resume_step": resume_step,
+            "run.retained_commits": retained_commits,
             "run.keep": keep,
         }
         settings = load_config(config).with_values(

@@ -1,0 +1,20 @@
+"""A few of the trials of `make crash-test`: killed, or cut off from power, at random instants."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_killed_lives_resume_bit_for_bit(tmp_path: Path) -> None:
+    """Every resumed state equals that of a run that nobody disturbs, and nothing committed is lost."""
+    script = Path(__file__).with_name("core_crash.py")
+    command = [sys.executable, str(script), "--trials", "40", "--power", "20", "--seed", "7", "--dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1:] == ["60 trials, 0 failures"], done.stdout + done.stderr[-4000:]
+    assert done.returncode == 0
+    resumes, losses = map(int, re.search(r"(\d+) resumes, (\d+) losses of power", done.stdout).groups())  # type: ignore[union-attr]
+    assert resumes >= 20
+    assert losses >= 10
