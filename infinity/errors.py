@@ -43,6 +43,7 @@ class StorageError(InfinityError):
     def __init__(self, op: str, path: str, offset: int, length: int, errno: int | None, detail: str = "") -> None:
         self.op, self.path, self.offset, self.length, self.errno = op, path, offset, length, errno
         code = f"{_errno.errorcode.get(errno, errno)} ({os.strerror(errno)})" if errno else "I/O error"
+        self.reason = detail or code
         tail = f": {detail}" if detail else ""
         super().__init__(f"{op} of {length} bytes at offset {offset} of {path} failed: {code}{tail}")
 
@@ -61,6 +62,7 @@ class CorruptPageError(StorageError):
             "resume from an earlier commit or restore the file",
         )
         self.page = page
+        self.reason = f"checksum {found:016x}, expected {expected:016x}"
 
 
 class StallError(InfinityError):

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import infinity
 from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import Committer, ResumedState, check_commit, find_commits, remove_commits, restore
+from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
 from infinity.checkpoint.manifest import Manifest
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.errors import ConfigError, UnsupportedError
@@ -273,6 +274,14 @@ class _Run:
             self._write_first_values(sharded, content, initialiser, weights)
         if sharded.on_meta:
             initialiser.buffers(sharded.device)
+        described = RunDescription(
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            layout=layout,
+            tensors=tuple(_whole(member) for unit in sharded.members for member in unit),
+            buffers=private.persistent_buffers(sharded.model),
+        )
+        self.ranks.together("describing the run", lambda: write_description(self.folder.commits, described))
         attachment = Attachment(
             sharded, content, gradient_arrived=lambda shard, param, grad: paged.gradient_arrived(shard, param, grad)
         )
@@ -384,6 +393,18 @@ def _local_values(members: tuple[Member, ...]) -> dict[int, torch.Tensor]:
         position: private.local_tensor(member.param).detach().reshape(-1).cpu()
         for position, member in enumerate(members)
     }
+
+
+def _whole(member: Member) -> TensorSpec:
+    rank, size = private.shard_rank_and_size(member.param)
+    return TensorSpec(
+        names=member.names,
+        shape=tuple(private.full_shape(member.param)),
+        dim=private.shard_dim(member.param),
+        shard_rank=rank,
+        shard_size=size,
+        tensor_parallel=private.is_tensor_parallel(member.param),
+    )
 
 
 def _report_earlier_runs(paths: tuple[str, ...]) -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from infinity.errors import CommitError
 from infinity.store.extents import Extent
 from infinity.store.pages import Version
+
+T = TypeVar("T")
 
 FORMAT = 1
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -84,10 +86,15 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
     Raises:
         OSError: the file system refused.
     """
-    body = json.dumps(_encode(manifest), sort_keys=True, separators=(",", ":"))
     target = folder / manifest_name(manifest.step, manifest.rank)
-    write_durably(target, json.dumps({"checksum": checksum_of(body.encode()), "body": body}).encode())
+    write_checked(target, _encode(manifest))
     return target
+
+
+def write_checked(target: Path, tree: Mapping[str, Any]) -> None:
+    """Write plain data with its checksum, durably."""
+    body = json.dumps(tree, sort_keys=True, separators=(",", ":"))
+    write_durably(target, json.dumps({"checksum": checksum_of(body.encode()), "body": body}).encode())
 
 
 def write_durably(target: Path, data: bytes) -> None:
@@ -121,18 +128,27 @@ def read_manifest(file: Path) -> Manifest:
     Raises:
         CommitError: it cannot be read, is malformed, or does not match its checksum.
     """
+    return read_checked(file, lambda body: _decode(body, file))
+
+
+def read_checked(file: Path, decode: Callable[[Any], T]) -> T:
+    """Return what `decode` makes of the data that `write_checked` wrote.
+
+    Raises:
+        CommitError: the file cannot be read, does not match its checksum, or `decode` cannot use it.
+    """
     try:
         outer = json.loads(file.read_bytes())
         body = outer["body"]
         if checksum_of(body.encode()) != outer["checksum"]:
-            raise CommitError(f"manifest {file} does not match its checksum; resume from another commit")
-        return _decode(json.loads(body), file)
+            raise CommitError(f"{file} does not match its checksum; resume from another commit")
+        return decode(json.loads(body))
     except CommitError:
         raise
     except OSError as error:
-        raise CommitError(f"manifest {file} cannot be read: {error.strerror}") from error
+        raise CommitError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise CommitError(f"manifest {file} is malformed: {type(error).__name__}: {error}") from error
+        raise CommitError(f"{file} is malformed: {type(error).__name__}: {error}") from error
 
 
 def _encode(manifest: Manifest) -> dict[str, Any]:

@@ -99,6 +99,16 @@ def is_tensor_parallel(param: Any) -> bool:
     return bool(param.is_dtensor)
 
 
+def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the buffers that belong into a `state_dict`."""
+    return tuple(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+
+
 def replace_local_tensor(param: Any, shard: torch.Tensor) -> nn.Parameter | None:
     """Make `shard` the local tensor of a sharded parameter.
 

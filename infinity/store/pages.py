@@ -12,7 +12,7 @@ from threading import Lock
 
 import xxhash
 
-from infinity.errors import CorruptPageError
+from infinity.errors import CorruptPageError, StorageError
 from infinity.io import Engine, Op, Ticket
 from infinity.layout import Page
 from infinity.store.extents import Extent, ExtentAllocator, SlotClass
@@ -32,6 +32,41 @@ class Version:
 def checksum(page: int, content: memoryview) -> int:
     """Return the 64-bit XXH3 of a page's bytes, seeded with its index so that a misdirected page never matches."""
     return xxhash.xxh3_64_intdigest(content, seed=page)
+
+
+def read_version(file: Path, page: int, version: Version, name: str) -> bytes:
+    """Return the bytes of a stored version, past any engine and without leaving them in the page cache.
+
+    Raises:
+        StorageError: they cannot be read. CorruptPageError: they do not match the checksum.
+    """
+    _, offset, length = version.extent
+    try:
+        data = _read(file, offset, length)
+    except OSError as error:
+        raise StorageError(
+            "read", str(file), offset, length, error.errno or None, error.strerror or str(error)
+        ) from error
+    if (found := checksum(page, memoryview(data))) != version.checksum:
+        raise CorruptPageError(name, str(file), offset, length, version.checksum, found)
+    return data
+
+
+def _read(file: Path, offset: int, length: int) -> bytes:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        # What is cached is not what is stored, and it is not to push other things out of memory.
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+        data = bytearray()
+        while len(data) < length:
+            piece = os.pread(descriptor, length - len(data), offset + len(data))
+            if not piece:
+                raise OSError(0, f"the file ends {length - len(data)} bytes too early")
+            data += piece
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+        return bytes(data)
+    finally:
+        os.close(descriptor)
 
 
 class PageStore:

@@ -74,7 +74,7 @@ def test_a_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], 
     first, losses = resumed(tmp_path)
     assert first == (3 if where in KILLS[3:5] else 6)
     assert losses == undisturbed[first:]
-    leftovers = [file.name for file in (run_folder(tmp_path) / "commits").iterdir()]
+    leftovers = [file.name for file in (run_folder(tmp_path) / "commits").glob("step*")]
     assert len(leftovers) == 2, "one manifest and its state file"
 
 
@@ -268,7 +268,7 @@ def test_a_damaged_commit_is_an_error(
     """Manifest or state file: the file is named, nothing is removed, and the repaired commit is good."""
     with Session(tmp_path) as session:
         session.run(EVERY)
-    (file,) = (run_folder(tmp_path) / "commits").glob(f"*.{suffix}")
+    (file,) = (run_folder(tmp_path) / "commits").glob(f"step*.{suffix}")
     good = file.read_bytes()
     file.write_bytes(damage(good))
     with pytest.raises(CommitError, match=file.name.replace(".", r"\.")):

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from infinity_tools import store
+from infinity_tools.export import export
 from infinity_tools.failures import failures
 from infinity_tools.train import train
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
+app.command()(export)
 try:
     from infinity_tools.probe import probe
 except ImportError:

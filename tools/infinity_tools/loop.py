@@ -109,7 +109,10 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         training = Training(
             model, paged, scheduler, batches, options, ranks, view, stop, torch.device(mesh.device_type), out
         )
-        training.resume(data=_data_facts(options, settings, corpus))
+        source.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        training.resume(
+            data=_data_facts(options, settings, corpus), model_config=json.loads(source.config.to_json_string())
+        )
         pages.run_id = paged.run.folder.run_id
         view.say(_heading(f"{source.name}, {dtype}", parameters, training, settings, corpus))
         training.train()
@@ -172,10 +175,10 @@ class Training:
         self._extra: dict[str, Any] = {}
         self._committed = optimizer.steps
 
-    def resume(self, *, data: dict[str, Any]) -> None:
+    def resume(self, *, data: dict[str, Any], model_config: dict[str, Any]) -> None:
         """Take up the schedule of the commit that the run was resumed from, if it was."""
         found = self.optimizer.resumed_extra
-        self._extra = {"data": data}
+        self._extra = {"data": data, "model_config": model_config}
         if not found:
             return
         if self.optimizer.steps >= self.options.steps:

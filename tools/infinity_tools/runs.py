@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.checkpoint.manifest import Manifest, checksum_of, commits_in, read_manifest
-from infinity.errors import CommitError, ConfigError
+from infinity.errors import CommitError, ConfigError, StorageError
 from infinity.store.folder import Owner, RunFolder, live_run
-from infinity.store.pages import Version, checksum
+from infinity.store.pages import Version, read_version
 
 _READERS = 4
 
@@ -177,11 +176,9 @@ def _check_page(folder: RunFolder, manifest: Manifest, page: int, version: Versi
     else:
         file = folder.data_file(extent.path, manifest.rank)
         try:
-            found = checksum(page, memoryview(_read(file, extent.offset, extent.length)))
-            if found != version.checksum:
-                reason = f"checksum {found:016x}, expected {version.checksum:016x}"
-        except OSError as error:
-            reason = error.strerror or str(error)
+            read_version(file, page, version, f"number {page}")
+        except StorageError as error:
+            reason = error.reason
     if not reason:
         return None
     return BadPage(
@@ -193,23 +190,6 @@ def _check_page(folder: RunFolder, manifest: Manifest, page: int, version: Versi
         length=extent.length,
         reason=reason,
     )
-
-
-def _read(file: Path, offset: int, length: int) -> bytes:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        # What is cached is not what is stored, and it is not to push other things out of memory.
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
-        data = bytearray()
-        while len(data) < length:
-            piece = os.pread(descriptor, length - len(data), offset + len(data))
-            if not piece:
-                raise OSError(0, f"the file ends {length - len(data)} bytes too early")
-            data += piece
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
-        return bytes(data)
-    finally:
-        os.close(descriptor)
 
 
 def _check_state(file: Path) -> BadPage | None:

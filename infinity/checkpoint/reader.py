@@ -1,0 +1,150 @@
+"""Reads a commit without a model, a process group or a GPU: whole parameters, assembled from the pages of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from infinity.checkpoint import manifest as files
+from infinity.checkpoint.description import RunDescription, TensorSpec, read_description
+from infinity.checkpoint.manifest import Manifest
+from infinity.errors import CommitError
+from infinity.fsdp.content import section, torch_dtype
+from infinity.layout import MASTER, overlapping
+from infinity.store.folder import RunFolder
+from infinity.store.pages import read_version
+
+_CACHED_PAGES = 4
+
+
+class CommitReader:
+    """One commit of a run; memory is that of one parameter and a few pages."""
+
+    def __init__(self, folder: RunFolder, step: int = -1) -> None:
+        """Read the manifests of all ranks.
+
+        Args:
+            folder: the run's folders, in the order of storage.paths.
+            step: of the commit; -1 is the newest that all ranks have.
+
+        Raises:
+            CommitError: there is no such commit, or it is incomplete or malformed.
+        """
+        self._folder = folder
+        first = read_description(folder.commits, 0)
+        self._ranks: list[RunDescription] = [
+            first,
+            *(read_description(folder.commits, rank) for rank in range(1, first.world_size)),
+        ]
+        by_rank = [files.commits_in(folder.commits, rank) for rank in range(first.world_size)]
+        common = sorted(set(by_rank[0]).intersection(*by_rank[1:]))
+        if not common or (step >= 0 and step not in common):
+            wanted = f"commit of step {step}" if step >= 0 else "commit"
+            listed = ", ".join(map(str, common)) or "none"
+            raise CommitError(f"run {folder.run_id} has no {wanted} of all its ranks (steps: {listed})")
+        self.step = step if step >= 0 else common[-1]
+        self._manifests: list[Manifest] = [files.read_manifest(found[self.step]) for found in by_rank]
+        for described, manifest in zip(self._ranks, self._manifests, strict=True):
+            if manifest.layout != described.layout.fingerprint:
+                raise CommitError(f"commit {self.step} of run {folder.run_id} is of another layout than the run")
+            if len(manifest.weights) != len(folder.roots):
+                raise CommitError(
+                    f"run {folder.run_id} lies on {len(manifest.weights)} paths, {len(folder.roots)} were named; "
+                    "name them all, in the order of storage.paths"
+                )
+        self._page = lru_cache(_CACHED_PAGES)(self._read_page)
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """All parameters, in the order of their shards."""
+        return self._ranks[0].tensors
+
+    @property
+    def extra(self) -> dict[str, object]:
+        """What `commit` was given."""
+        return self._manifests[0].extra
+
+    def dtype(self, index: int) -> torch.dtype:
+        """Return the dtype in which a parameter is trained."""
+        layout = self._ranks[0].layout
+        fmt = layout.segments[layout.shards[index].segment].format
+        return torch_dtype(fmt.master or fmt.param)
+
+    def nbytes(self, index: int, dtype: torch.dtype | None = None) -> int:
+        """Return the size of a whole parameter, as it is trained or, if it is floating-point, in `dtype`."""
+        own = self.dtype(index)
+        chosen = dtype if dtype is not None and own.is_floating_point else own
+        return torch.Size(self.tensors[index].shape).numel() * chosen.itemsize
+
+    def read(self, index: int) -> torch.Tensor:
+        """Return a whole parameter as it is trained, in its full shape.
+
+        Args:
+            index: into `tensors`.
+
+        Raises:
+            StorageError, CorruptPageError: a page cannot be read or is not what was written.
+            CommitError: a slice of it is on no rank, or it is tensor-parallel.
+        """
+        spec = self.tensors[index]
+        if spec.tensor_parallel:
+            raise CommitError(f"{spec.names[0]} is tensor-parallel; whole parameters of such runs cannot be read yet")
+        owners: dict[int, int] = {}
+        for rank, described in enumerate(self._ranks):
+            owners.setdefault(described.tensors[index].shard_rank, rank)
+        if sorted(owners) != list(range(spec.shard_size)):
+            raise CommitError(f"{spec.names[0]}: slices {sorted(owners)} of {spec.shard_size} are in the commit")
+        parts = []
+        for position in range(spec.shard_size):
+            flat = self._shard(owners[position], index)
+            if flat.numel():
+                shape = list(spec.shape)
+                if shape:
+                    shape[spec.dim] = -1
+                parts.append(flat.view(shape))
+        if not parts:
+            return torch.empty(spec.shape, dtype=self.dtype(index))
+        return torch.cat(parts, dim=spec.dim) if len(parts) > 1 else parts[0]
+
+    def _shard(self, rank: int, index: int) -> torch.Tensor:
+        layout = self._ranks[rank].layout
+        placed = layout.shards[index]
+        segment = layout.segments[placed.segment]
+        pages = segment.update_pages if segment.format.master else segment.param_pages
+        flat = torch.empty(placed.spec.numel, dtype=self.dtype(index))
+        for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
+            values = section(self._page(rank, page.index), page, layout, MASTER)
+            flat[first - placed.start : last - placed.start] = values[first - page.start : last - page.start]
+        return flat
+
+    def _read_page(self, rank: int, page: int) -> torch.Tensor:
+        version = self._manifests[rank].pages.get(page)
+        if version is None or version.extent.path >= len(self._folder.roots):
+            raise CommitError(f"commit {self.step} of run {self._folder.run_id} lacks page {page}: it is malformed")
+        file = self._folder.data_file(version.extent.path, rank)
+        data = read_version(file, page, version, self._ranks[rank].layout.page_name(page))
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the model's persistent buffers.
+
+        Raises:
+            CommitError: their file is missing or is not what was written.
+        """
+        manifest = self._manifests[0]
+        names = self._ranks[0].buffers
+        if not names:
+            return
+        file: Path = self._folder.commits / manifest.state_file
+        try:
+            if files.checksum_of(file.read_bytes()) != manifest.state_checksum:
+                raise CommitError(f"state file {file} of the commit does not match its checksum")
+        except OSError as error:
+            raise CommitError(f"state file {file} of the commit cannot be read: {error.strerror}") from error
+        with safe_open(file, framework="pt") as opened:
+            for name in names:
+                yield name, opened.get_tensor(f"buffer.{name}")

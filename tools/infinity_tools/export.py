@@ -1,0 +1,97 @@
+"""`infinity export`: a commit as a folder that `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from infinity.errors import CommitError, ConfigError
+from infinity.units import format_size, parse_size
+from infinity_tools.failures import failures
+
+_DTYPES = {"trained": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def export(
+    paths: Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")],
+    out: Annotated[Path, typer.Option(help="New folder to write.")],
+    to: Annotated[str, typer.Option(help="Format: safetensors.")] = "safetensors",
+    run: Annotated[str, typer.Option(help="Run. [default: the newest that has a commit]")] = "",
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the commit. [default: the newest]")] = None,
+    dtype: Annotated[str, typer.Option(help="trained, fp32, bf16 or fp16.")] = "trained",
+    file_size: Annotated[str, typer.Option(help="Most weights per file; memory is that of one file.")] = "1GiB",
+    model_config: Annotated[
+        Path | None,
+        typer.Option(help="config.json to put beside the weights. [default: the one that `infinity train` committed]"),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Write the weights of a commit as a folder that transformers' `from_pretrained` loads."""
+    with failures():
+        if to != "safetensors":
+            raise ConfigError(f"--to {to!r} is not known; there is safetensors")
+        if dtype not in _DTYPES:
+            raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+        from infinity.checkpoint.export import export_safetensors
+        from infinity.checkpoint.reader import CommitReader
+        from infinity.fsdp.content import torch_dtype
+        from infinity_tools.runs import stored_runs
+
+        file_bytes = parse_size(file_size, name="--file-size")
+        runs = {found.run_id: found for found in stored_runs(paths)}
+        committed = [found.run_id for found in runs.values() if found.commits]
+        if (run and run not in runs) or (not run and not committed):
+            raise CommitError(f"no commit of {run or 'any run'} in {', '.join(map(str, paths))} "
+                              f"(runs with a commit: {', '.join(committed) or 'none'})")  # fmt: skip
+        chosen = runs[run or committed[-1]]
+        if chosen.owner is not None:
+            raise ConfigError(f"{chosen.owner} is running and replaces its pages; export it when it has ended")
+        reader = CommitReader(chosen.folder, -1 if step is None else step)
+        config = _config(model_config, reader.extra)
+        name = _DTYPES[dtype]
+        console = Console(highlight=False)
+        with Progress(
+            TextColumn(f"exporting step {reader.step}"),
+            BarColumn(bar_width=24),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            console=Console(stderr=True),
+            disable=json,
+            transient=True,
+        ) as bar:
+            chosen_dtype = torch_dtype(name) if name else None
+            total = sum(reader.nbytes(index, chosen_dtype) for index in range(len(reader.tensors)))
+            task = bar.add_task("", total=total)
+            written = export_safetensors(
+                reader,
+                out,
+                config=config,
+                dtype=chosen_dtype,
+                file_bytes=file_bytes,
+                advance=lambda nbytes: bar.advance(task, nbytes),
+            )
+        if json:
+            facts = {"run_id": chosen.run_id, "step": reader.step, "bytes": total}
+            typer.echo(json_format.dumps({**facts, "files": [str(file) for file in written]}))
+            return
+        console.print(f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {len(written)} files")
+        if config is None:
+            console.print("no config.json: the commit has none; name one with --model-config", style="yellow")
+
+
+def _config(file: Path | None, extra: dict[str, Any]) -> dict[str, Any] | None:
+    if file is None:
+        found = extra.get("model_config")
+        return found if isinstance(found, dict) else None
+    try:
+        config = json_format.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model-config {str(file)!r} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--model-config {str(file)!r} is not a JSON object")
+    return config
