@@ -51,7 +51,7 @@ def test_list_verify_remove(committed):
     assert "lies on 2 folders" in output
 
     victim = first / run_id / "rank00000.pages"
-    (manifest,) = (first / run_id / "commits").glob("*.json")
+    (manifest,) = (first / run_id / "commits").glob("step*.json")
     pages = json.loads(json.loads(manifest.read_text())["body"])["pages"]
     page, (_, offset, length, _) = next((page, entry) for page, entry in pages.items() if entry[0] == 0)
     _flip(victim, offset + length // 2)

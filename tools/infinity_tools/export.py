@@ -79,7 +79,8 @@ def export(
             facts = {"run_id": chosen.run_id, "step": reader.step, "bytes": total}
             typer.echo(json_format.dumps({**facts, "files": [str(file) for file in written]}))
             return
-        console.print(f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {len(written)} files")
+        report = f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {len(written)} files"
+        console.print(report, soft_wrap=True)
         if config is None:
             console.print("no config.json: the commit has none; name one with --model-config", style="yellow")
 
