@@ -70,7 +70,11 @@ class RunConfig:
     """Identity of a run."""
 
     seed: int = _setting(0, "Seed of the initialisation of models on the meta device.")
-    resume: str = _setting("", "`latest`, or the id of a run in the first path, to continue from its last commit.")
+    resume: str = _setting(
+        "",
+        "`latest`, or the id of a run in the first path, to continue from its last commit. With another number of "
+        "ranks, page size or paths a new run begins from that commit; all files of the old one must be reachable.",
+    )
     resume_step: int = _setting(
         -1, "Step of the commit to continue from; -1: the newest. Commits of later steps are removed.", minimum=-1
     )

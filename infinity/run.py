@@ -27,6 +27,8 @@ from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import Committer, ResumedState, check_commit, find_commits, remove_commits, restore
 from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
 from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reshard import ReshardSource, lies_otherwise, roots_of
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
@@ -34,7 +36,7 @@ from infinity.fsdp.attach import Attachment, ShardedModel
 from infinity.fsdp.content import ShardContent
 from infinity.fsdp.materialize import InitFunction, Member, ModuleInitialiser, PretrainedFolder
 from infinity.io import Ticket, open_engine
-from infinity.layout import Page, Role, StateFormat
+from infinity.layout import MASTER, Page, Role, StateFormat
 from infinity.memory.arena import Arena, return_freed_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
@@ -175,12 +177,14 @@ class _Run:
         folder: RunFolder,
         lock: FolderLock,
         commits: list[Manifest],
+        source: ReshardSource | None,
         shares: list[float],
         device: torch.device,
     ) -> None:
         layout, paths = budget.layout, settings.storage.paths
         self.settings, self.ranks, self.layout, self.folder = settings, ranks, layout, folder
         self.resumed: ResumedState | None = None
+        self._source = source
         self._lock, self._shares = lock, shares
         self._found = commits[-1] if commits else None
         self._closers: list[Callable[[], None]] = []
@@ -233,7 +237,13 @@ class _Run:
         with ExitStack() as undo:
             undo.callback(lock.release)
             commits: list[Manifest] = []
-            if resume:
+            source: ReshardSource | None = None
+            if resume and lies_otherwise(roots_of(paths, run_id), budget.layout, ranks, len(paths)):
+                old, step = roots_of(paths, run_id), settings.run.resume_step
+                reader = ranks.together("reading the commit", lambda: CommitReader(old, step))
+                source = ReshardSource(reader, ranks)
+                folder = RunFolder.of(paths, ranks.agree(new_run_id()))
+            if resume and source is None:
                 commits = find_commits(folder, ranks, settings.run.resume_step)
                 found = commits[-1]
                 ranks.together("checking the commit", lambda: check_commit(found, budget.layout, optimizer, len(paths)))
@@ -241,11 +251,11 @@ class _Run:
                 shares = found.weights
             else:
                 undo.callback(folder.remove)
-                if ranks.local_rank == 0:
+                if ranks.local_rank == 0 and source is None:
                     _report_earlier_runs(paths)
                 shares = _agree_on_shares(settings, ranks)
             run = ranks.together(
-                "opening the run", lambda: cls(settings, ranks, budget, folder, lock, commits, shares, device)
+                "opening the run", lambda: cls(settings, ranks, budget, folder, lock, commits, source, shares, device)
             )
             undo.pop_all()
             return run
@@ -270,7 +280,13 @@ class _Run:
         content = ShardContent(layout, self.pager, load_limit=limit, gathering=gathering, copied=self.ledger.copied)
         self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
-        if self._found is None:
+        members = [member for unit in sharded.members for member in unit]
+        if self._source is not None:
+            source = self._source
+            self.ranks.together("checking the commit", lambda: source.check(members, layout, type(optimizer).__name__))
+            for unit in range(len(layout.units)):
+                content.initialise(unit, lambda shard, name: source.value(members[shard], name))
+        elif self._found is None:
             self._write_first_values(sharded, content, initialiser, weights)
         if sharded.on_meta:
             initialiser.buffers(sharded.device)
@@ -278,7 +294,7 @@ class _Run:
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             layout=layout,
-            tensors=tuple(_whole(member) for unit in sharded.members for member in unit),
+            tensors=tuple(map(_whole, members)),
             buffers=private.persistent_buffers(sharded.model),
         )
         self.ranks.together("describing the run", lambda: write_description(self.folder.commits, described))
@@ -295,6 +311,10 @@ class _Run:
         state = StepState(layout, self.pager, kernel, group_of=groups.__getitem__, phase=self.ledger.phase)
         if self._found is not None:
             self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
+            state.scalars.update(self.resumed.scalars)
+        elif self._source is not None:
+            names = [member.names[0] for member in members]
+            self.resumed = self._source.restore(names, sharded.model, optimizer.param_groups)
             state.scalars.update(self.resumed.scalars)
         index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
         self._committer = Committer(
@@ -318,14 +338,22 @@ class _Run:
             run=self,
             placement=settings.update.placement,
             resumed_step=self.resumed.step if self.resumed else None,
-            names={
-                name: shard
-                for shard, member in enumerate(member for unit in sharded.members for member in unit)
-                for name in member.names
-            },
+            names={name: shard for shard, member in enumerate(members) for name in member.names},
         )
+        if self._source is not None:
+            self._begin_resharded(paged, self._source)
         self.ledger.restart_step()
         return paged
+
+    def _begin_resharded(self, paged: PagedOptimizer, source: ReshardSource) -> None:
+        """Make the new run one to resume from, before the old one is no longer needed."""
+        paged.commit(self.resumed_extra)
+        if self.ranks.rank == 0:
+            old = source.reader
+            _log.warning(
+                "step %d of run %s (%d ranks) goes on as run %s; the old one still takes its space, free it with "
+                "`infinity store rm`", old.step, old.folder.run_id, old.world_size, self.folder.run_id,
+            )  # fmt: skip
 
     def _write_first_values(
         self,
@@ -338,7 +366,13 @@ class _Run:
         first = 0
         for unit, (name, members) in enumerate(zip(sharded.names, sharded.members, strict=True)):
             values = source.values(name, members) if sharded.on_meta else _local_values(members)
-            content.initialise(unit, lambda shard, values=values, first=first: values[shard - first])  # type: ignore[misc]
+
+            def value_of(
+                shard: int, section: str, values: dict[int, torch.Tensor] = values, first: int = first
+            ) -> torch.Tensor | None:
+                return values[shard - first] if section == MASTER else None
+
+            content.initialise(unit, value_of)
             first += len(members)
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""Commits: what they hold, how they are published, and how a run resumes from one."""
+"""Commits: what they hold, how they are published, how a run goes on from one, and how one leaves for other formats."""

@@ -196,8 +196,10 @@ def check_commit(found: Manifest, layout: Layout, optimizer: str, paths: int) ->
         raise CommitError(f"run {found.run_id} lies on {len(found.weights)} paths, storage.paths names {paths}")
 
 
-def restore(found: Manifest, folder: RunFolder, model: nn.Module, groups: list[dict[str, Any]]) -> ResumedState:
-    """Put back buffers, random states and group settings; return the rest.
+def restore(
+    found: Manifest, folder: RunFolder, model: nn.Module, groups: list[dict[str, Any]], *, random: bool = True
+) -> ResumedState:
+    """Put back buffers, group settings and, if `random`, random states; return the rest.
 
     Raises:
         CommitError: the state file is missing or corrupt.
@@ -209,7 +211,8 @@ def restore(found: Manifest, folder: RunFolder, model: nn.Module, groups: list[d
         raise CommitError(f"state file {file} of the commit cannot be read: {error.strerror}") from error
     if files.checksum_of(data) != found.state_checksum:
         raise CommitError(f"state file {file} of the commit does not match its checksum")
-    state.load_tensors(data, model)
-    state.load_random(found.random, data)
+    state.load_buffers(data, model)
+    if random:
+        state.load_random(found.random, data)
     state.load_groups(found.groups, groups)
     return ResumedState(found.step, state.load_scalars(found.scalars), found.extra)

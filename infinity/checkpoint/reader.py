@@ -80,11 +80,31 @@ class CommitReader:
         chosen = dtype if dtype is not None and own.is_floating_point else own
         return torch.Size(self.tensors[index].shape).numel() * chosen.itemsize
 
-    def read(self, index: int) -> torch.Tensor:
-        """Return a whole parameter as it is trained, in its full shape.
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folders."""
+        return self._folder
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that made the commit."""
+        return len(self._ranks)
+
+    def manifest(self, rank: int) -> Manifest:
+        """Return the manifest of one rank."""
+        return self._manifests[rank]
+
+    def kinds(self, index: int) -> tuple[tuple[str, str], ...]:
+        """Return the optimizer's states of a parameter, as (name, dtype)."""
+        layout = self._ranks[0].layout
+        return layout.segments[layout.shards[index].segment].format.kinds
+
+    def read(self, index: int, name: str = MASTER) -> torch.Tensor:
+        """Return a whole parameter as it is trained, or one of its states, in its full shape.
 
         Args:
             index: into `tensors`.
+            name: ``master`` or one of `kinds`.
 
         Raises:
             StorageError, CorruptPageError: a page cannot be read or is not what was written.
@@ -100,24 +120,28 @@ class CommitReader:
             raise CommitError(f"{spec.names[0]}: slices {sorted(owners)} of {spec.shard_size} are in the commit")
         parts = []
         for position in range(spec.shard_size):
-            flat = self._shard(owners[position], index)
+            flat = self._shard(owners[position], index, name)
             if flat.numel():
                 shape = list(spec.shape)
                 if shape:
                     shape[spec.dim] = -1
                 parts.append(flat.view(shape))
         if not parts:
-            return torch.empty(spec.shape, dtype=self.dtype(index))
+            return torch.empty(spec.shape, dtype=self._dtype(index, name))
         return torch.cat(parts, dim=spec.dim) if len(parts) > 1 else parts[0]
 
-    def _shard(self, rank: int, index: int) -> torch.Tensor:
+    def _dtype(self, index: int, name: str) -> torch.dtype:
+        return self.dtype(index) if name == MASTER else torch_dtype(dict(self.kinds(index))[name])
+
+    def _shard(self, rank: int, index: int, name: str) -> torch.Tensor:
         layout = self._ranks[rank].layout
         placed = layout.shards[index]
         segment = layout.segments[placed.segment]
-        pages = segment.update_pages if segment.format.master else segment.param_pages
-        flat = torch.empty(placed.spec.numel, dtype=self.dtype(index))
+        in_param = name == MASTER and not segment.format.master
+        pages = segment.param_pages if in_param else segment.update_pages
+        flat = torch.empty(placed.spec.numel, dtype=self._dtype(index, name))
         for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
-            values = section(self._page(rank, page.index), page, layout, MASTER)
+            values = section(self._page(rank, page.index), page, layout, name)
             flat[first - placed.start : last - placed.start] = values[first - page.start : last - page.start]
         return flat
 

@@ -27,27 +27,26 @@ def save_tensors(model: nn.Module) -> bytes:
     return bytes(save({name: tensor.clone() for name, tensor in tensors.items()}))
 
 
-def load_tensors(data: bytes, model: nn.Module) -> None:
-    """Put back what `save_tensors` returned.
+def load_buffers(data: bytes, model: nn.Module) -> None:
+    """Put back the buffers that `save_tensors` returned.
 
     Raises:
         CommitError: a buffer is missing or has another shape.
     """
-    try:
-        tensors = load(data)
-    except Exception as error:
-        raise CommitError(f"the state file of the commit is malformed: {error}") from error
+    tensors = _tensors(data)
     for name, buffer in model.named_buffers():
         saved = tensors.get(_BUFFER + name)
         if saved is None or saved.shape != buffer.shape:
             raise CommitError(f"the commit has no buffer {name} of shape {tuple(buffer.shape)}")
         with torch.no_grad():
             buffer.copy_(saved)
-    torch.set_rng_state(tensors[_TORCH])
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            if f"{_CUDA}{index}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"{_CUDA}{index}"], index)
+
+
+def _tensors(data: bytes) -> dict[str, torch.Tensor]:
+    try:
+        return dict(load(data))
+    except Exception as error:
+        raise CommitError(f"the state file of the commit is malformed: {error}") from error
 
 
 def save_random() -> dict[str, Any]:
@@ -61,12 +60,17 @@ def save_random() -> dict[str, Any]:
 
 
 def load_random(saved: Mapping[str, Any], data: bytes) -> None:
-    """Put back what `save_random` returned; `data` is the state file, which has NumPy's key."""
+    """Put back the states of all generators, from `save_random` and from the state file."""
+    tensors = _tensors(data)
+    torch.set_rng_state(tensors[_TORCH])
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if f"{_CUDA}{index}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"{_CUDA}{index}"], index)
     version, internal, gauss = saved["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, position, has_gauss, cached = saved["numpy"]
-    key = load(data)[_NUMPY].numpy().astype(np.uint32)
-    np.random.set_state((kind, key, position, has_gauss, cached))
+    np.random.set_state((kind, tensors[_NUMPY].numpy().astype(np.uint32), position, has_gauss, cached))
 
 
 def _numpy_state() -> tuple[Any, ...]:

@@ -142,26 +142,33 @@ class ShardContent:
                     target = section(held, page, self._layout, name)
                     target[first - page.start : last - page.start] = content[first - placed.start : last - placed.start]
 
-    def initialise(self, unit: int, value_of: Callable[[int], torch.Tensor]) -> None:
-        """Write the first content of a unit's pages: weights and master from `value_of(shard)`, moments zero.
+    def initialise(self, unit: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
+        """Write the first content of a unit's pages.
 
         Args:
-            value_of: returns a shard's real elements in the dtype it is trained in, shape (numel,).
+            value_of: returns one section (``master`` or a state kind) of a shard's real elements, shape (numel,); the
+                master in the dtype that is trained; None for zeros.
         """
-        values = {shard: value_of(shard) for shard in self._layout.unit_shards[unit]}
         for segment in self._layout.segments:
             if segment.unit != unit:
                 continue
+            values = {
+                (shard, name): value_of(shard, name)
+                for shard in segment.shards
+                for name in (MASTER, *(kind for kind, _ in segment.format.kinds))
+            }
             for page in (*segment.param_pages, *segment.update_pages):
+                names = [name for name, _ in segment.format.sections] if page.role is Role.UPDATE else [MASTER]
                 with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
                     content.zero_()
-                    if page.role is Role.UPDATE and not segment.format.master:
-                        continue
-                    target = section(content, page, self._layout, MASTER)
-                    for shard in segment.shards:
-                        placed = self._layout.shards[shard]
-                        low = max(placed.start, page.start)
-                        high = min(placed.start + placed.spec.numel, page.stop)
-                        if low < high:
-                            value = values[shard][low - placed.start : high - placed.start]
-                            target[low - page.start : high - page.start] = value
+                    for name in names:
+                        target = section(content, page, self._layout, name)
+                        for shard in segment.shards:
+                            self._fill(target, page, self._layout.shards[shard], values[shard, name])
+
+    @staticmethod
+    def _fill(target: torch.Tensor, page: Page, placed: Placed, value: torch.Tensor | None) -> None:
+        low = max(placed.start, page.start)
+        high = min(placed.start + placed.spec.numel, page.stop)
+        if value is not None and low < high:
+            target[low - page.start : high - page.start] = value[low - placed.start : high - placed.start]

@@ -26,8 +26,12 @@ LOCK_NAME = "infinity.lock"
 
 
 def new_run_id() -> str:
-    """Return an id that sorts by time: ``20260131-142530-1a2b3c``."""
-    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
+    """Return an id that sorts by time: ``20260131-142530-1a2b3c``.
+
+    The first half of the last part is the time in 1/4096 s, the second half is random.
+    """
+    now = time.time()
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime(now)) + f"{int(now % 1 * 4096):03x}{secrets.randbelow(4096):03x}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,140 @@
+"""A commit goes on where pages lie otherwise: other ranks, pages, paths; every bit is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_ranks import RankPool
+from core_session import EVERY, STEPS, Session, reference
+from core_train import KIB, MIB, Outcome, Paging, Recipe, offloaded, train
+
+from infinity.checkpoint.reader import CommitReader
+from infinity.store.folder import RunFolder, latest_run
+
+LATEST = {"resume": "latest"}
+MODELS = ("gpt2", "toy", "frozen", "spare")
+
+
+def begin(recipe: Recipe, folder: str) -> None:
+    """Train a recipe and commit. Runs on every rank."""
+    with offloaded(recipe, Paging(arena="least"), Path(folder)) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        optimizer.commit({"note": "mine"})
+
+
+def go_on(recipe: Recipe, folder: str, steps: int) -> tuple[int, Any]:
+    """Resume, train some steps more, commit; return the step gone on from and `extra`. Runs on every rank."""
+    with offloaded(recipe, Paging(arena="least"), Path(folder), run=LATEST) as (model, optimizer):
+        first, extra = optimizer.steps, optimizer.resumed_extra
+        if steps:
+            train(Recipe(**{**recipe.__dict__, "steps": first + steps}), model, optimizer, Outcome(), first=first)
+            optimizer.commit()
+        return first, extra
+
+
+def newest(folder: Path) -> CommitReader:
+    """Return the newest commit of the newest run."""
+    path = folder / "nvme0"
+    run_id = latest_run([path], "latest")
+    return CommitReader(RunFolder(run_id, (path / run_id,)))
+
+
+def everything(reader: CommitReader) -> dict[str, torch.Tensor]:
+    """Return all whole parameters and states, and the scalars."""
+    found: dict[str, torch.Tensor] = {}
+    for index, spec in enumerate(reader.tensors):
+        found[spec.names[0]] = reader.read(index)
+        for kind, _ in reader.kinds(index):
+            found[f"{spec.names[0]}/{kind}"] = reader.read(index, kind)
+    for rank in range(reader.world_size):
+        for shard, scalars in reader.manifest(rank).scalars.items():
+            for key, value in scalars.items():
+                found[f"{reader.tensors[shard].names[0]}/{key}"] = torch.tensor(value["value"])
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of what differs."""
+    return [name for name in one.keys() | other.keys() if not _equal(one.get(name), other.get(name))]
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_from_one_rank_to_two_and_back(name: str, pair: RankPool, tmp_path: Path) -> None:
+    """Weights, moments and step counts are the same in every world; training goes on in each."""
+    recipe = Recipe(model=name, steps=2)
+    begin(recipe, str(tmp_path))
+    states = [everything(newest(tmp_path))]
+    assert [first for first, _ in pair.run(go_on, recipe, str(tmp_path), 0)] == [2, 2]
+    two = newest(tmp_path)
+    assert (two.world_size, two.step, two.extra["note"]) == (2, 2, "mine")
+    assert same(states[0], everything(two)) == []
+
+    assert pair.run(go_on, recipe, str(tmp_path), 1)[0][0] == 2
+    trained = everything(newest(tmp_path))
+    assert same(states[0], trained) != []
+    assert go_on(recipe, str(tmp_path), 0)[0] == 3
+    one = newest(tmp_path)
+    assert (one.world_size, one.step) == (1, 3)
+    assert same(trained, everything(one)) == []
+
+
+def test_from_two_ranks_to_four(pair: RankPool, tmp_path: Path) -> None:
+    """Four ranks, of which some have nothing of the smallest parameters."""
+    recipe = Recipe(model="toy", steps=2)
+    pair.run(begin, recipe, str(tmp_path))
+    before = everything(newest(tmp_path))
+    four = RankPool(4)
+    try:
+        assert [first for first, _ in four.run(go_on, recipe, str(tmp_path), 0)] == [2] * 4
+    finally:
+        four.close()
+    found = newest(tmp_path)
+    assert found.world_size == 4
+    assert same(before, everything(found)) == []
+
+
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {
+    "page size": {"memory": {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}},
+    "more paths": {"storage": {"paths": ["nvme0", "nvme1"]}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_pages_and_paths_change_no_bit(change: str, tmp_path: Path) -> None:
+    """The losses are those of a run that nobody disturbed, random states included."""
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = reference(tmp_path / "undisturbed")
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+    (tmp_path / "nvme1").mkdir()
+    sections = {name: dict(values) for name, values in CHANGES[change].items()}
+    if "storage" in sections:
+        sections["storage"]["paths"] = [str(tmp_path / path) for path in sections["storage"]["paths"]]
+    with Session(tmp_path, run=LATEST, **sections) as session:
+        assert session.optimizer.steps == EVERY
+        assert session.run() == undisturbed[EVERY:]
+    with Session(tmp_path, run=LATEST, **sections) as session:
+        assert session.optimizer.steps == STEPS
+
+
+def test_a_resharded_run_is_durable_at_once(tmp_path: Path) -> None:
+    """The new run has a commit before it takes a step; the old one is untouched."""
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = reference(tmp_path / "undisturbed")
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+        old = session.optimizer.run.folder.run_id
+    pages = {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}
+    with Session(tmp_path, run=LATEST, memory=pages) as session:
+        assert session.optimizer.run.folder.run_id != old
+    with Session(tmp_path, run=LATEST, memory=pages) as session:
+        assert session.run() == undisturbed[EVERY:]
+    with Session(tmp_path, run={"resume": old}) as session:
+        assert session.run() == undisturbed[EVERY:]
