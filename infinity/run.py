@@ -243,6 +243,7 @@ class _Run:
                 reader = ranks.together("reading the commit", lambda: CommitReader(old, step))
                 source = ReshardSource(reader, ranks)
                 folder = RunFolder.of(paths, ranks.agree(new_run_id()))
+                lock.name(folder.run_id)
             if resume and source is None:
                 commits = find_commits(folder, ranks, settings.run.resume_step)
                 found = commits[-1]

@@ -94,7 +94,6 @@ class FolderLock:
         """
         descriptors: list[int] = []
         files: list[Path] = []
-        owner = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         lock = cls(descriptors, files)
         for path in paths:
             file = Path(path) / f"{LOCK_NAME}.{local_rank}"
@@ -109,11 +108,17 @@ class FolderLock:
                 raise FolderBusyError(
                     f"{path} is in use by {held}; wait for it to end or name another folder"
                 ) from None
-            os.truncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
             descriptors.append(descriptor)
             files.append(file)
+        lock.name(run_id)
         return lock
+
+    def name(self, run_id: str) -> None:
+        """Write into the lock files which run of this process is the live one."""
+        owner = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        for descriptor in self._descriptors:
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
 
     def release(self) -> None:
         """Give the paths back. Idempotent."""
