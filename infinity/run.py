@@ -352,7 +352,7 @@ class _Run:
         if self.ranks.rank == 0:
             old = source.reader
             _log.warning(
-                "step %d of run %s (%d ranks) goes on as run %s; the old one still takes its space, free it with "
+                "step %d of run %s (world size %d) goes on as run %s; the old one still takes its space, free it with "
                 "`infinity store rm`", old.step, old.folder.run_id, old.world_size, self.folder.run_id,
             )  # fmt: skip
 

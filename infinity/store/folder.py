@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -203,6 +204,9 @@ def reserve(file: Path, size: int) -> None:
         StorageError: the file cannot be made.
     """
     before = file.stat().st_size if file.exists() else 0
+    free = shutil.disk_usage(file.parent).free
+    if size - before > free:  # asked first: a file system may fill itself up before it refuses
+        raise _no_room(file, size, free, os.strerror(errno.ENOSPC))
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
@@ -214,14 +218,17 @@ def reserve(file: Path, size: int) -> None:
     except OSError as error:
         if before == 0:
             file.unlink(missing_ok=True)
-        usage = shutil.disk_usage(file.parent)
-        raise BudgetError(
-            f"{file.parent} has {format_size(usage.free)} free, but this run needs {format_size(size)} there "
-            f"({error.strerror}); free space, add a path to storage.paths, or "
-            "remove earlier runs with `infinity store rm`"
-        ) from error
+        raise _no_room(file, size, free, error.strerror or str(error)) from error
     finally:
         os.close(descriptor)
+
+
+def _no_room(file: Path, size: int, free: int, reason: str) -> BudgetError:
+    return BudgetError(
+        f"{file.parent} has {format_size(free)} free, but this run needs {format_size(size)} there "
+        f"({reason}); free space, add a path to storage.paths, or "
+        "remove earlier runs with `infinity store rm`"
+    )
 
 
 def latest_run(paths: Sequence[str | Path], wanted: str) -> str:
