@@ -195,6 +195,13 @@ class Layout:
         """Bytes of all pages of one role."""
         return sum(page.nbytes for page in self.pages if page.role is role)
 
+    def home_of(self, shard: int, name: str) -> tuple[tuple[Page, ...], str]:
+        """Return the pages that hold one section (``master`` or a state kind) of a shard, and its dtype."""
+        segment = self.segments[self.shards[shard].segment]
+        if name == MASTER and not segment.format.master:
+            return segment.param_pages, segment.format.param
+        return segment.update_pages, dict(segment.format.sections)[name]
+
     @cached_property
     def _numbers(self) -> tuple[int, ...]:
         """Number of every page among those of its unit and role."""

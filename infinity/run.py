@@ -312,10 +312,10 @@ class _Run:
         state = StepState(layout, self.pager, kernel, group_of=groups.__getitem__, phase=self.ledger.phase)
         if self._found is not None:
             self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
-            state.scalars.update(self.resumed.scalars)
         elif self._source is not None:
             names = [member.names[0] for member in members]
             self.resumed = self._source.restore(names, sharded.model, optimizer.param_groups)
+        if self.resumed is not None:
             state.scalars.update(self.resumed.scalars)
         index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
         self._committer = Committer(

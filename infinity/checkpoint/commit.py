@@ -57,7 +57,7 @@ class Committer:
         scalars: Mapping[int, Mapping[str, Any]],
         groups: list[dict[str, Any]],
         extra: dict[str, Any],
-    ) -> Path:
+    ) -> None:
         """Make the stored pages and the given state the newest commit of all ranks.
 
         Raises:
@@ -65,10 +65,9 @@ class Committer:
             StorageError: a device refused.
             InfinityError: it failed on another rank. In all cases the commit before is intact.
         """
-
         written: dict[int, Version] = {}
 
-        def write() -> Path:
+        def write() -> None:
             versions = self._store.versions(self._pages)
             data = state.save_tensors(model)
             # A name of its own: a second commit of a step must not replace what the first one names.
@@ -93,12 +92,11 @@ class Committer:
             )
             self._store.sync()
             files.write_durably(self._folder.commits / state_file, data)
-            target = files.write_manifest(self._folder.commits, manifest)
+            files.write_manifest(self._folder.commits, manifest)
             written.update(versions)
-            return target
 
         try:
-            path = self._ranks.together(f"commit of step {step}", write)
+            self._ranks.together(f"commit of step {step}", write)
         except BaseException:
             self._withdraw(step, written)
             raise
@@ -106,7 +104,6 @@ class Committer:
         # must not be of pages that were written over.
         remove_commits(self._folder, self._ranks.rank, keep=self._store.retained_with(step))
         self._store.adopt(step, written)
-        return path
 
     def _withdraw(self, step: int, written: Mapping[int, Version]) -> None:
         """Undo what this rank has published of a commit that failed elsewhere."""
@@ -178,11 +175,7 @@ def check_commit(found: Manifest, layout: Layout, optimizer: str, paths: int) ->
     Raises:
         CommitError: it does not.
     """
-    if found.optimizer != optimizer:
-        raise CommitError(
-            f"the commit of step {found.step} of run {found.run_id} was made with {found.optimizer}, this run has "
-            f"{optimizer}; resume with {found.optimizer}"
-        )
+    check_optimizer(found, optimizer)
     if found.layout != layout.fingerprint:
         raise CommitError(
             f"the commit of step {found.step} of run {found.run_id} belongs to another model, optimizer or page size "
@@ -196,6 +189,19 @@ def check_commit(found: Manifest, layout: Layout, optimizer: str, paths: int) ->
         raise CommitError(f"run {found.run_id} lies on {len(found.weights)} paths, storage.paths names {paths}")
 
 
+def check_optimizer(found: Manifest, optimizer: str) -> None:
+    """Check that a commit was made with an optimizer of this class.
+
+    Raises:
+        CommitError: it was not.
+    """
+    if found.optimizer != optimizer:
+        raise CommitError(
+            f"the commit of step {found.step} of run {found.run_id} was made with {found.optimizer}, this run has "
+            f"{optimizer}; resume with {found.optimizer}"
+        )
+
+
 def restore(
     found: Manifest, folder: RunFolder, model: nn.Module, groups: list[dict[str, Any]], *, random: bool = True
 ) -> ResumedState:
@@ -204,13 +210,7 @@ def restore(
     Raises:
         CommitError: the state file is missing or corrupt.
     """
-    file = folder.commits / found.state_file
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise CommitError(f"state file {file} of the commit cannot be read: {error.strerror}") from error
-    if files.checksum_of(data) != found.state_checksum:
-        raise CommitError(f"state file {file} of the commit does not match its checksum")
+    data = files.read_state_file(folder.commits, found)
     state.load_buffers(data, model)
     if random:
         state.load_random(found.random, data)

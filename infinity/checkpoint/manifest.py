@@ -151,6 +151,22 @@ def read_checked(file: Path, decode: Callable[[Any], T]) -> T:
         raise CommitError(f"{file} is malformed: {type(error).__name__}: {error}") from error
 
 
+def read_state_file(folder: Path, manifest: Manifest) -> bytes:
+    """Return the content of a commit's state file.
+
+    Raises:
+        CommitError: it is missing or does not match its checksum.
+    """
+    file = folder / manifest.state_file
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise CommitError(f"state file {file} of the commit cannot be read: {error.strerror}") from error
+    if checksum_of(data) != manifest.state_checksum:
+        raise CommitError(f"state file {file} of the commit does not match its checksum")
+    return data
+
+
 def _encode(manifest: Manifest) -> dict[str, Any]:
     pages = {
         str(page): [*version.extent, f"{version.checksum:016x}"] for page, version in sorted(manifest.pages.items())

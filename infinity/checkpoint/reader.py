@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load
 
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.description import RunDescription, TensorSpec, read_description
@@ -68,11 +67,9 @@ class CommitReader:
         """What `commit` was given."""
         return self._manifests[0].extra
 
-    def dtype(self, index: int) -> torch.dtype:
-        """Return the dtype in which a parameter is trained."""
-        layout = self._ranks[0].layout
-        fmt = layout.segments[layout.shards[index].segment].format
-        return torch_dtype(fmt.master or fmt.param)
+    def dtype(self, index: int, name: str = MASTER) -> torch.dtype:
+        """Return the dtype in which a parameter is trained, or that of one of its states."""
+        return torch_dtype(self._ranks[0].layout.home_of(index, name)[1])
 
     def nbytes(self, index: int, dtype: torch.dtype | None = None) -> int:
         """Return the size of a whole parameter, as it is trained or, if it is floating-point, in `dtype`."""
@@ -127,19 +124,14 @@ class CommitReader:
                     shape[spec.dim] = -1
                 parts.append(flat.view(shape))
         if not parts:
-            return torch.empty(spec.shape, dtype=self._dtype(index, name))
+            return torch.empty(spec.shape, dtype=self.dtype(index, name))
         return torch.cat(parts, dim=spec.dim) if len(parts) > 1 else parts[0]
-
-    def _dtype(self, index: int, name: str) -> torch.dtype:
-        return self.dtype(index) if name == MASTER else torch_dtype(dict(self.kinds(index))[name])
 
     def _shard(self, rank: int, index: int, name: str) -> torch.Tensor:
         layout = self._ranks[rank].layout
         placed = layout.shards[index]
-        segment = layout.segments[placed.segment]
-        in_param = name == MASTER and not segment.format.master
-        pages = segment.param_pages if in_param else segment.update_pages
-        flat = torch.empty(placed.spec.numel, dtype=self._dtype(index, name))
+        pages, dtype = layout.home_of(index, name)
+        flat = torch.empty(placed.spec.numel, dtype=torch_dtype(dtype))
         for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
             values = section(self._page(rank, page.index), page, layout, name)
             flat[first - placed.start : last - placed.start] = values[first - page.start : last - page.start]
@@ -163,12 +155,6 @@ class CommitReader:
         names = self._ranks[0].buffers
         if not names:
             return
-        file: Path = self._folder.commits / manifest.state_file
-        try:
-            if files.checksum_of(file.read_bytes()) != manifest.state_checksum:
-                raise CommitError(f"state file {file} of the commit does not match its checksum")
-        except OSError as error:
-            raise CommitError(f"state file {file} of the commit cannot be read: {error.strerror}") from error
-        with safe_open(file, framework="pt") as opened:
-            for name in names:
-                yield name, opened.get_tensor(f"buffer.{name}")
+        tensors = load(files.read_state_file(self._folder.commits, manifest))
+        for name in names:
+            yield name, tensors[f"buffer.{name}"]

@@ -1,6 +1,7 @@
 """Going on from a commit whose pages lie otherwise: another world size, page size, dtype of computation or paths.
 
-A new run begins with the values of the commit; parameter by parameter, so that memory is that of one.
+A new run begins with the values of the commit, read unit by unit: memory is that of one whole parameter, and of this
+rank's part of the master and states of one unit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.commit import ResumedState, restore
+from infinity.checkpoint.commit import ResumedState, check_optimizer, restore
 from infinity.checkpoint.description import description_name, read_description
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.state import load_scalars
@@ -67,12 +68,7 @@ class ReshardSource:
             CommitError: it is not; what differs is named.
         """
         run_id, step = self._reader.folder.run_id, self._reader.step
-        made_with = self._reader.manifest(0).optimizer
-        if made_with != optimizer:
-            raise CommitError(
-                f"the commit of step {step} of run {run_id} was made with {made_with}, this run has {optimizer}; "
-                f"resume with {made_with}"
-            )
+        check_optimizer(self._reader.manifest(0), optimizer)
         another = f"the commit of step {step} of run {run_id} belongs to another model: "
         if len(members) != len(self._reader.tensors):
             raise CommitError(f"{another}it has {len(self._reader.tensors)} parameters, this model {len(members)}")

@@ -109,10 +109,8 @@ class ShardContent:
     def load_section(self, shard: int, name: str) -> torch.Tensor:
         """Return one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
         placed = self._layout.shards[shard]
-        segment = self._layout.segments[placed.segment]
-        in_param = name == MASTER and not segment.format.master
-        pages = segment.param_pages if in_param else segment.update_pages
-        dtype = torch_dtype(segment.format.param if in_param else dict(segment.format.sections)[name])
+        pages, dtype_of = self._layout.home_of(shard, name)
+        dtype = torch_dtype(dtype_of)
         size = placed.spec.numel * dtype.itemsize
         if size > self._load_limit:
             raise UnsupportedError(

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from infinity.errors import CommitError, ConfigError
 from infinity.units import format_size, parse_size
 from infinity_tools.failures import failures
+from infinity_tools.progress import byte_progress
 
 _DTYPES = {"trained": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -55,15 +55,7 @@ def export(
         config = _config(model_config, reader.extra)
         name = _DTYPES[dtype]
         console = Console(highlight=False)
-        with Progress(
-            TextColumn(f"exporting step {reader.step}"),
-            BarColumn(bar_width=24),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            console=Console(stderr=True),
-            disable=json,
-            transient=True,
-        ) as bar:
+        with byte_progress(f"exporting step {reader.step}", silent=json) as bar:
             chosen_dtype = torch_dtype(name) if name else None
             total = sum(reader.nbytes(index, chosen_dtype) for index in range(len(reader.tensors)))
             task = bar.add_task("", total=total)

@@ -9,7 +9,15 @@ from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
 
 _LINE_SECONDS = 10.0
 _RECENT_STEPS = 8
@@ -190,3 +198,16 @@ def rate(bytes_per_second: float) -> str:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def byte_progress(label: str, *, silent: bool) -> Progress:
+    """Return a bar on stderr for work that is counted in bytes; it goes when it ends."""
+    return Progress(
+        TextColumn(label),
+        BarColumn(bar_width=24),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+        disable=silent,
+        transient=True,
+    )

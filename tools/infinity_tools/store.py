@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from infinity.errors import ConfigError
 from infinity.units import format_size
 from infinity_tools.failures import failures
+from infinity_tools.progress import byte_progress
 
 if TYPE_CHECKING:
     from infinity_tools.runs import BadPage, StoredRun
@@ -70,15 +70,7 @@ def verify(
         for found in chosen:
             pages = stored.pages_to_verify(found)
             checked += len(pages)
-            with Progress(
-                TextColumn(f"verifying {found.run_id}"),
-                BarColumn(bar_width=24),
-                DownloadColumn(binary_units=True),
-                TransferSpeedColumn(),
-                console=Console(stderr=True),
-                disable=json,
-                transient=True,
-            ) as bar:
+            with byte_progress(f"verifying {found.run_id}", silent=json) as bar:
                 task = bar.add_task("", total=sum(item[2].extent.length for item in pages))
                 bad = stored.verify(found, pages, lambda nbytes, bar=bar, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
             bad_pages += [{"run_id": found.run_id, **asdict(page)} for page in bad]
