@@ -24,7 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
 from infinity.budget import Budget, choose_budget
-from infinity.checkpoint.commit import Committer, ResumedState, check_commit, find_commits, remove_commits, restore
+from infinity.checkpoint.commit import (
+    Committer,
+    ResumedState,
+    check_commit,
+    choose_run,
+    find_commits,
+    remove_commits,
+    restore,
+)
 from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.reader import CommitReader
@@ -45,7 +53,7 @@ from infinity.ranks import Ranks
 from infinity.schedule.pager import Pager
 from infinity.store.bandwidth import path_shares
 from infinity.store.extents import file_sizes, plan_slots, spread
-from infinity.store.folder import FolderLock, RunFolder, find_runs, latest_run, new_run_id, reserve
+from infinity.store.folder import FolderLock, RunFolder, find_runs, new_run_id, reserve
 from infinity.store.pages import PageStore
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
@@ -227,11 +235,7 @@ class _Run:
         Every stage is taken by all ranks together: where one fails, all fail, with its reason.
         """
         paths, resume = settings.storage.paths, settings.run.resume
-
-        def choose() -> str:
-            return latest_run(paths, resume) if resume else new_run_id()
-
-        run_id = ranks.agree(ranks.together("finding the run", choose))
+        run_id = choose_run(paths, resume, ranks) if resume else ranks.agree(new_run_id())
         lock = ranks.together("taking the NVMe paths", lambda: FolderLock.acquire(paths, run_id, ranks.local_rank))
         folder = RunFolder.of(paths, run_id)
         with ExitStack() as undo:

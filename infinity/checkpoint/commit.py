@@ -25,7 +25,7 @@ from infinity.checkpoint.manifest import Manifest
 from infinity.errors import CommitError
 from infinity.layout import Layout, Role
 from infinity.ranks import Ranks
-from infinity.store.folder import RunFolder
+from infinity.store.folder import RunFolder, find_runs
 from infinity.store.pages import PageStore, Version
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,8 @@ class Committer:
     def _withdraw(self, step: int, written: Mapping[int, Version]) -> None:
         """Undo what this rank has published of a commit that failed elsewhere."""
         if step not in self._store.commits:
-            (self._folder.commits / files.manifest_name(step, self._ranks.rank)).unlink(missing_ok=True)
+            name = files.Published(step, self._ranks.rank, self._ranks.world_size)
+            (self._folder.commits / name.file_name).unlink(missing_ok=True)
         elif written:  # it replaced an earlier commit of this very step, whose pages say the same
             self._store.adopt(step, written)
 
@@ -117,11 +118,37 @@ def remove_commits(folder: RunFolder, rank: int, *, keep: Sequence[int]) -> None
     """Remove the commits of a rank, except those of the steps `keep`: manifests first, then the rest."""
     found = files.commits_in(folder.commits, rank)
     kept = {name for step in keep for name in (found[step].name, files.read_manifest(found[step]).state_file)}
-    others = [file for file in folder.commits.glob(f"step*.rank{rank:05d}.*") if file.name not in kept]
+    others = [file for file in folder.commits.glob(f"step*.rank{rank:05d}[.-]*") if file.name not in kept]
     for file in sorted(others, key=lambda file: file.suffix != ".json"):
         file.unlink(missing_ok=True)
     if others:
         files.sync_folder(folder.commits)
+
+
+def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
+    """Return the id of the run to resume; nodes need not see each other's folders.
+
+    Args:
+        wanted: an id, or ``latest`` for the newest run that has a commit of all its ranks.
+
+    Raises:
+        CommitError: there is none; the runs that have a commit are listed.
+    """
+
+    def seen() -> dict[str, list[files.Published]]:
+        return {run_id: files.published_in(RunFolder.of(paths, run_id).commits) for run_id in find_runs(paths)}
+
+    published: dict[str, set[files.Published]] = {}
+    for found in ranks.collect(ranks.together("looking for runs", seen)):
+        for run_id, names in found.items():
+            published.setdefault(run_id, set()).update(names)
+    committed = sorted(run_id for run_id, names in published.items() if files.complete_steps(names))
+    if wanted == "latest" and committed:
+        return committed[-1]
+    if wanted in committed:
+        return wanted
+    listed = ", ".join(committed) or "none"
+    raise CommitError(f"no commit to resume from: {wanted!r} in {paths[0]} (runs with a commit: {listed})")
 
 
 def find_commits(folder: RunFolder, ranks: Ranks, step: int) -> list[Manifest]:
@@ -136,17 +163,9 @@ def find_commits(folder: RunFolder, ranks: Ranks, step: int) -> list[Manifest]:
         CommitError: there is none, it is malformed, or it was made by another number of ranks.
     """
     mine = files.commits_in(folder.commits, ranks.rank)
-    held = ranks.collect(sorted(mine))
-    common = sorted(set(held[0]).intersection(*held[1:]))
-    if not common:
-        raise CommitError(
-            f"no step of run {folder.run_id} was committed by all {ranks.world_size} ranks (per rank: {held}); a run "
-            "resumes with the number of ranks that committed it"
-        )
-    if step >= 0 and step not in common:
-        listed = ", ".join(map(str, common))
-        raise CommitError(f"run {folder.run_id} has no commit of step {step} (steps with a commit: {listed})")
-    step = common[-1] if step < 0 else step
+    held = ranks.collect(set(mine))
+    common = sorted(held[0].intersection(*held[1:]))
+    step = files.choose_step(folder.run_id, common, step)
     found = ranks.together(f"reading the commit of step {step}", lambda: files.read_manifest(mine[step]))
     if found.world_size != ranks.world_size:
         raise CommitError(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from infinity.store.pages import Version
 T = TypeVar("T")
 
 FORMAT = 1
+_NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})\.json")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "format": int,
     "run_id": str,
@@ -70,9 +72,49 @@ class Manifest:
     extra: dict[str, Any]
 
 
-def manifest_name(step: int, rank: int) -> str:
-    """Return the file name of a manifest."""
-    return f"step{step:012d}.rank{rank:05d}.json"
+@dataclass(frozen=True, order=True)
+class Published:
+    """What the name of a manifest says: this rank has published this step."""
+
+    step: int
+    rank: int
+    world_size: int
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file."""
+        return f"step{self.step:012d}.rank{self.rank:05d}-of-{self.world_size:05d}.json"
+
+
+def published_in(folder: Path) -> list[Published]:
+    """Return what was published in a run's folder of commits, in order; other files are passed over."""
+    names = (_NAME.fullmatch(file.name) for file in folder.glob("step*.json"))
+    return sorted(Published(*map(int, name.groups())) for name in names if name)
+
+
+def complete_steps(published: Iterable[Published]) -> list[int]:
+    """Return the steps that all their ranks have published, in order: only they are commits."""
+    ranks: dict[tuple[int, int], set[int]] = {}
+    for name in published:
+        ranks.setdefault((name.step, name.world_size), set()).add(name.rank)
+    return sorted({step for (step, world_size), found in ranks.items() if found >= set(range(world_size))})
+
+
+def choose_step(run_id: str, steps: list[int], wanted: int) -> int:
+    """Return the step to use of those that are committed.
+
+    Args:
+        steps: in order.
+        wanted: -1 is the newest.
+
+    Raises:
+        CommitError: it is not there; the steps that are there are listed.
+    """
+    if steps and (wanted < 0 or wanted in steps):
+        return steps[-1] if wanted < 0 else wanted
+    what = f"commit of step {wanted}" if wanted >= 0 else "commit"
+    listed = ", ".join(map(str, steps)) or "none"
+    raise CommitError(f"run {run_id} has no {what} of all its ranks (steps with a commit: {listed})")
 
 
 def checksum_of(data: bytes) -> str:
@@ -80,15 +122,14 @@ def checksum_of(data: bytes) -> str:
     return f"{xxhash.xxh3_64_intdigest(data):016x}"
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> Path:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Publish a manifest: it is there completely, or it is not there.
 
     Raises:
         OSError: the file system refused.
     """
-    target = folder / manifest_name(manifest.step, manifest.rank)
-    write_checked(target, _encode(manifest))
-    return target
+    name = Published(manifest.step, manifest.rank, manifest.world_size).file_name
+    write_checked(folder / name, _encode(manifest))
 
 
 def write_checked(target: Path, tree: Mapping[str, Any]) -> None:
@@ -196,9 +237,4 @@ def _decode(body: Any, file: Path) -> Manifest:
 
 def commits_in(folder: Path, rank: int) -> dict[int, Path]:
     """Return the manifests of a rank by step."""
-    found: dict[int, Path] = {}
-    for file in folder.glob(f"step*.rank{rank:05d}.json"):
-        digits = file.name[4 : file.name.index(".")]
-        if digits.isdigit():
-            found[int(digits)] = file
-    return found
+    return {name.step: folder / name.file_name for name in published_in(folder) if name.rank == rank}

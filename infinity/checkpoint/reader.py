@@ -39,14 +39,11 @@ class CommitReader:
             first,
             *(read_description(folder.commits, rank) for rank in range(1, first.world_size)),
         ]
-        by_rank = [files.commits_in(folder.commits, rank) for rank in range(first.world_size)]
-        common = sorted(set(by_rank[0]).intersection(*by_rank[1:]))
-        if not common or (step >= 0 and step not in common):
-            wanted = f"commit of step {step}" if step >= 0 else "commit"
-            listed = ", ".join(map(str, common)) or "none"
-            raise CommitError(f"run {folder.run_id} has no {wanted} of all its ranks (steps: {listed})")
-        self.step = step if step >= 0 else common[-1]
-        self._manifests: list[Manifest] = [files.read_manifest(found[self.step]) for found in by_rank]
+        committed = files.complete_steps(files.published_in(folder.commits))
+        self.step = files.choose_step(folder.run_id, committed, step)
+        self._manifests: list[Manifest] = [
+            files.read_manifest(files.commits_in(folder.commits, rank)[self.step]) for rank in range(first.world_size)
+        ]
         for described, manifest in zip(self._ranks, self._manifests, strict=True):
             if manifest.layout != described.layout.fingerprint:
                 raise CommitError(f"commit {self.step} of run {folder.run_id} is of another layout than the run")

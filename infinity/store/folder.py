@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.errors import BudgetError, CommitError, ConfigError, FolderBusyError, StorageError
+from infinity.errors import BudgetError, ConfigError, FolderBusyError, StorageError
 from infinity.units import format_size
 
 LOCK_NAME = "infinity.lock"
@@ -229,22 +229,3 @@ def _no_room(file: Path, size: int, free: int, reason: str) -> BudgetError:
         f"({reason}); free space, add a path to storage.paths, or "
         "remove earlier runs with `infinity store rm`"
     )
-
-
-def latest_run(paths: Sequence[str | Path], wanted: str) -> str:
-    """Return the id of the run to resume.
-
-    Args:
-        wanted: an id, or ``latest`` for the newest run that has a commit.
-
-    Raises:
-        CommitError: there is none; the runs that exist are named.
-    """
-    runs = find_runs(paths)
-    committed = [run for run in runs if any((Path(paths[0]) / run / "commits").glob("*.json"))]
-    if wanted == "latest" and committed:
-        return committed[-1]
-    if wanted in committed:
-        return wanted
-    listed = ", ".join(committed) or "none"
-    raise CommitError(f"no commit to resume from: {wanted!r} in {paths[0]} (runs with a commit: {listed})")

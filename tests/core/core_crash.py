@@ -123,7 +123,7 @@ def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False
 
     volatile: list[VolatileEngine] = []
     with _ended(end, seed, folder, volatile) as calls:
-        exists = any((folder / "nvme0").glob("*/commits/*.json")) if (folder / "nvme0").is_dir() else False
+        exists = any((folder / "nvme0").glob("*/commits/step*.json")) if (folder / "nvme0").is_dir() else False
         run = {"resume": "latest" if exists else "", "retained_commits": RETAINED}
         with Session(folder, arena="small", run=run) as session:
             say("resumed" if exists else "started", session.optimizer.steps, digest(session))

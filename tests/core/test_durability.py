@@ -114,6 +114,20 @@ def test_a_run_can_be_resumed_by_its_id(undisturbed: list[float], tmp_path: Path
         assert session.run() == undisturbed[EVERY:]
 
 
+def test_the_newest_run_with_a_commit_is_resumed(undisturbed: list[float], tmp_path: Path) -> None:
+    """Newer runs are passed over that ended before their first commit, or in the midst of it on one of two ranks."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+    committed = run_folder(tmp_path)
+    (manifest,) = (committed / "commits").glob("step*.json")
+    for number, names in enumerate([[], [manifest.name.replace("of-00001", "of-00002")]]):
+        later = committed.with_name(f"29991231-00000{number}-000000") / "commits"
+        later.mkdir(parents=True)
+        for name in ["layout.rank00000.json", *names]:
+            (later / name).write_bytes((committed / "commits" / "layout.rank00000.json").read_bytes())
+    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+
+
 def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
     """An empty folder is an error, and stays empty."""
     with pytest.raises(CommitError, match="no commit"):
@@ -139,7 +153,7 @@ def test_the_newest_commits_are_kept(undisturbed: list[float], tmp_path: Path) -
             if step == 4:
                 assert session.run(every=1) == undisturbed[4:]
     assert steps_kept(tmp_path) == [STEPS - 2, STEPS - 1, STEPS]
-    with pytest.raises(CommitError, match=r"no commit of step 5 \(steps with a commit: 7, 8, 9\)"):
+    with pytest.raises(CommitError, match=r"no commit of step 5 of all its ranks \(steps with a commit: 7, 8, 9\)"):
         Session(tmp_path, run={**LATEST, "resume_step": 5})
 
 
@@ -480,7 +494,7 @@ def test_two_ranks_commit_and_resume_together(pair: RankPool, tmp_path: Path) ->
     (manifest,) = commits_in(run_folder(tmp_path) / "commits", 1).values()
     manifest.unlink()
     commits_before = sorted((run_folder(tmp_path) / "commits").iterdir())
-    with pytest.raises(CommitError, match="no commit of all its ranks"):
+    with pytest.raises(CommitError, match="no commit to resume from"):
         Session(tmp_path, run=LATEST)
     assert sorted((run_folder(tmp_path) / "commits").iterdir()) == commits_before
 

@@ -12,7 +12,7 @@ from core_session import EVERY, STEPS, Session, reference
 from core_train import KIB, MIB, Outcome, Paging, Recipe, offloaded, train
 
 from infinity.checkpoint.reader import CommitReader
-from infinity.store.folder import RunFolder, latest_run, live_run
+from infinity.store.folder import RunFolder, find_runs, live_run
 
 LATEST = {"resume": "latest"}
 MODELS = ("gpt2", "toy", "frozen", "spare")
@@ -38,7 +38,7 @@ def go_on(recipe: Recipe, folder: str, steps: int) -> tuple[int, Any]:
 def newest(folder: Path) -> CommitReader:
     """Return the newest commit of the newest run."""
     path = folder / "nvme0"
-    run_id = latest_run([path], "latest")
+    run_id = find_runs([path])[-1]
     return CommitReader(RunFolder(run_id, (path / run_id,)))
 
 

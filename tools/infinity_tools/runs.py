@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-from infinity.checkpoint.manifest import Manifest, checksum_of, commits_in, read_manifest
+from infinity.checkpoint.manifest import Manifest, Published, checksum_of, published_in, read_manifest
 from infinity.errors import CommitError, ConfigError, StorageError
 from infinity.store.folder import Owner, RunFolder, live_run
 from infinity.store.pages import Version, read_version
@@ -100,29 +101,21 @@ def _disk_bytes(file: Path) -> int:
 
 
 def _commits(folder: RunFolder) -> Iterator[Commit]:
-    names = sorted(folder.commits.glob("step*.rank*.json")) if folder.commits.is_dir() else []
-    by_step: dict[int, dict[int, Path]] = {}
-    for rank in sorted({int(name.name.split(".rank")[1].split(".")[0]) for name in names}):
-        for step, file in commits_in(folder.commits, rank).items():
-            by_step.setdefault(step, {})[rank] = file
-    for step, files in sorted(by_step.items()):
-        yield _commit(step, files)
+    by_step = groupby(published_in(folder.commits), key=lambda name: name.step)
+    for step, names in by_step:
+        yield _commit(folder, step, list(names))
 
 
-def _commit(step: int, files: dict[int, Path]) -> Commit:
-    manifests = tuple(files[rank] for rank in sorted(files))
+def _commit(folder: RunFolder, step: int, names: list[Published]) -> Commit:
+    manifests = tuple(folder.commits / name.file_name for name in names)
+    world_size, created, problem = names[0].world_size, 0.0, ""
     try:
-        first = read_manifest(manifests[0])
+        created = read_manifest(manifests[0]).created
     except CommitError as error:
-        return Commit(step=step, created=0.0, world_size=0, manifests=manifests, problem=str(error))
-    lacking = sorted(set(range(first.world_size)) - set(files))
-    return Commit(
-        step=step,
-        created=first.created,
-        world_size=first.world_size,
-        manifests=manifests,
-        problem=f"not of all ranks: {', '.join(map(str, lacking))} lacking" if lacking else "",
-    )
+        problem = str(error)
+    if lacking := sorted(set(range(world_size)) - {name.rank for name in names}):
+        problem = f"not of all ranks: {', '.join(map(str, lacking))} lacking"
+    return Commit(step=step, created=created, world_size=world_size, manifests=manifests, problem=problem)
 
 
 def pages_to_verify(run: StoredRun) -> list[tuple[Manifest, int, Version]]:
