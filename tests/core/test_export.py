@@ -114,7 +114,7 @@ def test_another_dtype(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     """A flipped byte, a damaged or missing description, missing folders, a folder that is full, no such step."""
     stored = committed(Recipe(model="toy", steps=1), tmp_path)
-    with pytest.raises(CommitError, match=r"no commit of step 7 .*\(steps: 1\)"):
+    with pytest.raises(CommitError, match=r"no commit of step 7 .*\(steps with a commit: 1\)"):
         CommitReader(stored, 7)
     with pytest.raises(CommitError, match="lies on 2 paths, 1 were named"):
         CommitReader(RunFolder(stored.run_id, stored.roots[:1]))
