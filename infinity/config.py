@@ -75,6 +75,11 @@ class RunConfig:
         "`latest`, or the id of a run in the first path, to continue from its last commit. With another number of "
         "ranks, page size or paths a new run begins from that commit; all files of the old one must be reachable.",
     )
+    resume_paths: tuple[str, ...] = _setting(
+        (),
+        "Where the run to continue from lies, in the order of its storage.paths, if that is elsewhere; it stays there. "
+        "Empty: storage.paths.",
+    )
     resume_step: int = _setting(
         -1, "Step of the commit to continue from; -1: the newest. Commits of later steps are removed.", minimum=-1
     )
@@ -151,9 +156,12 @@ def check_config(config: Config) -> None:
     """
     if not config.storage.paths:
         raise ConfigError("storage.paths is empty; name at least one folder on an NVMe drive")
-    for path in config.storage.paths:
-        if not Path(path).is_dir():
-            raise ConfigError(f"storage.paths: {path!r} is not a folder; create it or name another one")
+    for name, paths in (("storage.paths", config.storage.paths), ("run.resume_paths", config.run.resume_paths)):
+        for path in paths:
+            if not Path(path).is_dir():
+                raise ConfigError(f"{name}: {path!r} is not a folder; create it or name another one")
+    if config.run.resume_paths and not config.run.resume:
+        raise ConfigError('run.resume_paths is set, but nothing is resumed; set run.resume to "latest" or a run\'s id')
     resolved = [str(Path(path).resolve()) for path in config.storage.paths]
     if len(set(resolved)) != len(resolved):
         raise ConfigError(f"storage.paths names the same folder twice: {list(config.storage.paths)}")

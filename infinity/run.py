@@ -36,7 +36,7 @@ from infinity.checkpoint.commit import (
 from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.reader import CommitReader
-from infinity.checkpoint.reshard import ReshardSource, lies_otherwise, roots_of
+from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
@@ -235,19 +235,22 @@ class _Run:
         Every stage is taken by all ranks together: where one fails, all fail, with its reason.
         """
         paths, resume = settings.storage.paths, settings.run.resume
-        run_id = choose_run(paths, resume, ranks) if resume else ranks.agree(new_run_id())
+        old_paths = settings.run.resume_paths or paths
+        run_id = choose_run(old_paths, resume, ranks) if resume else ranks.agree(new_run_id())
         lock = ranks.together("taking the NVMe paths", lambda: FolderLock.acquire(paths, run_id, ranks.local_rank))
         folder = RunFolder.of(paths, run_id)
         with ExitStack() as undo:
             undo.callback(lock.release)
             commits: list[Manifest] = []
             source: ReshardSource | None = None
-            if resume and lies_otherwise(roots_of(paths, run_id), budget.layout, ranks, len(paths)):
-                old, step = roots_of(paths, run_id), settings.run.resume_step
-                reader = ranks.together("reading the commit", lambda: CommitReader(old, step))
-                source = ReshardSource(reader, ranks)
-                folder = RunFolder.of(paths, ranks.agree(new_run_id()))
-                lock.name(folder.run_id)
+            if resume:
+                old = ranks.together("finding the run's folders", lambda: folders_of(old_paths, run_id, paths))
+                if lies_otherwise(old, folder, budget.layout, ranks):
+                    step = settings.run.resume_step
+                    reader = ranks.together("reading the commit", lambda: CommitReader(old, step))
+                    source = ReshardSource(reader, ranks)
+                    folder = RunFolder.of(paths, ranks.agree(new_run_id()))
+                    lock.name(folder.run_id)
             if resume and source is None:
                 commits = find_commits(folder, ranks, settings.run.resume_step)
                 found = commits[-1]

@@ -32,6 +32,13 @@ class TensorSpec:
     shard_size: int
     tensor_parallel: bool
 
+    @property
+    def slices(self) -> tuple[tuple[int, int], ...]:
+        """Rows of every rank's slice along `dim`, first and behind the last, as `torch.chunk` cuts."""
+        rows = self.shape[self.dim]
+        each = -(-rows // self.shard_size)
+        return tuple((min(rank * each, rows), min((rank + 1) * each, rows)) for rank in range(self.shard_size))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -93,12 +94,14 @@ class CommitReader:
         layout = self._ranks[0].layout
         return layout.segments[layout.shards[index].segment].format.kinds
 
-    def read(self, index: int, name: str = MASTER) -> torch.Tensor:
-        """Return a whole parameter as it is trained, or one of its states, in its full shape.
+    def read(self, index: int, name: str = MASTER, *, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """Return a parameter as it is trained, or one of its states, in its full shape.
 
         Args:
             index: into `tensors`.
             name: ``master`` or one of `kinds`.
+            rows: only these, first and behind the last, of the dimension along which it is sharded; pages that hold
+                none of them are not read.
 
         Raises:
             StorageError, CorruptPageError: a page cannot be read or is not what was written.
@@ -112,26 +115,36 @@ class CommitReader:
             owners.setdefault(described.tensors[index].shard_rank, rank)
         if sorted(owners) != list(range(spec.shard_size)):
             raise CommitError(f"{spec.names[0]}: slices {sorted(owners)} of {spec.shard_size} are in the commit")
+        first, last = rows or (0, spec.shape[spec.dim])
         parts = []
-        for position in range(spec.shard_size):
-            flat = self._shard(owners[position], index, name)
-            if flat.numel():
-                shape = list(spec.shape)
-                if shape:
-                    shape[spec.dim] = -1
-                parts.append(flat.view(shape))
+        for position, (start, stop) in enumerate(spec.slices):
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                parts.append(self._rows(owners[position], index, name, stop - start, low - start, high - start))
         if not parts:
-            return torch.empty(spec.shape, dtype=self.dtype(index, name))
+            empty = (*spec.shape[: spec.dim], 0, *spec.shape[spec.dim + 1 :])
+            return torch.empty(empty, dtype=self.dtype(index, name))
         return torch.cat(parts, dim=spec.dim) if len(parts) > 1 else parts[0]
 
-    def _shard(self, rank: int, index: int, name: str) -> torch.Tensor:
+    def _rows(self, rank: int, index: int, name: str, held: int, low: int, high: int) -> torch.Tensor:
+        """Return some of the `held` rows that a rank has of a parameter."""
+        spec = self.tensors[index]
+        before, after = spec.shape[: spec.dim], spec.shape[spec.dim + 1 :]
+        if math.prod(before) == 1:  # they lie together
+            width = math.prod(after)
+            return self._elements(rank, index, name, low * width, high * width).view(*before, high - low, *after)
+        numel = self._ranks[rank].layout.shards[index].spec.numel
+        return self._elements(rank, index, name, 0, numel).view(*before, held, *after).narrow(spec.dim, low, high - low)
+
+    def _elements(self, rank: int, index: int, name: str, first: int, last: int) -> torch.Tensor:
+        """Return some elements of a rank's shard, flat."""
         layout = self._ranks[rank].layout
-        placed = layout.shards[index]
+        start = layout.shards[index].start + first
         pages, dtype = layout.home_of(index, name)
-        flat = torch.empty(placed.spec.numel, dtype=torch_dtype(dtype))
-        for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
+        flat = torch.empty(last - first, dtype=torch_dtype(dtype))
+        for page, low, high in overlapping(pages, start, start + flat.numel()):
             values = section(self._page(rank, page.index), page, layout, name)
-            flat[first - placed.start : last - placed.start] = values[first - page.start : last - page.start]
+            flat[low - start : high - start] = values[low - page.start : high - page.start]
         return flat
 
     def _read_page(self, rank: int, page: int) -> torch.Tensor:

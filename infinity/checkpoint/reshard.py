@@ -1,12 +1,13 @@
 """Going on from a commit whose pages lie otherwise: another world size, page size, dtype of computation or paths.
 
-A new run begins with the values of the commit, read unit by unit: memory is that of one whole parameter, and of this
+A new run begins with the values of the commit, read unit by unit, each rank what it will hold: memory is that of this
 rank's part of the master and states of one unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +18,45 @@ from infinity.checkpoint.commit import ResumedState, check_optimizer, restore
 from infinity.checkpoint.description import description_name, read_description
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.state import load_scalars
-from infinity.errors import CommitError
+from infinity.errors import CommitError, FolderBusyError
 from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
 from infinity.fsdp.materialize import Member, local_slice
 from infinity.layout import Layout, ShardSpec
 from infinity.ranks import Ranks
-from infinity.store.folder import RunFolder
+from infinity.store.folder import RunFolder, live_run
 
 
-def lies_otherwise(folder: RunFolder, layout: Layout, ranks: Ranks, paths: int) -> bool:
-    """Whether the pages of a run are not those of this layout, number of ranks and number of paths, on any rank.
+def lies_otherwise(old: RunFolder, new: RunFolder, layout: Layout, ranks: Ranks) -> bool:
+    """Whether the pages of a run are not those of this layout, number of ranks and folders, on any rank.
 
     Raises:
         CommitError: the run's description is missing or malformed.
     """
 
     def compare() -> bool:
-        if not (folder.commits / description_name(0)).exists():
+        if not (old.commits / description_name(0)).exists():
             return False  # this node does not have rank 0's files; its own commits will say what is wrong
-        first = read_description(folder.commits, 0)
-        if first.world_size != ranks.world_size or len(folder.roots) != paths:
+        if old != new or read_description(old.commits, 0).world_size != ranks.world_size:
             return True
-        return read_description(folder.commits, ranks.rank).layout.fingerprint != layout.fingerprint
+        return read_description(old.commits, ranks.rank).layout.fingerprint != layout.fingerprint
 
     return any(ranks.collect(ranks.together("comparing the run", compare)))
 
 
-def roots_of(paths: Sequence[str | Path], run_id: str) -> RunFolder:
-    """Return the folders that a run has on these paths."""
-    return RunFolder(run_id, tuple(root for path in paths if (root := Path(path) / run_id).is_dir()))
+def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Path]) -> RunFolder:
+    """Return the folders that a run has on these paths, of which this process holds the locks of some.
+
+    Raises:
+        CommitError: it has none. FolderBusyError: another live run owns one.
+    """
+    for path in set(paths) - set(held):
+        if owner := live_run(path):
+            raise FolderBusyError(f"{path} is in use by {owner}; resume when it has ended")
+    roots = tuple(root for path in paths if (root := Path(path) / run_id).is_dir())
+    if not roots:
+        raise CommitError(f"run {run_id} is not in {', '.join(map(str, paths))} of this node")
+    return RunFolder(run_id, roots)
 
 
 class ReshardSource:
@@ -91,7 +101,12 @@ class ReshardSource:
 
     def value(self, member: Member, section: str) -> torch.Tensor:
         """Return this rank's elements of a parameter or of one of its states, flat."""
-        return local_slice(member.param, self._reader.read(self._index[member.names[0]], section))
+        param, index = member.param, self._index[member.names[0]]
+        spec = self._reader.tensors[index]
+        if private.shard_dim(param) != spec.dim:
+            return local_slice(param, self._reader.read(index, section))
+        rank, size = private.shard_rank_and_size(param)
+        return self._reader.read(index, section, rows=replace(spec, shard_size=size).slices[rank]).reshape(-1)
 
     def restore(self, names: Sequence[str], model: nn.Module, groups: list[dict[str, Any]]) -> ResumedState:
         """Put back buffers and settings, and random states where this rank was there; return the rest.

@@ -188,7 +188,7 @@ def live_run(path: str | Path) -> Owner | None:
         except FileNotFoundError:  # given back just now
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may ask at once
         except BlockingIOError:
             return read_owner(file) or Owner(run_id="unknown", pid=0, host="unknown", since=0.0)
         finally:

@@ -12,6 +12,7 @@ from core_session import EVERY, STEPS, Session, reference
 from core_train import KIB, MIB, Outcome, Paging, Recipe, offloaded, train
 
 from infinity.checkpoint.reader import CommitReader
+from infinity.errors import CommitError, FolderBusyError
 from infinity.store.folder import RunFolder, find_runs, live_run
 
 LATEST = {"resume": "latest"}
@@ -122,6 +123,45 @@ def test_other_pages_and_paths_change_no_bit(change: str, tmp_path: Path) -> Non
         assert session.run() == undisturbed[EVERY:]
     with Session(tmp_path, run=LATEST, **sections) as session:
         assert session.optimizer.steps == STEPS
+
+
+def test_fewer_and_other_paths_change_no_bit(tmp_path: Path) -> None:
+    """A run on two folders goes on in a third one; a live run is not taken from."""
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = reference(tmp_path / "undisturbed")
+    (tmp_path / "nvme1").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    two = {"paths": [str(tmp_path / "nvme0"), str(tmp_path / "nvme1")]}
+    elsewhere = {"storage": {"paths": [str(tmp_path / "elsewhere")]}, "run": {**LATEST, "resume_paths": two["paths"]}}
+    with Session(tmp_path, storage=two) as session:
+        session.run(EVERY)
+        with pytest.raises(FolderBusyError, match="resume when it has ended"):
+            Session(tmp_path, **elsewhere)
+    lacking = {"run": {**LATEST, "resume_paths": two["paths"][:1]}, "storage": elsewhere["storage"]}
+    with pytest.raises(CommitError, match="lies on 2 paths, 1 were named"):
+        Session(tmp_path, **lacking)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    with Session(tmp_path, **elsewhere) as session:
+        assert session.optimizer.steps == EVERY
+        assert session.run() == undisturbed[EVERY:]
+    with Session(tmp_path, storage=two, run=LATEST) as session:
+        assert session.optimizer.steps == EVERY, "the old run stays as it was"
+
+
+def test_a_rank_reads_the_pages_of_its_rows(pair: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any rows of any parameter, across the slices of two ranks; pages that hold none of them are not read."""
+    pair.run(begin, Recipe(model="toy", steps=1), str(tmp_path))
+    reader = newest(tmp_path)
+    read: list[int] = []
+    monkeypatch.setattr(reader, "_page", lambda rank, page: read.append(page) or reader._read_page(rank, page))
+    for index, spec in enumerate(reader.tensors):
+        whole, rows = reader.read(index), spec.shape[0]
+        every = len(read)
+        for low, high in ((0, rows), (0, 1), (rows // 2, rows), (rows - 1, rows), (rows, rows)):
+            read.clear()
+            assert torch.equal(reader.read(index, rows=(low, high)), whole[low:high]), spec.names
+            assert len(read) <= (every if high > low + 1 else high - low)
+        read.clear()
 
 
 def test_a_resharded_run_is_durable_at_once(tmp_path: Path) -> None:

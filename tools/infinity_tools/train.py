@@ -81,6 +81,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest commit on the folders.", rich_help_panel=_STATE)
     ] = False,
+    resume_path: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="With --resume: folder of the run to go on from, if it is not one of --nvme; repeat it as --nvme was.",
+            rich_help_panel=_STATE,
+        ),
+    ] = None,
     resume_step: Annotated[
         int | None,
         typer.Option(
@@ -166,6 +173,8 @@ def train(
             raise ConfigError(f"--dtype {dtype!r} is not one of auto, bf16, fp32")
         if resume_step is not None and not resume:
             raise ConfigError(f"--resume-step {resume_step} needs --resume")
+        if resume_path and not resume:
+            raise ConfigError(f"--resume-path {resume_path[0]} needs --resume")
         changes: dict[str, Any] = {
             "storage.paths": [str(path) for path in nvme] if nvme else None,
             "storage.engine": engine,
@@ -174,6 +183,7 @@ def train(
             "update.placement": update,
             "run.seed": seed,
             "run.resume": "latest" if resume else None,
+            "run.resume_paths": [str(path) for path in resume_path] if resume_path else None,
             "run.resume_step": resume_step,
             "run.retained_commits": retained_commits,
             "run.keep": keep,
