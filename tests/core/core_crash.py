@@ -2,9 +2,10 @@
 
     python tests/core/core_crash.py --trials 1000 --power 200
 
-A *life* is one process: it resumes, checks every bit of the state it finds against a run that nobody disturbs,
-trains and commits every step until it is killed. Lives are forked from a process that has loaded torch, so one takes
-a fraction of a second.
+A *life* is one process per rank: it resumes, checks every bit of the state it finds against a run that nobody
+disturbs, trains and commits every step until one of its ranks is killed, or loses power as a node of its own does; the
+others are killed a moment later, as torchrun does. Lives are forked from a process that has loaded torch, so one
+takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ import torch.distributed as dist
 from core_session import Session
 from core_train import local, state_on_nvme
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from infinity.checkpoint.manifest import complete_steps, published_in
 from infinity.config import StorageConfig
 from infinity.io import VolatileEngine
 
@@ -42,6 +44,8 @@ RETAINED = 2
 _CALLS = ("fsync", "rename", "unlink", "mkdir", "posix_fallocate", "truncate")
 """System calls before or after which a life may end: the named points of the publish protocol, and of start and end."""
 _PATIENCE = 60.0
+_GRACE = 0.05
+"""Seconds at most for which the other ranks outlive the one that is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,7 @@ def digest(session: Session) -> str:
 
 
 def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False) -> None:
-    """Run one life; what it saw goes line by line into the file `log`, which outlives it.
+    """Run one rank of a life; what it saw goes line by line into the file `log`, which outlives it.
 
     Digests are of the state that it begins and ends with; of every step in the `reference`.
     """
@@ -123,7 +127,9 @@ def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False
 
     volatile: list[VolatileEngine] = []
     with _ended(end, seed, folder, volatile) as calls:
-        exists = any((folder / "nvme0").glob("*/commits/step*.json")) if (folder / "nvme0").is_dir() else False
+        exists = _has_commit(folder / "nvme0")
+        if dist.is_initialized():
+            dist.barrier()  # all have looked before one begins
         run = {"resume": "latest" if exists else "", "retained_commits": RETAINED}
         with Session(folder, arena="small", run=run) as session:
             say("resumed" if exists else "started", session.optimizer.steps, digest(session))
@@ -137,6 +143,10 @@ def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False
                 session.commit()
                 say("committed", session.optimizer.steps)
         say("calls", calls())
+
+
+def _has_commit(path: Path) -> bool:
+    return any(complete_steps(published_in(run / "commits")) for run in path.glob("*") if run.is_dir())
 
 
 @contextlib.contextmanager
@@ -197,35 +207,62 @@ def _ended(end: End, seed: int, folder: Path, engines: list[VolatileEngine]) -> 
     yield lambda: count  # nothing is put back: the process ends
 
 
-def _forked(folder: Path, end: End, seed: int, *, reference: bool = False) -> tuple[list[list[str]], int]:
-    """Run a life in a process of its own; return its words and its exit status (minus a signal)."""
-    log = folder / "log"
-    log.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
+class Life:
+    """The processes of one life, one per rank."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._folder, self._ranks = folder, ranks
+
+    def run(self, ends: dict[int, End], seed: int, *, reference: bool = False) -> tuple[list[list[list[str]]], int]:
+        """Let the life run to its end.
+
+        Returns:
+            The words of every rank, and the exit status (minus a signal) of the rank that ended first or failed first.
+        """
+        logs = [self._folder / f"log{rank}" for rank in range(self._ranks)]
+        for file in (*logs, self._folder / "store", *self._folder.glob("trace*")):
+            file.unlink(missing_ok=True)
+        began = time.monotonic()
+        children = {self._fork(rank, ends.get(rank, End()), seed, reference): rank for rank in range(self._ranks)}
+        timed = [(began + end.seconds, rank) for rank, end in ends.items() if end.seconds is not None]
+        deadline, victim = min(timed, default=(began + _PATIENCE, 0))
+        first: int | None = None
+        grace = random.Random(seed).uniform(0, _GRACE)
+        while children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                del children[pid]
+                code = os.waitstatus_to_exitcode(status)
+                if code and first is None:
+                    first, deadline, victim = code, time.monotonic() + grace, -1
+            elif time.monotonic() >= deadline:
+                for child in [child for child, rank in children.items() if victim in (-1, rank)]:
+                    os.kill(child, signal.SIGKILL)
+                deadline = time.monotonic() + _PATIENCE
+            else:
+                time.sleep(0.001)
+        words = [[line.split() for line in log.read_text().splitlines()] if log.exists() else [] for log in logs]
+        return words, first or 0
+
+    def _fork(self, rank: int, end: End, seed: int, reference: bool) -> int:
+        child = os.fork()
+        if child:
+            return child
         status = 1
         try:
             torch.set_num_threads(1)
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            live(folder, descriptor, end, seed, reference=reference)
+            if self._ranks > 1:
+                store = dist.FileStore(str(self._folder / "store"), self._ranks)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=self._ranks)
+            log = os.open(self._folder / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            live(self._folder, log, end, seed, reference=reference)
             if dist.is_initialized():
                 dist.destroy_process_group()
             status = 0
         except BaseException:
-            traceback.print_exc()
+            (self._folder / f"trace{rank}").write_text(traceback.format_exc())
         finally:
-            sys.stderr.flush()
             os._exit(status)
-    deadline = time.monotonic() + (end.seconds if end.seconds is not None else _PATIENCE)
-    pid = 0
-    while not pid and time.monotonic() < deadline:
-        time.sleep(0.001)
-        pid, status = os.waitpid(child, os.WNOHANG)
-    if not pid:
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    words = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
-    return words, os.waitstatus_to_exitcode(status)
 
 
 @dataclass
@@ -233,6 +270,7 @@ class Report:
     """What came of the trials."""
 
     trials: int = 0
+    ends: int = 0
     power_losses: int = 0
     resumes: int = 0
     runs: int = 0
@@ -242,10 +280,11 @@ class Report:
 class Harness:
     """One run after the other in one folder, each killed many times."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.rng = folder, random.Random(seed)
+    def __init__(self, folder: Path, seed: int, ranks: int) -> None:
+        self.folder, self.rng, self.ranks = folder, random.Random(seed), ranks
+        self.life = Life(folder, ranks)
         self.report = Report(failures=[])
-        self.expected: dict[int, str] = {}
+        self.expected: list[dict[int, str]] = []
         self.calls = 0
         self.seconds = 1.0
         self._committed = -1
@@ -257,25 +296,28 @@ class Harness:
             RuntimeError: it failed by itself.
         """
         began = time.monotonic()
-        words, status = _forked(self.folder, End(call=1 << 30), 0, reference=True)
+        ends = dict.fromkeys(range(self.ranks), End(call=1 << 30))
+        words, status = self.life.run(ends, 0, reference=True)
         self.seconds = time.monotonic() - began
-        self.expected = {int(word[1]): word[2] for word in words if len(word) == 3}
-        if status or len(set(self.expected.values())) != STEPS + 1:
-            raise RuntimeError(f"the undisturbed run ended with {status}: {words}")
-        self.calls = int(words[-1][1])
+        self.expected = [{int(word[1]): word[2] for word in said if len(word) == 3} for said in words]
+        if status or any(len(set(digests.values())) != STEPS + 1 for digests in self.expected):
+            raise RuntimeError(f"the undisturbed run ended with {status}: {words}{self._traces()}")
+        self.calls = min(int(said[-1][1]) for said in words)
         self._reset()
 
     def trial(self, *, power: bool) -> None:
         """End one life, and check what it found."""
-        end = self._end(power)
+        end, victim = self._end(power), self.rng.randrange(self.ranks)
         seed = self.rng.randrange(1 << 30)
-        words, status = _forked(self.folder, end, seed)
+        words, status = self.life.run({victim: end}, seed)
         self.report.trials += 1
+        self.report.ends += status == -signal.SIGKILL
         self.report.power_losses += power and status == -signal.SIGKILL
         problems = list(self._problems(words, status))
         if problems:
             assert self.report.failures is not None
-            self.report.failures += [f"trial {self.report.trials} ({end}, seed {seed}): {text}" for text in problems]
+            place = f"trial {self.report.trials} (rank {victim} of {self.ranks}: {end}, seed {seed})"
+            self.report.failures += [f"{place}: {text}" for text in problems]
             self._reset()
         elif status == 0:
             self.report.runs += 1
@@ -288,24 +330,25 @@ class Harness:
             return End(call=call, after=self.rng.random() < 0.5, power=power)
         return End(seconds=self.seconds * (0.3 + 0.7 * left * self.rng.random()))
 
-    def _problems(self, words: list[list[str]], status: int) -> Iterator[str]:
+    def _problems(self, words: list[list[list[str]]], status: int) -> Iterator[str]:
         if status not in (0, -signal.SIGKILL):
-            yield f"ended with {status}"
-        for word in words:
-            if word[0] == "started" and self._committed >= 0:
-                yield f"step {self._committed} was committed, but the next life found nothing"
-            if word[0] == "resumed":
-                self.report.resumes += 1
-                if int(word[1]) < self._committed:
-                    yield f"step {self._committed} was committed, but the next life resumed at {word[1]}"
-            if (
-                word[0] in ("started", "resumed", "trained")
-                and len(word) == 3
-                and self.expected[int(word[1])] != word[2]
-            ):
-                yield f"{word[0]} step {word[1]} with other bits than the undisturbed run"
-            if word[0] == "committed":
-                self._committed = int(word[1])
+            yield f"ended with {status}{self._traces()}"
+        begun = {int(said[0][1]) for said in words if said}
+        if len(begun) > 1:
+            yield f"the ranks went on from different steps: {sorted(begun)}"
+        for rank, said in enumerate(words):
+            for word in said:
+                if word[0] in ("started", "resumed") and int(word[1]) < self._committed:
+                    yield f"step {self._committed} was committed, but rank {rank} {word[0]} at {word[1]}"
+                if word[0] != "committed" and len(word) == 3 and self.expected[rank][int(word[1])] != word[2]:
+                    yield f"rank {rank} {word[0]} step {word[1]} with other bits than the undisturbed run"
+        self.report.resumes += any(said and said[0][0] == "resumed" for said in words)
+        self._committed = max(
+            (int(word[1]) for said in words for word in said if word[0] == "committed"), default=self._committed
+        )
+
+    def _traces(self) -> str:
+        return "".join(f"\n{file.name}: {file.read_text()}" for file in sorted(self.folder.glob("trace*")))
 
     def _reset(self) -> None:
         self._committed = -1
@@ -313,9 +356,9 @@ class Harness:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def run(trials: int, power: int, seed: int, folder: Path, progress: Callable[[], None]) -> Report:
+def run(trials: int, power: int, seed: int, ranks: int, folder: Path, progress: Callable[[], None]) -> Report:
     """Run trials in an empty folder."""
-    harness = Harness(folder, seed)
+    harness = Harness(folder, seed, ranks)
     harness.reference()
     kinds = [False] * trials + [True] * power
     harness.rng.shuffle(kinds)
@@ -330,31 +373,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100, help="lives that are killed")
     parser.add_argument("--power", type=int, default=None, help="lives that lose power; default: a fifth of --trials")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes that share the trials")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=None, help="folder on a drive; default: a temporary one")
     options = parser.parse_args()
     power = options.trials // 5 if options.power is None else options.power
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with (
-        tempfile.TemporaryDirectory(dir=options.dir) as folder,
-        # No thread of its own: the process forks.
-        Progress(*columns, console=console, auto_refresh=False) as bar,
-    ):
-        task = bar.add_task("killing and resuming", total=options.trials + power)
+    trials, failures = 0, []
+    # No thread of its own: the process forks.
+    with Progress(*columns, console=console, auto_refresh=False) as bar:
+        for number, ranks in enumerate(options.ranks):
+            mine = [
+                whole * (number + 1) // len(options.ranks) - whole * number // len(options.ranks)
+                for whole in (options.trials, power)
+            ]
+            task = bar.add_task(f"killing and resuming, {ranks} rank{'s' * (ranks > 1)}", total=sum(mine))
 
-        def advance() -> None:
-            bar.advance(task)
-            bar.refresh()
+            def advance(task: TaskID = task) -> None:
+                bar.advance(task)
+                bar.refresh()
 
-        report = run(options.trials, power, options.seed, Path(folder), advance)
-    failures = report.failures or []
+            with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+                report = run(*mine, options.seed, ranks, Path(folder), advance)
+            trials += report.trials
+            failures += report.failures or []
+            bar.console.print(
+                f"{ranks} rank{'s' * (ranks > 1)}: {report.resumes} resumes, {report.ends} lives killed, of which "
+                f"{report.power_losses} lost power, {report.runs} that reached their end"
+            )
     for failure in failures:
         console.print(failure, markup=False, soft_wrap=True)
-    console.print(
-        f"{report.resumes} resumes, {report.power_losses} losses of power, {report.runs} runs that reached their end"
-    )
-    console.print(f"{report.trials} trials, {len(failures)} failures")
+    console.print(f"{trials} trials, {len(failures)} failures")
     return 1 if failures else 0
 
 
