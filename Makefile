@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 TRIALS ?= 1000
 
-.PHONY: demo test lint types unit crash-test bench-io bench-step docs install clean
+.PHONY: demo test lint types unit crash-test bench-io bench-step bench-commit docs install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -43,6 +43,9 @@ bench-io: install
 
 bench-step: install
 	$(BIN)/python benchmarks/bench_step.py $(ARGS)
+
+bench-commit: install
+	$(BIN)/python benchmarks/bench_commit.py $(ARGS)
 
 docs: install
 	$(BIN)/python -W ignore -m infinity.config > docs/settings.md

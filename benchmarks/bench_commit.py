@@ -1,0 +1,257 @@
+"""What it costs to make a training state durable: a commit, against writing the state once, torch.save and DCP.
+
+One process holds a run on NVMe and, in memory, the same state as tensors for the two that copy it. Every round takes a
+step without a commit and one with, then saves in all ways in turn. `commit_ratio` is the time of `commit()` with
+nothing modified in the arena over that of writing all pages once with the same engine; `extra_bytes_ratio` is what
+committing every step adds to the bytes that the kernel counts as written by this process.
+
+    python benchmarks/bench_commit.py --model llama-100m --nvme DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench_step import RESULTS, machine, spread
+
+NAMES = {"commit": "infinity commit", "write": "write the state once", "save": "torch.save", "dcp": "DCP"}
+
+
+class Workload:
+    """A run whose arena keeps nothing, and the same state in memory."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        import infinity
+        from infinity.config import StorageConfig
+        from infinity.hugepages import transfer_memory
+        from infinity.io import open_engine
+        from infinity_tools.presets import find_model, layers_of, on_meta
+
+        source = find_model(options.model)
+        self._vocabulary = source.config.vocab_size
+        self._shape = (options.batch_tokens // options.seq, options.seq)
+        self.model = on_meta(source)
+        for layer in (*layers_of(self.model), self.model):
+            fully_shard(layer, mesh=infinity.mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        passed_in = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        config = {
+            "storage": {"paths": [str(folder)]},
+            "memory": {"host_bytes": options.host_memory},
+            "update": {"placement": "in_backward"},
+            "run": {"keep": "never"},
+        }
+        self.optimizer = infinity.offload(self.model, passed_in, config)
+        self.state_bytes = self.optimizer.layout.state_bytes
+        self.folder = folder
+        self._engine, _ = open_engine(StorageConfig(paths=(str(folder),)))
+        self._memory = transfer_memory(self.optimizer.layout.page_bytes)
+        self._file = folder / "once"
+        with open(self._file, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, self.state_bytes)
+        self._data = self._engine.open(str(self._file))
+
+    def state(self) -> dict[str, Any]:
+        """Return master weights and moments as tensors in memory."""
+        return {name: self.optimizer.read_state(name) for name, _ in self.model.named_parameters()}
+
+    def step(self) -> None:
+        """Train one step."""
+        import torch
+
+        tokens = torch.randint(0, self._vocabulary, self._shape)
+        self.model(input_ids=tokens, labels=tokens).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def flush(self) -> None:
+        """Write what is modified and still in the arena."""
+        self.optimizer._pager.flush()
+
+    def write(self) -> None:
+        """Write as many bytes as the state has, as many requests at a time as a run has."""
+        from infinity.io import Op
+
+        step, tickets = len(self._memory), []
+        for offset in range(0, self.state_bytes, step):
+            memory = self._memory[: min(step, self.state_bytes - offset)]
+            tickets.append(self._engine.submit(Op.WRITE, self._data, offset, memory))
+        for ticket in tickets:
+            ticket.wait()
+        self._engine.sync(self._data)
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Save with torch.save, durably."""
+        import torch
+
+        with open(self.folder / "state.pt", "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def dcp(self, state: dict[str, Any]) -> None:
+        """Save with torch.distributed.checkpoint, which syncs its files."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(state, checkpoint_id=self.folder / "dcp", no_dist=True)
+
+    def close(self) -> None:
+        """End the run."""
+        self._engine.forget(self._data)
+        self._engine.close()
+        self.optimizer.close()
+
+
+def timed(action: Callable[[], None]) -> float:
+    """Return the seconds that an action takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def written() -> int:
+    """Return the bytes that the kernel counts as written by this process."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run all rounds and return the figures."""
+    import torch
+    from rich.progress import Progress
+
+    torch.manual_seed(0)
+    work = Workload(options, folder)
+    for _ in range(3):
+        work.step()
+    state = work.state()
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    steps: dict[str, list[float]] = {"without": [], "with": []}
+    nbytes: dict[str, list[int]] = {"without": [], "with": []}
+    with Progress(transient=True) as progress:
+        for number in progress.track(range(options.rounds + 1), description="committing and saving"):
+            for kind in ("without", "with"):
+                work.flush()
+                before, began = written(), time.perf_counter()
+                work.step()
+                if kind == "with":
+                    work.optimizer.commit()
+                steps[kind].append(time.perf_counter() - began)
+                work.flush()
+                nbytes[kind].append(written() - before)
+            work.step()
+            work.flush()
+            ways: dict[str, Callable[[], None]] = {
+                "commit": work.optimizer.commit,
+                "write": work.write,
+                "save": lambda: work.save(state),
+                "dcp": lambda: work.dcp(state),
+            }
+            order = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+            for name in order:
+                seconds[name].append(timed(ways[name]))
+            shutil.rmtree(folder / "dcp")
+            (folder / "state.pt").unlink()
+    work.close()
+    return figures(work.state_bytes, *({k: v[1:] for k, v in rows.items()} for rows in (seconds, steps, nbytes)))
+
+
+def figures(
+    state_bytes: int, seconds: dict[str, list[float]], steps: dict[str, list[float]], nbytes: dict[str, list[int]]
+) -> dict[str, Any]:
+    """Return medians, ratios round by round, and traffic."""
+
+    def ratios(above: list[float], below: list[float]) -> dict[str, float]:
+        return spread([one / other for one, other in zip(above, below, strict=True)])
+
+    extra = [more / less - 1 for more, less in zip(nbytes["with"], nbytes["without"], strict=True)]
+    return {
+        "state_bytes": state_bytes,
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "step_seconds": {name: spread(values) for name, values in steps.items()},
+        "commit_ratio": ratios(seconds["commit"], seconds["write"]),
+        "commit_over_save": ratios(seconds["commit"], seconds["save"]),
+        "commit_over_dcp": ratios(seconds["commit"], seconds["dcp"]),
+        "step_with_commit_over_without": ratios(steps["with"], steps["without"]),
+        "extra_bytes_ratio": spread(extra),
+        "bytes_per_step": statistics.median(nbytes["without"]),
+        "samples": {"seconds": seconds, "step_seconds": steps, "bytes": nbytes},
+    }
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw the seconds of every way."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 2.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    medians = [result["seconds"][name]["median"] for name in NAMES]
+    bars = axes.barh(list(NAMES.values()), medians, color=["#4477aa", "#bbbbbb", "#bbbbbb", "#bbbbbb"])
+    axes.bar_label(bars, [f" {value:.3g} s" for value in medians])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds until the state is durable")
+    axes.set_xlim(0, 1.15 * max(medians))
+    axes.set_title(f"{result['config']['model']}: {result['state_bytes'] / 1e9:.2f} GB of state")
+    figure.savefig(file, dpi=120)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{result['config']['model']}, {result['state_bytes'] / 1e9:.2f} GB of state")
+    for name in ("", "s (median)", "min", "max"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name, text in NAMES.items():
+        table.add_row(text, *(f"{result['seconds'][name][key]:.3f}" for key in ("median", "min", "max")))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"commit_ratio {result['commit_ratio']['median']:.4f}, extra_bytes_ratio "
+        f"{result['extra_bytes_ratio']['median']:.5f}; a step with a commit takes "
+        f"{result['step_with_commit_over_without']['median']:.3f} times one without"
+    )
+
+
+def main() -> None:
+    """Measure, write results/commit.json and commit.png."""
+    from infinity.units import parse_size
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-100m")
+    parser.add_argument("--batch-tokens", type=int, default=256)
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--host-memory", default="256MiB", help="host arena")
+    parser.add_argument("--rounds", type=int, default=7, help="counted rounds, after one that is not")
+    parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
+    parser.add_argument("--out", type=Path, default=RESULTS / "commit.json")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    options.host_memory = parse_size(options.host_memory, name="--host-memory")
+    config = {key: value for key, value in vars(options).items() if key not in ("nvme", "out", "json")}
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme or ".") as folder:
+        result = {"config": config, **machine(), **measure(options, Path(folder))}
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, options.out.with_suffix(".png"))
+    if options.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()
