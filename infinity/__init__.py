@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.config import Config, load_config
 from infinity.errors import InfinityError
+from infinity.hugepages import use_for_tensors
 
 if TYPE_CHECKING:
     from infinity.optim.optimizer import PagedOptimizer
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Config", "InfinityError", "PagedOptimizer", "load_config", "mesh", "offload"]
+
+use_for_tensors()
 
 # Loaded at first use: the daemon and the telemetry import this package and must not pay for torch.
 _HOMES = {"PagedOptimizer": "infinity.optim.optimizer", "mesh": "infinity.run", "offload": "infinity.run"}

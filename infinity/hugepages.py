@@ -1,7 +1,8 @@
-"""Memory for transfers, in huge pages where the kernel has them.
+"""Memory in huge pages, where the kernel has them.
 
-A request from memory in 4 KiB pages is hundreds of runs of physical memory, which drives split into several
-commands; from huge pages it is one (`make bench-io`).
+For transfers: a request from memory in 4 KiB pages is hundreds of runs of physical memory, which drives split into
+several commands; from huge pages it is one (`make bench-io`). For tensors: FSDP2 allocates the weights and gradients of
+every unit anew, and the kernel clears what it hands out, page by page.
 """
 
 from __future__ import annotations
@@ -9,11 +10,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 
 from infinity.units import MIB, align_down
 
 _HUGE_PAGE = 2 * MIB
 _MADV_POPULATE_WRITE = 23
+
+
+def use_for_tensors() -> None:
+    """Let torch allocate CPU tensors of 2 MiB and more in huge pages; a user's own choice stays.
+
+    Works until torch allocates its first tensor: that is when it looks.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def transfer_memory(nbytes: int) -> memoryview:

@@ -121,6 +121,7 @@ class Attachment:
             for member in members:
                 self.parameters.append(self._attach(index, group, member, source, gradient_arrived))
                 index += 1
+        private.reuse_reduce_buffers(sharded.groups)
         for module in sharded.model.modules():
             if private.is_sharded_module(module):
                 self._handles.append(module.register_forward_pre_hook(self._note_grad_mode, prepend=True))

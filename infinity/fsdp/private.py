@@ -6,7 +6,8 @@ found by a named test and not by a wrong gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -140,6 +141,42 @@ def set_sharded_parameter(param: Any) -> None:
 def in_backward() -> bool:
     """Whether the autograd engine is running on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def reuse_reduce_buffers(groups: Iterable[Any]) -> None:
+    """Let groups on the CPU reduce gradients in memory that is used again, instead of fresh memory for every unit.
+
+    A group whose collective somebody has replaced keeps that one.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    class ReusedBuffers(DefaultReduceScatter):
+        def __init__(self) -> None:
+            self._buffers: list[torch.Tensor] = []
+
+        def allocate(
+            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+        ) -> torch.Tensor:
+            nbytes = math.prod(map(int, size)) * dtype.itemsize
+            free = [buffer for buffer in self._buffers if _is_unused(buffer)]
+            chosen = next((buffer for buffer in free if buffer.numel() >= nbytes), None)
+            if chosen is None:
+                if free:  # the largest unit decides how large they are, the largest number at once how many
+                    self._buffers = [buffer for buffer in self._buffers if buffer is not free[0]]
+                chosen = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self._buffers.append(chosen)
+            return chosen[:nbytes].view(dtype).view(size)
+
+    shared = ReusedBuffers()
+    for group in groups:
+        if group.device.type == "cpu" and type(group._reduce_scatter_comm) is DefaultReduceScatter:
+            group._reduce_scatter_comm = shared
+
+
+def _is_unused(buffer: torch.Tensor) -> bool:
+    """Whether no other tensor lies in the memory of this one."""
+    storage = buffer.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # type: ignore[attr-defined]  # the buffer and `storage`
 
 
 def local_gradient(param: nn.Parameter) -> torch.Tensor:

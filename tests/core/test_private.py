@@ -57,6 +57,25 @@ def test_owner_is_module_and_attribute(model: nn.Module) -> None:
         assert getattr(module, name) is param.sharded_param
 
 
+def test_gradients_are_reduced_in_the_same_memory_again() -> None:
+    """`_reduce_scatter_comm` and `allocate` of FSDP2: memory is used again when, and only when, nobody has it."""
+    groups = [group for _, group in private.parameter_groups(core_models.build("toy"))]
+    private.reuse_reduce_buffers(groups)
+    (comm,) = {group._reduce_scatter_comm for group in groups}
+    cpu = torch.device("cpu")
+    first = comm.allocate((1000,), dtype=torch.float32, device=cpu)
+    part, second = first[10:20], comm.allocate((500,), dtype=torch.float32, device=cpu)
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2
+    del first, second
+    third = comm.allocate((1000,), dtype=torch.float32, device=cpu)
+    assert third.data_ptr() != part.data_ptr() - 40, "a view of it is alive"
+    del part, third
+    again = [comm.allocate((250, 4), dtype=torch.float32, device=cpu) for _ in range(2)]
+    assert places & {tensor.data_ptr() for tensor in again}
+    assert len(comm._buffers) == 2
+
+
 def test_offload_policy_is_seen() -> None:
     """`group.offload_policy`."""
     plain = core_models.build("toy")
