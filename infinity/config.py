@@ -57,11 +57,11 @@ class MemoryConfig:
 class UpdateConfig:
     """Where in the step the optimizer's update runs."""
 
-    placement: Literal["auto", "in_backward", "after_backward"] = _setting(
+    placement: Literal["auto", "in_backward", "in_forward", "after_backward"] = _setting(
         "auto",
-        "`in_backward` updates a unit as soon as its gradients are reduced; `after_backward` does it in "
-        "`step()`. `auto` takes in_backward when the first step shows that nothing global is needed "
-        "(no clipping, one backward per step).",
+        "`in_backward` updates a unit as soon as its gradients are reduced, `in_forward` when the next forward gathers "
+        "it, `after_backward` in `step()`. `auto` takes in_backward when the first step shows that nothing global is "
+        "needed (no clipping, one backward per step), else in_forward.",
     )
 
 

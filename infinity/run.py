@@ -285,7 +285,14 @@ class _Run:
             return paged.gathering(shard, attachment.training_pass)
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)
-        content = ShardContent(layout, self.pager, load_limit=limit, gathering=gathering, copied=self.ledger.copied)
+        content = ShardContent(
+            layout,
+            self.pager,
+            load_limit=limit,
+            gathering=gathering,
+            copied=self.ledger.copied,
+            settle=lambda: paged.settle(),
+        )
         self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
         members = [member for unit in sharded.members for member in unit]

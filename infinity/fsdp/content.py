@@ -53,7 +53,7 @@ class ShardContent:
     """Loads, saves and gathers shards; implements what a `PagedShard` asks for.
 
     `gathering(shard)` is called before the pages of a shard are copied out for an all-gather, `copied(source
-    tier, target tier, bytes)` after.
+    tier, target tier, bytes)` after; `settle()` before a shard is loaded or saved for anybody else.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class ShardContent:
         load_limit: int,
         gathering: Callable[[int], bool],
         copied: Callable[[str, str, int], None],
+        settle: Callable[[], None],
     ) -> None:
         self._layout, self._load_limit, self._copied = layout, load_limit, copied
-        self._open: tuple[Pager, Callable[[int], bool]] | None = (pager, gathering)
+        self._open: tuple[Pager, Callable[[int], bool], Callable[[], None]] | None = (pager, gathering, settle)
 
     def close(self) -> None:
         """Let go of the pager. Shards refer to this object from within tensors, where Python finds no cycles."""
@@ -76,7 +77,7 @@ class ShardContent:
     def _pager(self) -> Pager:
         return self._opened()[0]
 
-    def _opened(self) -> tuple[Pager, Callable[[int], bool]]:
+    def _opened(self) -> tuple[Pager, Callable[[int], bool], Callable[[], None]]:
         if self._open is None:
             raise InfinityError("the optimizer of this model was closed, and the model's values went with it")
         return self._open
@@ -117,6 +118,7 @@ class ShardContent:
                 f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena "
                 f"(limit {format_size(self._load_limit)}); use optimizer.commit() to save and export from a commit"
             )
+        self._opened()[2]()
         result = torch.empty(placed.spec.numel, dtype=dtype)
         for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
@@ -133,6 +135,7 @@ class ShardContent:
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
             )
         content = content.detach().cpu()
+        self._opened()[2]()
         pages = [(segment.param_pages, "")] + ([(segment.update_pages, MASTER)] if segment.format.master else [])
         for row, name in pages:
             for page, first, last in overlapping(row, placed.start, placed.start + placed.spec.numel):

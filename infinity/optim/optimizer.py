@@ -14,9 +14,10 @@ from infinity.fsdp import private
 from infinity.fsdp.content import ShardContent
 from infinity.layout import MASTER, Layout
 from infinity.optim.step import StepState
+from infinity.optim.update import snapshot
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan, make_plan
-from infinity.schedule.trace import Event, Placement, eligible_for_backward, expand
+from infinity.schedule.trace import Event, Placement, eligible_for_backward, expand, expand_pending
 from infinity.store.folder import RunFolder
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger, StepRecord
@@ -73,9 +74,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._step_state, self._ledger, self._run = state, ledger, run
         self._order, self._names = order, names
         self._wanted = placement
-        self._placed: str | None = None if placement != "after_backward" else placement
+        self._placed: str | None = placement if placement in ("in_forward", "after_backward") else None
         self._events: tuple[Event, ...] = ()
         self._plan: Plan | None = None
+        self._plans: dict[str, Plan] = {}
+        self._updated = 0
         self._settings_in_backward: list[dict[str, Any]] | None = None
         self._given = optimizer
         self._closed = False
@@ -104,14 +107,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not state.has_gradients:
             return loss
         self._check_settings()
-        clipped = state.clipped
-        before = state.updated_elements
-        events = state.finish()
+        events = state.end()
+        self._choose_placement(events, state.clipped)
+        if not state.finish():
+            self._ledger.skipped()
         self.steps += 1
-        self._replan(events, clipped)
-        self._pager.begin_step()
+        self._follow(events)
         self._settings_in_backward = None
-        updated = state.updated_elements - before
+        updated, self._updated = state.updated_elements - self._updated, state.updated_elements
         pager = self._pager
         self.records.append(
             self._ledger.end_step(self.steps, updated, pager.census(), pager.held_bytes(), pager.in_flight())
@@ -180,6 +183,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise InfinityError("commit() between backward and step(): call it after step()")
         started = time.perf_counter()
         with self._ledger.phase("commit"):
+            self.settle()
             self._pager.flush()
             self._run.publish(self.steps, self._step_state.scalars, dict(extra or {}))
         self._committed = True
@@ -193,7 +197,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def update_placement(self) -> str:
-        """Where updates run: ``in_backward``, ``after_backward``, or ``recording`` in the first step."""
+        """``in_backward``, ``in_forward`` or ``after_backward``; ``recording`` in the first step."""
         return self._placed or "recording"
 
     @property
@@ -255,6 +259,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def gathering(self, shard: int, training: bool) -> bool:
         """Note that a shard's pages are about to be copied out; return whether the plan knows of it."""
         if not training:
+            self.settle()
             return False
         self._ledger.enter("backward" if private.in_backward() else "forward")
         placed = self._layout.shards[shard]
@@ -271,31 +276,55 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     # Planning #
 
-    def _replan(self, events: tuple[Event, ...], clipped: bool) -> None:
-        """After a step: choose the placement once, and plan when the step was not the planned one."""
+    def _choose_placement(self, events: tuple[Event, ...], clipped: bool) -> None:
+        """Choose the placement once, after the first step; say what it means for a step of other events."""
         if self._placed is None:
-            units = frozenset() if clipped else eligible_for_backward(events)
-            if self._wanted == "in_backward" and not units:
+            early = frozenset() if clipped else eligible_for_backward(events)
+            if self._wanted == "in_backward" and not early:
                 raise InfinityError(
                     'update.placement = "in_backward" is impossible here: the step clips, or every unit has '
-                    'several gradients per step; set "auto" or "after_backward"'
+                    'several gradients per step; set "auto", "in_forward" or "after_backward"'
                 )
-            self._placed = "in_backward" if units else "after_backward"
-        elif events == self._events:
-            return
-        self._events = events
-        in_backward = self._placed == "in_backward"
-        placement = Placement(eligible_for_backward(events)) if in_backward else Placement.after_backward()
-        self._step_state.placement = placement
-        self._plan = make_plan(expand(events, self._layout, placement), self._layout, self._frames)
-        self._pager.install(self._plan)
-        self._ledger.predicted(self._plan.traffic.read_bytes, self._plan.traffic.written_bytes)
+            self._placed = "in_backward" if early else "in_forward"
+        if events != self._events:
+            self._step_state.placement = Placement.of(self._placed, events)
+
+    def _follow(self, events: tuple[Event, ...]) -> None:
+        """Let the pager go on with the next step; where this one looked otherwise, plan the next one like it."""
+        if events != self._events:
+            self._events, self._plans = events, {}
+            self._plan = self._plan_from("pending")
+            self._pager.install(self._plan)
+            self._ledger.predicted(self._plan.traffic.read_bytes, self._plan.traffic.written_bytes)
+        if self._step_state.placement.in_forward and not self._step_state.pending:
+            self._pager.install(self._plan_from("nothing"))
+        else:
+            self._pager.begin_step()
+
+    def _plan_from(self, start: str) -> Plan:
+        """Return the plan from the end of a step on.
+
+        Args:
+            start: what is left to the next forward: updates that are ``pending``, or ``nothing``; ``settling`` is a
+                plan that runs them first.
+        """
+        if start not in self._plans:
+            events, layout, placement = self._events, self._layout, self._step_state.placement
+            prefix = expand_pending(events, layout, placement) if start == "settling" else ()
+            if start != "pending":
+                prefix += expand(events, layout, placement, pending=False)
+            self._plans[start] = make_plan(expand(events, layout, placement), layout, self._frames, prefix=prefix)
+        return self._plans[start]
+
+    def settle(self) -> None:
+        """Run the updates that are left to the next forward; done before anybody looks at weights or states."""
+        if self._step_state.pending:
+            if self._pager.between_steps:
+                self._pager.install(self._plan_from("settling"))
+            self._step_state.settle()
 
     def _settings(self) -> list[dict[str, Any]]:
-        return [
-            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-            for group in self.param_groups
-        ]
+        return [snapshot(group) for group in self.param_groups]
 
     def _check_settings(self) -> None:
         """With updates in backward, settings that change between backward and step would apply to a part only."""

@@ -1,12 +1,16 @@
 """One training step: gradients come in, pages are updated, wherever the placement says.
 
-The step is a walk over the accesses that `schedule.trace` describes; this module does the arithmetic inside them.
+The step is a walk over the accesses that `schedule.trace` describes; `optim.update` does the arithmetic inside them.
+
+[Note: updates in forward] `finish` only fixes what the update needs: which shards have gradients, the clip factor and
+the settings of their groups. Each unit is updated when the next forward gathers it, before its weights are copied
+out. Whoever wants to see the state in between calls `settle`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,11 +19,11 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.fsdp import private
 from infinity.fsdp.content import section, torch_dtype
-from infinity.layout import MASTER, Layout, Page, Role, Segment, overlapping
-from infinity.optim.kernel import Piece, Scalars, UpdateKernel
+from infinity.layout import Layout, Page, overlapping
+from infinity.optim.kernel import Scalars, UpdateKernel
+from infinity.optim.update import Update, snapshot
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import (
-    Access,
     Event,
     EventKind,
     Mode,
@@ -29,6 +33,15 @@ from infinity.schedule.trace import (
     store_gradient_accesses,
     update_order,
 )
+
+
+@dataclass
+class _Pending:
+    """Gradients of a step that has ended, and how they are to be applied."""
+
+    shards: dict[int, set[int]] = field(default_factory=dict)  # by unit
+    settings: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by shard
+    scale: torch.Tensor | None = None
 
 
 class StepState:
@@ -48,29 +61,33 @@ class StepState:
         self._trainable = [
             sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.unit_shards
         ]
-        self.placement = Placement.after_backward()
+        self.placement = Placement()
         self.events: list[Event] = []
         self.scalars: dict[int, Scalars] = {}
         self.updated_elements = 0
         self._unit = -1
         self._arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+        self._pending = _Pending()
+        self._gathers: dict[int, None] = {}  # units in the order in which a step first gathers them
         self._reset()
 
     def _reset(self) -> None:
         self.events.clear()
         self._stored: dict[int, set[int]] = {}  # unit -> shards whose gradient waits in GRAD pages, in arrival order
         self._done: set[int] = set()  # units updated in backward
-        self._scalars_after: dict[int, Scalars] = {}
         self._norms: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
         self._scale: torch.Tensor | None = None
+        self._skip = False
         self.clipped = False
 
     # Gradients #
 
     def gathered(self, unit: int) -> None:
-        """Note that a training pass gathers a unit."""
+        """Note that a training pass gathers a unit; update it first, where that was left to this moment."""
         self.close_arrivals()
         self.events.append(Event(EventKind.GATHER, unit))
+        if unit in self._pending.shards:
+            self._apply_pending(unit)
 
     def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Take over a reduced gradient, shape of the local shard, dtype of the parameter."""
@@ -98,8 +115,9 @@ class StepState:
             if unit in self.placement.in_backward:
                 self._done.add(unit)
                 grads = {shard: grad.reshape(-1).cpu() for shard, (_, grad) in arrivals.items()}
+                settings = {shard: self._group_of(shard) for shard in grads}
                 with self._phase("update"):
-                    self._update(unit, grads)
+                    self._update(unit, settings, grads=grads)
             else:
                 self._store(unit, arrivals)
 
@@ -154,13 +172,18 @@ class StepState:
                 "zero_grad() before step(): updates already ran in backward; to drop gradients set "
                 'update.placement = "after_backward"'
             )
+        self._discard_stored()
+        self._reset()
+
+    def _discard_stored(self) -> None:
         for unit in self._stored:
             for segment in self._layout.unit_segments[unit]:
                 self._pager.discard([page.index for page in self._layout.segments[segment].grad_pages])
-        self._reset()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, order: Sequence[int]) -> torch.Tensor:
         """Scale all gradients by one factor, as `torch.nn.utils.clip_grad_norm_` does; return the norm before.
+
+        Where it is not finite, the step will update nothing, as under `torch.amp.GradScaler`.
 
         Args:
             order: shards in the order of `model.parameters()`: the order in which the reference adds up.
@@ -189,6 +212,7 @@ class StepState:
                 "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
             )
         self._scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).cpu()
+        self._skip = not bool(torch.isfinite(total))
         self.clipped = True
         return total
 
@@ -214,94 +238,65 @@ class StepState:
 
     # Updates #
 
-    def finish(self) -> tuple[Event, ...]:
-        """Update what was not updated in backward; return the events of the step that ends here."""
+    def end(self) -> tuple[Event, ...]:
+        """Close the step; return its events. To be followed by `finish`."""
         self.close_arrivals()
         self.events.append(Event(EventKind.STEP))
-        with self._phase("update"), torch.no_grad():
-            for unit in update_order(self._stored):
-                self._update(unit, None)
-        self.scalars.update(self._scalars_after)
-        events = tuple(self.events)
-        self._reset()
-        return events
+        self._gathers = dict.fromkeys(event.unit for event in self.events if event.kind is EventKind.GATHER)
+        return tuple(self.events)
 
-    def _update(self, unit: int, grads: dict[int, torch.Tensor] | None) -> None:
+    def finish(self) -> bool:
+        """Update what was not updated in backward, or leave it to the next forward, as the placement says.
+
+        Returns:
+            Whether there was an update: none where the norm of the gradients was not finite.
+        """
+        self.settle()  # what this step did not gather
+        if self._skip:
+            self._discard_stored()
+            self._reset()
+            return False
+        shards = [shard for present in self._stored.values() for shard in present]
+        groups = {id(group): group for group in map(self._group_of, shards)}
+        fixed = {key: snapshot(group) for key, group in groups.items()}  # schedulers change them after the step
+        settings: dict[int, Mapping[str, Any]] = {shard: fixed[id(self._group_of(shard))] for shard in shards}
+        self._pending = _Pending(self._stored, settings, self._scale)
+        self._reset()
+        for unit in update_order(self._pending.shards):
+            if unit not in self.placement.in_forward:
+                self._apply_pending(unit)
+        return True
+
+    @property
+    def pending(self) -> bool:
+        """Whether updates wait for the next forward."""
+        return bool(self._pending.shards)
+
+    def settle(self) -> None:
+        """Run the updates that wait for the next forward, in the order in which it would."""
+        for unit in [unit for unit in self._gathers if unit in self._pending.shards]:
+            self._apply_pending(unit)
+
+    def _apply_pending(self, unit: int) -> None:
+        settings = {shard: self._pending.settings[shard] for shard in self._pending.shards.pop(unit)}
+        with self._phase("update"), torch.no_grad():
+            self._update(unit, settings, scale=self._pending.scale)
+
+    def _update(
+        self,
+        unit: int,
+        settings: Mapping[int, Mapping[str, Any]],
+        *,
+        grads: dict[int, torch.Tensor] | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        """Update the shards of a unit that have `settings`, from `grads` or, scaled, from the GRAD pages."""
+        update = Update(self._layout, self._kernel, settings, self.scalars, grads, scale)
         for index in self._layout.unit_segments[unit]:
             segment = self._layout.segments[index]
-            for position in range(len(segment.ranges)):
+            for position, item in enumerate(segment.ranges):
                 access = range_access(segment, position, gradients_paged=grads is None)
                 with self._pager.access(access) as contents:
-                    self._update_range(segment, segment.ranges[position], access, contents, grads)
-
-    def _update_range(
-        self,
-        segment: Segment,
-        item: Page,
-        access: Access,
-        contents: Sequence[torch.Tensor],
-        grads: dict[int, torch.Tensor] | None,
-    ) -> None:
-        held = dict(zip((self._layout.pages[use.page] for use in access), contents, strict=True))
-        params = {page: section(c, page, self._layout, "") for page, c in held.items() if page.role is Role.PARAM}
-        states = {
-            name: section(held[item], item, self._layout, name)
-            for name, _ in segment.format.sections
-            if segment.update_pages
-        }
-        waiting = {page: section(c, page, self._layout, "") for page, c in held.items() if page.role is Role.GRAD}
-        by_group: dict[int, tuple[Mapping[str, Any], list[Piece]]] = {}
-        for shard, low, high in self._cuts(segment, item, tuple(params), grads):
-            grad = self._gradient_slice(shard, low, high, waiting, grads)
-            views = {name: view[low - item.start : high - item.start] for name, view in states.items()}
-            master = views.pop(MASTER, None)
-            if master is None:
-                page = next(page for page in params if page.start <= low < page.stop)
-                master = params[page][low - page.start : high - page.start]
-            group = self._group_of(shard)
-            by_group.setdefault(id(group), (group, []))[1].append(Piece(shard, master, grad, views))
-        for group, pieces in by_group.values():
-            self._scalars_after.update(self._kernel.update(pieces, group, self.scalars))
-            self.updated_elements += sum(piece.master.numel() for piece in pieces)
-        if MASTER in states:
-            for page, values in params.items():
-                low, high = max(page.start, item.start), min(page.stop, item.stop)
-                values[low - page.start : high - page.start].copy_(states[MASTER][low - item.start : high - item.start])
-
-    def _cuts(
-        self, segment: Segment, item: Page, params: Sequence[Page], grads: dict[int, torch.Tensor] | None
-    ) -> list[tuple[int, int, int]]:
-        """Return (shard, first, last) for the slices of shards with a gradient, in elements of the segment.
-
-        Where the PARAM pages are the master, a slice ends where its page does.
-        """
-        present = grads.keys() if grads is not None else self._stored.get(segment.unit, ())
-        borders = [] if segment.format.master else [page.start for page in params]
-        found = []
-        for shard in segment.shards:
-            placed = self._layout.shards[shard]
-            low, high = max(placed.start, item.start), min(placed.start + placed.spec.numel, item.stop)
-            if shard not in present or low >= high:
-                continue
-            points = [low, *(border for border in borders if low < border < high), high]
-            found += [(shard, a, b) for a, b in itertools.pairwise(points)]
-        return found
-
-    def _gradient_slice(
-        self,
-        shard: int,
-        low: int,
-        high: int,
-        waiting: Mapping[Page, torch.Tensor],
-        grads: dict[int, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        if grads is not None:
-            start = self._layout.shards[shard].start
-            return grads[shard][low - start : high - start]
-        parts = [
-            values[max(low, page.start) - page.start : min(high, page.stop) - page.start]
-            for page, values in waiting.items()
-            if max(low, page.start) < min(high, page.stop)
-        ]
-        grad = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return grad.mul_(self._scale) if self._scale is not None else grad
+                    update.run(segment, item, access, contents)
+        self.scalars.update(update.after)
+        self.updated_elements += update.elements

@@ -96,12 +96,11 @@ class _Following:
 
     @property
     def expected(self) -> Access:
-        return self.plan.trace[self.position % len(self.plan.trace)]
+        return self.plan.access(self.position)
 
     @property
     def reach(self) -> int:
-        cycle, position = divmod(self.position, len(self.plan.trace))
-        return self.plan.reach[position] + cycle * len(self.plan.trace)
+        return self.plan.reach_at(self.position)
 
 
 class Pager:
@@ -155,9 +154,15 @@ class Pager:
             self._installed = plan
             self._resident = plan.resident if plan else frozenset()
             self._following = _Following(plan) if plan and plan.trace else None
+            self._claim_window()  # first, so that what is here and wanted stays
             for page in self._holders():
                 self._settle(page)
-            self._claim_window()
+            self._pump()
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether a plan is followed, and a step has just ended."""
+        return self._following is not None and self._following.plan.ends_step(self._following.position)
 
     def begin_step(self) -> None:
         """Mark the boundary between two steps; a step that departed from the plan rejoins it here."""
@@ -166,11 +171,12 @@ class Pager:
             following = self._following
             if self._installed is None or not self._installed.trace:
                 return
-            if following is not None and following.position % len(following.plan.trace) == 0:
+            if following is not None and following.plan.ends_step(following.position):
                 return
             if following is not None:
                 self._diverge("the step ended early")
-            self._following = _Following(self._installed)
+            first = len(self._installed.prefix)
+            self._following = _Following(self._installed, position=first, cursor=first - 1)
             self._claim_window()
 
     def flush(self) -> None:
@@ -315,10 +321,9 @@ class Pager:
         following = self._following
         if following is None:
             return
-        trace = following.plan.trace
         while following.cursor < following.reach:
             following.cursor += 1
-            for use in trace[following.cursor % len(trace)]:
+            for use in following.plan.access(following.cursor):
                 slot = self._slots[use.page]
                 slot.claims += 1
                 if slot.claims == 1 and slot.frame < 0 and use.mode.fetches:

@@ -49,10 +49,12 @@ class Traffic:
 class Plan:
     """What the pager executes; immutable.
 
-    `reach[i]` is c(i): the last position (it may exceed the length of the trace and wrap) whose pages are to be
-    in memory or on their way when position i begins.
+    Positions count the accesses of `prefix`, which is executed once, and then those of `trace`, over and over.
+    `reach[i]` is c(i), for the prefix and one turn of the trace: the last position whose pages are to be in memory or
+    on their way when position i begins.
     """
 
+    prefix: tuple[Access, ...]
     trace: tuple[Access, ...]
     reach: tuple[int, ...]
     resident: frozenset[int]
@@ -61,19 +63,37 @@ class Plan:
     writing_frames: int
     traffic: Traffic
 
+    def access(self, position: int) -> Access:
+        """Return the access at a position."""
+        lead = len(self.prefix)
+        return self.prefix[position] if position < lead else self.trace[(position - lead) % len(self.trace)]
+
+    def reach_at(self, position: int) -> int:
+        """Return c of a position."""
+        turns = max(0, position - len(self.prefix)) // len(self.trace)
+        return self.reach[position - turns * len(self.trace)] + turns * len(self.trace)
+
+    def ends_step(self, position: int) -> bool:
+        """Whether a step has ended when this position comes next."""
+        return position >= len(self.prefix) and (position - len(self.prefix)) % len(self.trace) == 0
+
 
 def least_frames(widest: int) -> int:
     """Return the smallest number of frames that can serve accesses of up to `widest` pages."""
     return max(LEAST_STREAMING, widest + 2) + LEAST_WRITING
 
 
-def make_plan(trace: Sequence[Access], layout: Layout, frames: int) -> Plan:
+def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, prefix: Sequence[Access] = ()) -> Plan:
     """Return the plan for a trace and an arena of `frames` frames.
+
+    Args:
+        trace: accesses of one step.
+        prefix: accesses before the first such step, of the same pages; what is resident is decided by the trace.
 
     Raises:
         BudgetError: there are fewer frames than `least_frames`.
     """
-    trace = tuple(trace)
+    trace, prefix = tuple(trace), tuple(prefix)
     used = Counter(use.page for access in trace for use in access)
     widest = max((len(access) for access in trace), default=1)
     if len(used) <= frames:
@@ -89,44 +109,46 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int) -> Plan:
             )
         writing = max(LEAST_WRITING, frames // 16)
         streaming = max(least - LEAST_WRITING, min(frames // 4, 48))
-        resident = _most_useful(trace, layout, frames - streaming - writing)
-    reach = _windows(trace, resident, streaming) if streaming else tuple(range(len(trace)))
+        resident = _most_useful(trace, layout, frames - streaming - writing, streaming)
+    reach = _windows(prefix, trace, resident, streaming) if streaming else tuple(range(len(prefix) + len(trace)))
+    steady = tuple(position - len(prefix) for position in reach[len(prefix) :])
     return Plan(
+        prefix=prefix,
         trace=trace,
         reach=reach,
         resident=resident,
         frames=frames,
         streaming_frames=streaming,
         writing_frames=writing,
-        traffic=predict(trace, reach, resident, layout),
+        traffic=predict(trace, steady, resident, layout),
     )
 
 
-def _most_useful(trace: Sequence[Access], layout: Layout, number: int) -> frozenset[int]:
-    transfers: Counter[int] = Counter()
-    for access in trace:
-        for use in access:
-            transfers[use.page] += use.mode.fetches
-    modified = {use.page for access in trace for use in access if use.mode.modifies}
-    saved = {page: (count + (page in modified)) * layout.pages[page].nbytes for page, count in transfers.items()}
+def _most_useful(trace: Sequence[Access], layout: Layout, number: int, streaming: int) -> frozenset[int]:
+    """Return the pages that save most bytes, each in one frame: those that move most when they only stream."""
+    moved = _transfers(trace, _windows((), trace, frozenset(), streaming), frozenset())
+    saved = {page: (reads + writes) * layout.pages[page].nbytes for page, (reads, writes) in moved.items()}
     weights_first = sorted(saved, key=lambda page: (-saved[page], layout.pages[page].role is not Role.PARAM, page))
     return frozenset(weights_first[: max(0, number)])
 
 
-def _windows(trace: Sequence[Access], resident: frozenset[int], streaming: int) -> tuple[int, ...]:
+def _windows(
+    prefix: Sequence[Access], trace: Sequence[Access], resident: frozenset[int], streaming: int
+) -> tuple[int, ...]:
     length = len(trace)
+    row = (*prefix, *trace, *trace)
     inside: Counter[int] = Counter()
     reach: list[int] = []
     cursor = -1
-    for position in range(length):
+    for position in range(len(prefix) + length):
         while cursor + 1 < position + length:
-            entering = {use.page for use in trace[(cursor + 1) % length] if use.page not in resident}
+            entering = {use.page for use in row[cursor + 1] if use.page not in resident}
             if len(inside) + sum(page not in inside for page in entering) > streaming:
                 break
             cursor += 1
             inside.update(entering)
         reach.append(cursor)
-        for page in {use.page for use in trace[position] if use.page not in resident}:
+        for page in {use.page for use in row[position] if use.page not in resident}:
             inside[page] -= 1
             if not inside[page]:
                 del inside[page]
@@ -135,41 +157,45 @@ def _windows(trace: Sequence[Access], resident: frozenset[int], streaming: int) 
 
 def predict(trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], layout: Layout) -> Traffic:
     """Return the bytes of one steady step of a plan."""
-    length = len(trace)
     read = dict.fromkeys(Role, 0)
     written = dict.fromkeys(Role, 0)
-    uses: dict[int, list[int]] = {}
+    for page, (reads, writes) in _transfers(trace, reach, resident).items():
+        role, nbytes = layout.pages[page].role, layout.pages[page].nbytes
+        read[role] += reads * nbytes
+        written[role] += writes * nbytes
+    return Traffic(read=read, written=written)
+
+
+def _transfers(trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int]) -> dict[int, tuple[int, int]]:
+    """Return how often each page that is not resident is read and written in one steady step."""
+    length = len(trace)
+    uses: dict[int, list[tuple[int, Mode]]] = {}
     for position, access in enumerate(trace):
         for use in access:
             if use.page not in resident:
-                uses.setdefault(use.page, []).append(position)
-    modes = {(use.page, position): use.mode for position, access in enumerate(trace) for use in access}
-    for page, positions in uses.items():
-        role, nbytes = layout.pages[page].role, layout.pages[page].nbytes
-        dirty = any(modes[page, position].modifies for position in positions)
-        # Walk the cycle once, starting behind a use after which the page leaves the window.
+                uses.setdefault(use.page, []).append((position, use.mode))
+    found: dict[int, tuple[int, int]] = {}
+    for page, used in uses.items():
+        # Whether the page is still in the window when its next use comes.
         stays = [
-            (positions[(k + 1) % len(positions)] + (length if k + 1 == len(positions) else 0))
+            (used[(k + 1) % len(used)][0] + (length if k + 1 == len(used) else 0))
             <= _reach_after(position, reach, length)
-            for k, position in enumerate(positions)
+            for k, (position, _) in enumerate(used)
         ]
         if all(stays):
+            found[page] = (0, 0)
             continue
-        for k, position in enumerate(positions):
-            if not stays[k - 1] and modes[page, position].fetches:
-                read[role] += nbytes
-        if not dirty:
-            continue
-        start = stays.index(False) + 1
-        pending = False
-        for offset in range(len(positions)):
-            k = (start + offset) % len(positions)
-            mode = modes[page, positions[k]]
+        reads = sum(not stays[k - 1] and mode.fetches for k, (_, mode) in enumerate(used))
+        writes, pending = 0, False
+        start = stays.index(False) + 1  # behind a use after which the page leaves
+        for k in (*range(start, len(used)), *range(start)):
+            mode = used[k][1]
             pending = mode.modifies or (pending and mode is not Mode.CONSUME)
             if not stays[k]:
-                written[role] += nbytes * pending
+                writes += pending
                 pending = False
-    return Traffic(read=read, written=written)
+        found[page] = (reads, writes)
+    return found
 
 
 def _reach_after(position: int, reach: Sequence[int], length: int) -> int:

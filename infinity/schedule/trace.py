@@ -61,16 +61,26 @@ class Use(NamedTuple):
 Access = tuple[Use, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Units whose update runs in backward; the others are updated in `step()`."""
+    """Where units are updated: in backward, on their way into the next forward, or (all others) in `step()`."""
 
-    in_backward: frozenset[int]
+    in_backward: frozenset[int] = frozenset()
+    in_forward: frozenset[int] = frozenset()
 
     @classmethod
-    def after_backward(cls) -> Placement:
-        """The classic separate phase."""
-        return cls(frozenset())
+    def of(cls, name: str, events: Sequence[Event]) -> Placement:
+        """Return the placement of a setting, for a step that looks like `events`.
+
+        What cannot be updated in backward is updated in the next forward.
+        """
+        if name == "after_backward":
+            return cls()
+        early = eligible_for_backward(events) if name == "in_backward" else frozenset()
+        gathered, trained = (
+            {event.unit for event in events if event.kind is kind} for kind in (EventKind.GATHER, EventKind.GRADIENTS)
+        )
+        return cls(in_backward=early, in_forward=frozenset(gathered & trained - early))
 
 
 def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
@@ -90,18 +100,25 @@ def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
     return frozenset(once)
 
 
-def expand(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
+def expand(
+    events: Sequence[Event], layout: Layout, placement: Placement, *, pending: bool = True
+) -> tuple[Access, ...]:
     """Return the accesses of one step.
 
     Args:
         events: one step, ending with STEP.
         layout: pages of this rank.
         placement: where updates run.
+        pending: whether the units that are updated in forward come with gradients of the step before.
     """
     accesses: list[Access] = []
     arrived: dict[int, int] = {}
+    waiting = set(placement.in_forward) if pending else set()
     for event in events:
         if event.kind is EventKind.GATHER:
+            if event.unit in waiting:
+                waiting.remove(event.unit)
+                accesses.extend(update_accesses(layout, event.unit, gradients_paged=True))
             accesses.extend(gather_accesses(layout, event.unit))
         elif event.kind is EventKind.GRADIENTS:
             if event.unit in placement.in_backward:
@@ -112,8 +129,20 @@ def expand(events: Sequence[Event], layout: Layout, placement: Placement) -> tup
                 accesses.extend(store_gradient_accesses(layout, event.unit, first=first))
         else:
             for unit in update_order(arrived):
-                accesses.extend(update_accesses(layout, unit, gradients_paged=True))
+                if unit not in placement.in_forward:
+                    accesses.extend(update_accesses(layout, unit, gradients_paged=True))
     return tuple(accesses)
+
+
+def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
+    """Return the accesses of all updates that wait for the next forward, when they are not to wait any longer."""
+    order = dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER)
+    return tuple(
+        access
+        for unit in order
+        if unit in placement.in_forward
+        for access in update_accesses(layout, unit, gradients_paged=True)
+    )
 
 
 def update_order(arrived: Iterable[int]) -> tuple[int, ...]:

@@ -67,6 +67,7 @@ class Ledger:
         self._pool_wait = stats.counter("pool_wait_seconds_total")
         self._divergences = stats.counter("plan_divergences_total")
         self._steps = stats.counter("steps_total")
+        self._skipped = stats.counter("steps_skipped_total")
         self._step_duration = stats.histogram("step_duration_seconds")
         self._last_step = stats.gauge("step_last_completed_timestamp_seconds")
         self._updated = stats.counter("optimizer_updated_parameters_total")
@@ -131,6 +132,10 @@ class Ledger:
                 "made anew if the next steps look like it; said once",
                 detail,
             )
+
+    def skipped(self) -> None:
+        """Count a step without an update: the norm of its gradients was not finite."""
+        self._skipped.add()
 
     # Phases and steps #
 

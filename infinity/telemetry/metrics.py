@@ -164,6 +164,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _CAUSE,
     ),
     _rank("steps_total", "counter", "Optimizer steps completed."),
+    _rank("steps_skipped_total", "counter", "Of these, steps without an update: the gradients' norm was not finite."),
     _rank(
         "step_duration_seconds",
         "histogram",

@@ -363,9 +363,9 @@ def compare(recipe: Recipe, paging: Paging, folder: str) -> list[str]:
 
 def _pretences(recipe: Recipe, paging: Paging, found: Outcome) -> list[str]:
     """Return why the comparison compares nothing, if it does not."""
-    wanted = "in_backward"
-    if paging.placement == "after_backward" or recipe.clip is not None or recipe.micro > 1:
-        wanted = "after_backward"
+    wanted = paging.placement
+    if wanted == "auto":
+        wanted = "in_backward" if recipe.clip is None and recipe.micro == 1 else "in_forward"
     listed = []
     if len(set(found.losses)) == 1:
         listed.append("the loss never changes")

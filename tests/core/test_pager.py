@@ -171,7 +171,7 @@ def benches(draw: st.DrawFn) -> tuple[Layout, Plan]:
     layout = draw(layouts(most=80_000))
     events = draw(steps(layout))
     backward = eligible_for_backward(events) if draw(st.booleans()) else frozenset()
-    trace = expand(events, layout, Placement(backward))
+    trace = expand(events, layout, Placement(in_backward=backward))
     assume(trace)
     least = least_frames(max(len(access) for access in trace))
     return layout, make_plan(trace, layout, draw(st.integers(least, least + len(layout.pages))))
@@ -219,7 +219,7 @@ def small_bench(timeout: float = 20) -> tuple[Layout, Plan, Bench]:
     """Return a bench with few frames, in the middle of nothing."""
     layout = transformer(4, 16 * 1024, 64 << 10)
     events = transformer_step(4)
-    plan = make_plan(expand(events, layout, Placement(eligible_for_backward(events))), layout, 10)
+    plan = make_plan(expand(events, layout, Placement(in_backward=eligible_for_backward(events))), layout, 10)
     return layout, plan, Bench(layout, plan.frames, timeout=timeout)
 
 

@@ -42,7 +42,7 @@ def sharded(*, offload: bool) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("placement", ["auto", "after_backward"])
+@pytest.mark.parametrize("placement", ["auto", "in_forward", "after_backward"])
 @pytest.mark.parametrize("host_bytes", ["1MiB", "64MiB"])
 def test_paging_changes_no_bit_on_a_gpu(placement: str, host_bytes: str, tmp_path: Path) -> None:
     """Same losses over ten steps, streaming and resident."""

@@ -11,9 +11,13 @@ ARENAS = {arena: Paging(arena=arena) for arena in ("least", "middle", "all")}
 ARENAS_AND_PLACEMENTS = {
     f"{arena}-{placement}": Paging(arena=arena, placement=placement)
     for arena in ("least", "middle", "all")
-    for placement in ("auto", "after_backward")
+    for placement in ("auto", "in_forward", "after_backward")
 }
-ENDS = {"least-auto": Paging(arena="least"), "middle-after": Paging(placement="after_backward")}
+ENDS = {
+    "least-auto": Paging(arena="least"),
+    "least-forward": Paging(arena="least", placement="in_forward"),
+    "middle-after": Paging(placement="after_backward"),
+}
 DELAYS = {f"{arena}-delays": Paging(arena=arena, delays=True) for arena in ("least", "middle")}
 
 CASES = {

@@ -9,7 +9,11 @@ from core_ranks import RankPool
 from core_train import Paging, Recipe, compare, variants
 
 LEAST = {"least": Paging(arena="least")}
-ENDS = {"least-auto": Paging(arena="least"), "middle-after": Paging(placement="after_backward")}
+ENDS = {
+    "least-auto": Paging(arena="least"),
+    "least-forward": Paging(arena="least", placement="in_forward"),
+    "middle-after": Paging(placement="after_backward"),
+}
 ARENAS = {arena: Paging(arena=arena) for arena in ("least", "middle", "all")}
 
 CASES = {

@@ -84,7 +84,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Layout]:
     layout = draw(layouts(most=120_000))
     events = draw(steps(layout))
     in_backward = draw(st.booleans())
-    placement = Placement(eligible_for_backward(events)) if in_backward else Placement.after_backward()
+    placement = Placement(in_backward=eligible_for_backward(events)) if in_backward else Placement()
     trace = expand(events, layout, placement)
     assume(trace)
     least = least_frames(max(len(access) for access in trace))
@@ -167,7 +167,7 @@ def test_a_transformer_reaches_the_closed_form(share: float) -> None:
     """Reads (2N - C)+ + (SN - C)+ and writes (SN - C)+, up to the frames that stream."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
-    trace = expand(events, layout, Placement(eligible_for_backward(events)))
+    trace = expand(events, layout, Placement(in_backward=eligible_for_backward(events)))
     streams = 24
     frames = streams + int(share * len(layout.pages))
     plan = make_plan(trace, layout, frames)
@@ -189,7 +189,7 @@ def test_weights_are_kept_first() -> None:
     """A resident weight byte saves three transfers, any other byte two."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
-    trace = expand(events, layout, Placement(eligible_for_backward(events)))
+    trace = expand(events, layout, Placement(in_backward=eligible_for_backward(events)))
     plan = make_plan(trace, layout, 40)
     assert plan.resident
     assert {layout.pages[page].role for page in plan.resident} == {Role.PARAM}

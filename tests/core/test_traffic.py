@@ -13,7 +13,7 @@ import infinity
 from infinity.layout import Role
 
 WARM, STEADY = 3, 24  # as many steps as make what is in flight at both ends less than 1 %
-PLACEMENTS = ("in_backward", "after_backward")
+PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 
 
 def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | float]:
@@ -92,9 +92,11 @@ def test_measured_bytes_are_the_planned_ones_on_two_ranks(placement: str, tmp_pa
         assert seen["planned_read"] > 0
 
 
-@pytest.mark.parametrize(("placement", "most"), [("in_backward", 30.05), ("after_backward", 38.05)])
+@pytest.mark.parametrize(
+    ("placement", "most"), [("in_backward", 30.05), ("in_forward", 36.05), ("after_backward", 38.05)]
+)
 def test_bytes_per_parameter_with_nothing_cached(placement: str, most: float, tmp_path: Path) -> None:
-    """30 in backward; 8 more where gradients go to NVMe and back."""
+    """30 in backward; 8 more where gradients go to NVMe and back, of which 2 are saved where the forward updates."""
     paging = Paging(arena="least", placement=placement)
     seen = traffic(Recipe(model="even", steps=WARM), paging, str(tmp_path))
     assert seen["resident"] <= 1

@@ -68,7 +68,7 @@ def train(
     ] = None,
     update: Annotated[
         str | None,
-        typer.Option(help="auto, in_backward or after_backward. [default: auto]", rich_help_panel=_STATE),
+        typer.Option(help="auto, in_backward, in_forward or after_backward. [default: auto]", rich_help_panel=_STATE),
     ] = None,
     commit_every: Annotated[
         int,

@@ -1,0 +1,102 @@
+"""The arithmetic of an update inside one access: gradients, master and moments in, weights out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from infinity.fsdp.content import section
+from infinity.layout import MASTER, Layout, Page, Role, Segment
+from infinity.optim.kernel import Piece, Scalars, UpdateKernel
+from infinity.schedule.trace import Access
+
+
+def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a param group as they are now."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+
+
+@dataclass
+class Update:
+    """The update of one unit.
+
+    `settings` has those of its group for every shard that has a gradient; `before` the scalars of shards at the start
+    of the step. Gradients are in `grads` by shard, flat, or else in GRAD pages, of which all are multiplied by `scale`.
+    """
+
+    layout: Layout
+    kernel: UpdateKernel
+    settings: Mapping[int, Mapping[str, Any]]
+    before: Mapping[int, Scalars]
+    grads: Mapping[int, torch.Tensor] | None = None
+    scale: torch.Tensor | None = None
+    after: dict[int, Scalars] = field(default_factory=dict)
+    """Scalars of the shards after the step."""
+    elements: int = 0
+    """Elements updated so far."""
+
+    def run(self, segment: Segment, item: Page, access: Access, contents: Sequence[torch.Tensor]) -> None:
+        """Update the elements of one range.
+
+        Args:
+            item: one of the segment's ranges.
+            access: what `range_access` returns for it.
+            contents: the pages of the access, uint8.
+        """
+        held = dict(zip((self.layout.pages[use.page] for use in access), contents, strict=True))
+        params = {page: section(c, page, self.layout, "") for page, c in held.items() if page.role is Role.PARAM}
+        waiting = {page: section(c, page, self.layout, "") for page, c in held.items() if page.role is Role.GRAD}
+        states = {
+            name: section(held[item], item, self.layout, name)
+            for name, _ in segment.format.sections
+            if segment.update_pages
+        }
+        by_group: dict[int, tuple[Mapping[str, Any], list[Piece]]] = {}
+        for shard, low, high in self._cuts(segment, item, tuple(params)):
+            grad = self._gradient(shard, low, high, waiting)
+            views = {name: view[low - item.start : high - item.start] for name, view in states.items()}
+            master = views.pop(MASTER, None)
+            if master is None:
+                page = next(page for page in params if page.start <= low < page.stop)
+                master = params[page][low - page.start : high - page.start]
+            group = self.settings[shard]
+            by_group.setdefault(id(group), (group, []))[1].append(Piece(shard, master, grad, views))
+        for group, pieces in by_group.values():
+            self.after.update(self.kernel.update(pieces, group, self.before))
+            self.elements += sum(piece.master.numel() for piece in pieces)
+        if MASTER in states:
+            for page, values in params.items():
+                low, high = max(page.start, item.start), min(page.stop, item.stop)
+                values[low - page.start : high - page.start].copy_(states[MASTER][low - item.start : high - item.start])
+
+    def _cuts(self, segment: Segment, item: Page, params: Sequence[Page]) -> list[tuple[int, int, int]]:
+        """Return (shard, first, last) for the slices of shards with a gradient, in elements of the segment.
+
+        Where the PARAM pages are the master, a slice ends where its page does.
+        """
+        borders = [] if segment.format.master else [page.start for page in params]
+        found = []
+        for shard in segment.shards:
+            placed = self.layout.shards[shard]
+            low, high = max(placed.start, item.start), min(placed.start + placed.spec.numel, item.stop)
+            if shard not in self.settings or low >= high:
+                continue
+            points = [low, *(border for border in borders if low < border < high), high]
+            found += [(shard, a, b) for a, b in itertools.pairwise(points)]
+        return found
+
+    def _gradient(self, shard: int, low: int, high: int, waiting: Mapping[Page, torch.Tensor]) -> torch.Tensor:
+        if self.grads is not None:
+            start = self.layout.shards[shard].start
+            return self.grads[shard][low - start : high - start]
+        parts = [
+            values[max(low, page.start) - page.start : min(high, page.stop) - page.start]
+            for page, values in waiting.items()
+            if max(low, page.start) < min(high, page.stop)
+        ]
+        grad = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return grad.mul_(self.scale) if self.scale is not None else grad

@@ -1,0 +1,112 @@
+"""Updates on the way into the next forward: what is looked at in between is as if they had run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import core_models
+import pytest
+import torch
+from core_ranks import RankPool
+from core_train import Outcome, Paging, Recipe, batch, local, make_optimizer, offloaded, train
+from torch import nn
+
+import infinity
+
+RECIPE = Recipe(model="toy", clip=0.5, groups=True, steps=6)
+PLAIN = Recipe(model="toy", clip=0.5, steps=6)
+FORWARD = Paging(arena="least", placement="in_forward")
+LATEST = {"resume": "latest"}
+
+
+def final(recipe: Recipe, paging: Paging, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train paged; return losses and weights."""
+    outcome = Outcome()
+    with offloaded(recipe, paging, folder) as (model, optimizer):
+        train(recipe, model, optimizer, outcome)
+        return outcome.losses, {name: local(param) for name, param in model.named_parameters()}
+
+
+def test_step_leaves_the_update_to_the_next_forward(tmp_path: Path) -> None:
+    """`step()` moves no page; the norm is known; what the step counts is there once the update has run."""
+    with offloaded(RECIPE, FORWARD, tmp_path) as (model, optimizer):
+        train(RECIPE, model, optimizer, Outcome())
+        core_models.loss_of(model, batch(model, 7)).backward()
+        norm = optimizer.clip_grad_norm_(0.5)
+        assert torch.isfinite(norm)
+        updated = optimizer._step_state.updated_elements
+        optimizer.step()
+        assert optimizer._step_state.updated_elements == updated
+        optimizer.settle()
+        assert optimizer._step_state.updated_elements == updated + optimizer.layout.parameters
+
+
+def test_the_plan_is_followed_whatever_happens_between_steps(tmp_path: Path) -> None:
+    """A commit after every step, an evaluation, a look at the weights: each reads ahead, and the rest is as planned."""
+    with offloaded(RECIPE, FORWARD, tmp_path) as (model, optimizer):
+        train(RECIPE, model, optimizer, Outcome())
+        for number in range(6):
+            optimizer.zero_grad()
+            core_models.loss_of(model, batch(model, number)).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            if number in (1, 2, 4):
+                optimizer.commit()
+            if number == 3:
+                local(next(model.parameters()))
+        assert optimizer.run.stats.counter("plan_divergences_total").value == 0
+
+
+def commit_every_step(folder: str) -> list[float]:
+    """Commit after each step, resume in the middle; return the losses. Runs on every rank."""
+    outcome = Outcome()
+    for first in (0, 3):
+        with offloaded(PLAIN, FORWARD, Path(folder), run=LATEST if first else {}) as (model, optimizer):
+            assert optimizer.steps == first
+            for step in range(first, first + 3):
+                part = Recipe(**{**vars(PLAIN), "steps": step + 1})
+                train(part, model, optimizer, outcome, first=step)
+                optimizer.commit()
+    return outcome.losses
+
+
+def test_a_commit_has_what_was_pending(tmp_path: Path, pair: RankPool) -> None:
+    """The resumed run has the losses of one that nobody disturbed; on one and two ranks."""
+    (tmp_path / "whole").mkdir()
+    assert commit_every_step(str(tmp_path)) == final(PLAIN, FORWARD, tmp_path / "whole")[0]
+    (tmp_path / "two").mkdir()
+    first, second = pair.run(commit_every_step, str(tmp_path / "two"))
+    assert first != second
+
+
+def poisoned(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, bad: bool) -> None:
+    """Take a step; where it is `bad`, with a loss that has no gradient."""
+    loss = core_models.loss_of(model, batch(model, step))
+    (loss * float("inf") if bad else loss).backward()
+    if isinstance(optimizer, infinity.PagedOptimizer):
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+    else:
+        if not bad:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("placement", ["in_forward", "after_backward"])
+def test_a_norm_that_is_not_finite_skips_the_update(placement: str, tmp_path: Path) -> None:
+    """As torch.amp.GradScaler does: weights, moments and step counts stay; the step is counted as skipped."""
+    bad = (2, 3, 6)
+    model = core_models.build("toy")
+    reference = make_optimizer(RECIPE, model)
+    for step in range(8):
+        poisoned(model, reference, step, step in bad)
+    expected = {name: local(param) for name, param in model.named_parameters()}
+    with offloaded(RECIPE, Paging(arena="least", placement=placement), tmp_path) as (paged, optimizer):
+        for step in range(8):
+            poisoned(paged, optimizer, step, step in bad)
+        found = {name: local(param) for name, param in paged.named_parameters()}
+        assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+        assert int(optimizer.read_state(next(iter(found)))["step"]) == 8 - len(bad)
+        assert optimizer.run.stats.counter("steps_skipped_total").value == len(bad)
+        assert optimizer.steps == 8
