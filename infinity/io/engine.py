@@ -20,7 +20,6 @@ from typing import Protocol
 
 from infinity.errors import InfinityError, StallError
 
-
 CLOSE_SECONDS = 10.0
 """How long closing an engine waits for requests in flight, in seconds."""
 

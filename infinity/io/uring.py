@@ -136,7 +136,7 @@ class UringEngine:
         self._files.forget(file)
 
     def close(self) -> None:
-        """Complete what was submitted, then end the thread and close ring and files. Idempotent. Raises `StallError`."""
+        """Complete what was submitted, then end thread, ring and files. Idempotent. Raises `StallError`."""
         with self._lock:
             self._closed = True
             self._wake()

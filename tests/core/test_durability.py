@@ -30,10 +30,9 @@ from infinity.errors import (
     CorruptPageError,
     FolderBusyError,
     InfinityError,
-    StallError,
     StorageError,
 )
-from infinity.io import Fault, FaultKind, Op
+from infinity.io import Fault, FaultKind
 
 LATEST = {"resume": "latest"}
 
@@ -300,38 +299,6 @@ def test_a_second_run_is_refused_and_told_who(tmp_path: Path) -> None:
         session.run(4)
 
 
-FAULTS = {
-    "EIO-read": Fault(kind=FaultKind.EIO, op=Op.READ, at=(7,)),
-    "EIO-write": Fault(kind=FaultKind.EIO, op=Op.WRITE, at=(5,)),
-    "ENOSPC-write": Fault(kind=FaultKind.ENOSPC, at=(9,)),
-    "all-writes": Fault(kind=FaultKind.ENOSPC),
-    "all-reads": Fault(kind=FaultKind.EIO, op=Op.READ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_failing_drive_ends_the_run_and_keeps_the_commit(name: str, undisturbed: list[float], tmp_path: Path) -> None:
-    """The error has path, offset and errno; the run resumes from its commit."""
-    with faulty(FAULTS[name], on=False) as engines, Session(tmp_path) as session:
-        session.run(EVERY)
-        engines[-1].on = True
-        with pytest.raises(StorageError) as caught:
-            session.run()
-        with pytest.raises(InfinityError):
-            session.commit()
-    code = errno.ENOSPC if FAULTS[name].kind is FaultKind.ENOSPC else errno.EIO
-    assert caught.value.errno == code
-    assert caught.value.path.startswith(str(tmp_path))
-    for word in (
-        errno.errorcode[code],
-        caught.value.path,
-        f"offset {caught.value.offset}",
-        f"{caught.value.length} bytes",
-    ):
-        assert word in str(caught.value)
-    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
-
-
 def test_a_drive_that_fails_during_a_commit_leaves_the_one_before(undisturbed: list[float], tmp_path: Path) -> None:
     """The flush fails: nothing is published."""
     fault = Fault(kind=FaultKind.ENOSPC)
@@ -444,18 +411,6 @@ def test_thirty_runs_leak_nothing(tmp_path: Path) -> None:
     # Fewer is possible: what tests before this one left behind may be collected in between.
     assert all(now <= then for now, then in zip(after[:3], before[:3], strict=True)), (before, after)
     assert before[3] == after[3] == []
-
-
-@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
-def test_a_stall_says_what_is_waited_for(op: Op, tmp_path: Path) -> None:
-    """A request that never ends is an error after the time limit, with the request's place."""
-    fault = Fault(kind=FaultKind.STUCK, op=op)
-    with faulty(fault, on=False) as engines, Session(tmp_path, storage={"timeout_seconds": 1}) as session:
-        session.run(2, every=0)
-        engines[-1].on = True
-        with pytest.raises(StallError, match=rf"{op.value} of \d+ bytes at offset \d+ of {tmp_path}") as caught:
-            session.run()
-        assert "waited 1 s" in str(caught.value)
 
 
 def commit_and_resume_on_ranks(folder: str) -> list[str]:
