@@ -50,7 +50,8 @@ class Peers:
         group = dist.group.WORLD
         if group is None:
             raise LostRankError("the process group has been destroyed")
-        self._store = group.get_group_store().clone()  # a connection of its own, so that nobody waits for anybody
+        # A connection of its own, so that nobody waits for anybody; torch's type stubs lack it.
+        self._store = group.get_group_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         places = ranks.collect((_node(), os.getpid(), secrets.token_hex(8)))
         self._prefix = f"infinity/{places[0][2]}"

@@ -135,7 +135,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "io_retries_total",
         "counter",
-        "Requests submitted again: the rest of a short or interrupted transfer, or all of one that failed and may pass.",
+        "Requests submitted again: the rest of a short or interrupted transfer, or all of one that failed.",
         _OP,
     ),
     _rank("io_inflight_requests", "gauge", "Requests submitted and not yet completed.", _OP),
