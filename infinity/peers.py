@@ -33,6 +33,7 @@ GRACE_SECONDS = 10.0
 """How long a rank that knows of a failure has, to leave the collective it may be in and to close."""
 _LOOK_SECONDS = 1.0
 _STORE_SECONDS = 5.0
+_EXPLAIN_SECONDS = 5.0
 _LONGEST_REASON = 4000
 
 
@@ -82,7 +83,7 @@ class Peers:
         """Return what ended the rank whose connection `error` says was lost; None if that is not known, or not it."""
         if self._thread is None or not is_lost_connection(error):
             return None
-        self._known.wait(2 * _LOOK_SECONDS)
+        self._known.wait(_EXPLAIN_SECONDS)
         return self._failure
 
     def leave(self, error: BaseException | None) -> None:
@@ -103,17 +104,23 @@ class Peers:
         for descriptor in (self._wake, *self._processes):
             poll.register(descriptor, select.POLLIN)
         ended: list[tuple[int, int]] = []
+
+        def sleep() -> None:
+            for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
+                if descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+                else:
+                    poll.unregister(descriptor)
+                    ended.append(self._processes[descriptor])
+
         try:
             while not self._look(ended):
-                for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
-                    if descriptor == self._wake:
-                        os.eventfd_read(self._wake)
-                    else:
-                        poll.unregister(descriptor)
-                        ended.append(self._processes[descriptor])
+                sleep()
         except RuntimeError as error:
             # Its host has ended, perhaps in order: no ground to end this rank, but to explain what may follow.
             _log.debug("the store of the process group does not answer: %s", error)
+            if not ended:
+                sleep()  # connections are closed a moment before a process has ended
             if ended:
                 self._learn(_died(*ended[0]))
         finally:

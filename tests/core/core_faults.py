@@ -54,6 +54,11 @@ def _kill(session: Session) -> None:
     session.model.blocks[1].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def _leave(session: Session) -> None:
+    session.optimizer.close()
+    os._exit(0)
+
+
 def _mistake(session: Session) -> None:
     def raise_it(*_: Any) -> None:
         raise ValueError("a mistake of one's own")
@@ -67,6 +72,7 @@ def _move_data(session: Session) -> None:
 
 
 def _move_commits(session: Session) -> None:
+    session.step()  # the other rank has ended its commit then
     aside(session.optimizer.run.folder.commits)
 
 
@@ -127,6 +133,8 @@ CASES = {
 KILLED = Case(
     act=_kill, says="", peer=r"LostRankError: rank {rank} \(process \d+\) has ended without a word: killed, out of"
 )
+LEFT = Case(act=_leave, says="", peer="RuntimeError: .*by peer")
+"""Closed in order, though the others go on: no failure, but the end of their collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_faults import CASES, KILLED, DyingRanks, describe, put_back
+from core_faults import CASES, KILLED, LEFT, DyingRanks, describe, put_back
 from core_ranks import RankPool
 from core_session import EVERY, Session, reference
 from core_train import faulty
@@ -16,7 +16,7 @@ from infinity.errors import CorruptPageError, InfinityError, StorageError
 from infinity.io import Fault, FaultKind, Op
 
 LATEST = {"resume": "latest"}
-SECONDS = 6.0
+SECONDS = 12.0
 """Within which a rank ends after another one has."""
 
 
@@ -102,6 +102,13 @@ def test_a_rank_is_killed(
     assert pair.run(resumed, tmp_path) == [(EVERY, losses[EVERY:]) for losses in undisturbed_pair]
 
 
+def test_a_rank_that_closes_first_has_not_failed(dying: DyingRanks, tmp_path: Path) -> None:
+    """Its process may end before the others have."""
+    struck, peer = dying.run(LEFT, 1, tmp_path)[::-1]
+    assert (struck.status, peer.status) == (0, 1)
+    assert re.match(LEFT.peer_says(1), peer.said), peer.said
+
+
 def test_a_failed_rank_that_lives_on(dying: DyingRanks, tmp_path: Path) -> None:
     """It holds its connections, so the other one would wait in its collective for ever: it is ended, and says why."""
     case = CASES["EIO-read"]
@@ -151,7 +158,7 @@ def test_what_does_not_pass_is_counted(tmp_path: Path) -> None:
     """Tried as often as `storage.retries` says, then counted as an error, with its reason."""
     for kind, reason, retries in ((FaultKind.FLIP, "corrupt", 2), (FaultKind.ENOSPC, "enospc", 0)):
         op = "read" if kind is FaultKind.FLIP else "write"
-        fault = Fault(kind=kind, limit=8)
+        fault = Fault(kind=kind)
         with faulty(fault, on=False) as engines, Session(tmp_path, storage={"retries": 2}) as session:
             session.run(EVERY, every=0)
             engines[-1].on = True
