@@ -36,6 +36,12 @@ class StorageConfig:
         MIB, "Largest single request to a drive; a page is moved as several.", size=True, minimum=4 * KIB
     )
     queue_depth: int = _setting(32, "Requests in flight at most.", minimum=1)
+    retries: int = _setting(
+        3,
+        "How often a transfer of a page that failed with EIO, or brought a page that does not match its checksum, is "
+        "submitted again before it ends the run.",
+        minimum=0,
+    )
     timeout_seconds: int = _setting(
         120, "A transfer that takes longer ends the run with a report of what is waited for.", minimum=1
     )

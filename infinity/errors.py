@@ -67,3 +67,15 @@ class CorruptPageError(StorageError):
 
 class StallError(InfinityError):
     """A transfer or a frame was waited for longer than the time limit."""
+
+
+class LostRankError(InfinityError):
+    """Another rank failed or has ended; the message says which and why, as far as it is known."""
+
+
+_LOST_CONNECTION = ("gloo", "NCCL", "TCPStore", "Connection closed by peer", "Connection reset")
+
+
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether a collective failed since another rank has ended. torch says so in words only."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_CONNECTION)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, LostRankError, is_lost_connection
 
 T = TypeVar("T")
 
@@ -34,19 +35,21 @@ class Ranks:
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
     def agree(self, value: T) -> T:
-        """Return rank 0's value on every rank."""
+        """Return rank 0's value on every rank. Raises `LostRankError`."""
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        with _naming_loss():
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def collect(self, value: T) -> list[T]:
-        """Return the values of all ranks on every rank."""
+        """Return the values of all ranks on every rank. Raises `LostRankError`."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        with _naming_loss():
+            dist.all_gather_object(values, value)
         return values
 
     def together(self, what: str, action: Callable[[], T]) -> T:
@@ -68,3 +71,13 @@ class Ranks:
             if report is not None:
                 raise InfinityError(f"{what} failed on rank {rank}: {report}")
         return result  # type: ignore[return-value]
+
+
+@contextmanager
+def _naming_loss() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        raise LostRankError(f"the connection to another rank was lost; its own message says why ({error})") from error

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -38,7 +39,7 @@ from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
 from infinity.config import Config, check_config, load_config, runtime_dir
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment, ShardedModel
 from infinity.fsdp.content import ShardContent
@@ -49,6 +50,7 @@ from infinity.memory.arena import Arena, return_freed_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
 from infinity.optim.step import StepState
+from infinity.peers import Peers
 from infinity.ranks import Ranks
 from infinity.schedule.pager import Pager
 from infinity.store.bandwidth import path_shares
@@ -124,7 +126,8 @@ def offload(
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
     try:
         paged = run.attach(sharded, optimizer, kernel, weights, init)
-    except BaseException:
+    except BaseException as error:
+        run.peers.leave(error)
         run.close(committed=run.resuming)
         raise
     _live_runs.add(paged)
@@ -133,8 +136,11 @@ def offload(
 
 @atexit.register
 def _close_all() -> None:
+    error = getattr(sys, "last_value", None)  # what ended the program, if that was an exception
     for optimizer in list(_live_runs):
-        optimizer.close()
+        if reason := optimizer.run.peers.explain(error):
+            _log.error("%s", reason)
+        optimizer.close(error)
 
 
 def _check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -192,6 +198,7 @@ class _Run:
         layout, paths = budget.layout, settings.storage.paths
         self.settings, self.ranks, self.layout, self.folder = settings, ranks, layout, folder
         self.resumed: ResumedState | None = None
+        self.peers: Peers
         self._source = source
         self._lock, self._shares = lock, shares
         self._found = commits[-1] if commits else None
@@ -219,10 +226,18 @@ class _Run:
             name_of=layout.page_name,
             moved=self._moved,
             timeout=settings.storage.timeout_seconds,
+            retries=settings.storage.retries,
             committed={commit.step: commit.pages for commit in commits},
             retained=retained,
         )
-        self.pager = Pager(layout, self.arena, self.store, self.ledger, timeout=settings.storage.timeout_seconds)
+        self.pager = Pager(
+            layout,
+            self.arena,
+            self.store,
+            self.ledger,
+            timeout=settings.storage.timeout_seconds,
+            failed=lambda error: self.peers.report(error),
+        )
         for role in Role:
             self.stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         self.stats.gauge("tier_capacity_bytes", tier="host").set(self.arena.nbytes)
@@ -265,6 +280,7 @@ class _Run:
             run = ranks.together(
                 "opening the run", lambda: cls(settings, ranks, budget, folder, lock, commits, source, shares, device)
             )
+            run.peers = Peers(ranks, run.pager.fail)
             undo.pop_all()
             return run
 
@@ -391,8 +407,12 @@ class _Run:
             first += len(members)
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
-        """Publish a commit."""
-        self._committer.publish(step, self._model, scalars, self._groups, extra)
+        """Publish a commit. Raises `StorageError` where its files cannot be written."""
+        try:
+            self._committer.publish(step, self._model, scalars, self._groups, extra)
+        except OSError as error:
+            file = error.filename or str(self.folder.commits)
+            raise StorageError("commit", file, 0, 0, error.errno) from error
 
     @property
     def resuming(self) -> bool:
@@ -404,15 +424,15 @@ class _Run:
         """The `extra` of the commit that this run resumed from."""
         return self.resumed.extra if self.resumed else {}
 
-    def _moved(self, page: Page, ticket: Ticket, path: int) -> None:
+    def _moved(self, page: Page, ticket: Ticket, path: int, retries: int, error: Exception | None) -> None:
         self.ledger.moved(
             ticket.op.value,
             page.role.value,
             path,
             ticket.length,
             ticket.completed - ticket.submitted,
-            ticket.retries,
-            ticket.error,
+            retries,
+            error,
         )
 
     def close(self, *, committed: bool) -> None:

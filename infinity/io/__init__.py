@@ -6,6 +6,7 @@ from infinity.io.powerloss import VolatileEngine
 from infinity.io.select import open_engine
 from infinity.io.threads import ThreadEngine
 from infinity.io.uring import UringEngine
+from infinity.io.wrapped import WrappedEngine
 
 __all__ = [
     "DataFile",
@@ -18,5 +19,6 @@ __all__ = [
     "Ticket",
     "UringEngine",
     "VolatileEngine",
+    "WrappedEngine",
     "open_engine",
 ]

@@ -20,6 +20,9 @@ from typing import Protocol
 
 from infinity.errors import InfinityError, StallError
 
+CLOSE_SECONDS = 10.0
+"""How long closing an engine waits for requests in flight, in seconds."""
+
 
 class Op(Enum):
     """Direction of a transfer."""
@@ -137,4 +140,8 @@ class Engine(Protocol):
         """Close a file that has no request in flight."""
 
     def close(self) -> None:
-        """Wait for what is in flight, then release threads, rings and descriptors. Idempotent."""
+        """Wait for what is in flight, then release threads, rings and descriptors. Idempotent.
+
+        Raises:
+            StallError: requests were still in flight after `CLOSE_SECONDS`; they keep all that they need.
+        """

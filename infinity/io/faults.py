@@ -20,6 +20,7 @@ from enum import Enum
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.io.engine import DataFile, Engine, Op, Ticket
 from infinity.io.files import pin_request
+from infinity.io.wrapped import WrappedEngine
 from infinity.units import align_down
 
 _log = logging.getLogger(__name__)
@@ -126,15 +127,18 @@ class _Call:
     rng: random.Random
 
 
-class FaultEngine:
+class FaultEngine(WrappedEngine):
     """Passes requests to `inner`, which it owns and closes, and lets `faults` strike some of them.
 
     The first rule that strikes a request decides. No ticket is ever lost: what is delayed at `close` is
     carried out, what is stuck fails.
     """
 
+    kind = "faulty"
+
     def __init__(self, inner: Engine, seed: int, faults: Sequence[Fault] = ()) -> None:
-        self._inner, self._seed, self._faults = inner, seed, tuple(faults)
+        super().__init__(inner)
+        self._seed, self._faults = seed, tuple(faults)
         self._lock = threading.Lock()
         self._seen = [0] * len(self._faults)
         self._struck = [0] * len(self._faults)
@@ -146,22 +150,9 @@ class FaultEngine:
         """The latest faults, in order of submission."""
 
     @property
-    def name(self) -> str:
-        """``faulty(...)`` with the name of the inner engine."""
-        return f"faulty({self._inner.name})"
-
-    @property
     def inflight(self) -> int:
         """Requests submitted and not yet completed."""
         return self._inner.inflight + self._held
-
-    def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open (or create) a file with the inner engine. Raises `StorageError`."""
-        return self._inner.open(path, create=create)
-
-    def register(self, memory: memoryview) -> None:
-        """Register memory with the inner engine."""
-        self._inner.register(memory)
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         """Start a transfer, faulty or not. Raises `ValueError` or `InfinityError` as any engine."""
@@ -179,14 +170,6 @@ class FaultEngine:
             self._held += 1
         _STRIKES[fault.kind](self, fault, call)
         return ticket
-
-    def sync(self, file: DataFile) -> None:
-        """Make completed writes durable. Raises `StorageError`."""
-        self._inner.sync(file)
-
-    def forget(self, file: DataFile) -> None:
-        """Close a file that has no request in flight."""
-        self._inner.forget(file)
 
     def release(self) -> None:
         """Let every request that is stuck now go on to the device."""

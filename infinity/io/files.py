@@ -1,14 +1,16 @@
-"""What every engine does the same way: its open files, the check of a request, the address of memory."""
+"""What every engine does the same way: its open files, the check of a request, the address of memory, its end."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import threading
+import time
+from collections.abc import Sequence
 
-from infinity.errors import StorageError
+from infinity.errors import StallError, StorageError
 from infinity.io.alignment import open_aligned
-from infinity.io.engine import DataFile, Op, Ticket
+from infinity.io.engine import CLOSE_SECONDS, DataFile, Op, Ticket
 
 
 class FileTable:
@@ -158,3 +160,20 @@ def transfer_error(ticket: Ticket, code: int | None, at: int) -> StorageError:
     if code is None:
         where += ": end of file" if ticket.op is Op.READ else ": the device takes no more bytes"
     return StorageError(ticket.op.value, ticket.path, ticket.offset, ticket.length, code, where)
+
+
+def join_threads(threads: Sequence[threading.Thread]) -> None:
+    """Wait for an engine's threads, which end when nothing is in flight any more.
+
+    Raises:
+        StallError: one is still at work after `CLOSE_SECONDS`.
+    """
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise StallError(
+                    f"a device has not answered {CLOSE_SECONDS:.0f} s after the end of the run; its files stay open "
+                    "and locked until this process ends"
+                )

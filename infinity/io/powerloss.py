@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from infinity.hugepages import transfer_memory
 from infinity.io.engine import DataFile, Engine, Op, Ticket
+from infinity.io.wrapped import WrappedEngine
 from infinity.units import align_up
 
 _SECTOR = 512
@@ -22,31 +23,15 @@ class _Written(NamedTuple):
     before: bytes
 
 
-class VolatileEngine:
+class VolatileEngine(WrappedEngine):
     """Passes requests to `inner`, which it owns and closes, and remembers what unsynced writes have replaced."""
 
+    kind = "volatile"
+
     def __init__(self, inner: Engine) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._lock = threading.Lock()
         self._unsynced: list[_Written] = []
-
-    @property
-    def name(self) -> str:
-        """``volatile(...)`` with the name of the inner engine."""
-        return f"volatile({self._inner.name})"
-
-    @property
-    def inflight(self) -> int:
-        """Requests submitted and not yet completed."""
-        return self._inner.inflight
-
-    def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open (or create) a file with the inner engine. Raises `StorageError`."""
-        return self._inner.open(path, create=create)
-
-    def register(self, memory: memoryview) -> None:
-        """Register memory with the inner engine."""
-        self._inner.register(memory)
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         """Start a transfer; a write first reads what it replaces. Raises `ValueError` or `InfinityError`."""
@@ -67,14 +52,6 @@ class VolatileEngine:
         self._inner.sync(file)
         with self._lock:
             self._unsynced = [written for written in self._unsynced if id(written) not in durable]
-
-    def forget(self, file: DataFile) -> None:
-        """Close a file that has no request in flight."""
-        self._inner.forget(file)
-
-    def close(self) -> None:
-        """Close the inner engine. Idempotent."""
-        self._inner.close()
 
     def lose_power(self, rng: random.Random) -> int:
         """Leave of every unsynced write all, nothing, or some sectors, in any order; return their number.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from infinity.errors import InfinityError, StorageError
 from infinity.io.engine import DataFile, Op, Ticket
-from infinity.io.files import FileTable, PinnedView, pin_request, transfer_error
+from infinity.io.files import FileTable, PinnedView, join_threads, pin_request, transfer_error
 
 _log = logging.getLogger(__name__)
 
@@ -97,15 +97,13 @@ class ThreadEngine:
         self._files.forget(file)
 
     def close(self) -> None:
-        """Complete what was submitted, then end the threads and close the files. Idempotent."""
+        """Complete what was submitted, then end the threads and close the files. Idempotent. Raises `StallError`."""
         with self._lock:
             first, self._closed = not self._closed, True
             if first:
                 for _ in self._threads:
                     self._chunks.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        join_threads(self._threads)
         self._files.close()
 
     def _run(self) -> None:

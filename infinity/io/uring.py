@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from infinity.errors import InfinityError, StorageError
 from infinity.io import ring as uapi
 from infinity.io.engine import DataFile, Op, Ticket
-from infinity.io.files import FileTable, PinnedView, pin_request, transfer_error
+from infinity.io.files import FileTable, PinnedView, join_threads, pin_request, transfer_error
 from infinity.io.ring import Ring
 from infinity.units import align_down
 
@@ -136,12 +136,11 @@ class UringEngine:
         self._files.forget(file)
 
     def close(self) -> None:
-        """Complete what was submitted, then end the thread and close ring and files. Idempotent."""
+        """Complete what was submitted, then end thread, ring and files. Idempotent. Raises `StallError`."""
         with self._lock:
             self._closed = True
             self._wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        join_threads([self._thread])
         self._files.close()
 
     def _wake(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from infinity.fsdp.content import ShardContent
 from infinity.layout import MASTER, Layout
 from infinity.optim.step import StepState
 from infinity.optim.update import snapshot
+from infinity.peers import Peers
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan, make_plan
 from infinity.schedule.trace import Event, Placement, eligible_for_backward, expand, expand_pending
@@ -35,6 +37,10 @@ class Run(Protocol):
     @property
     def stats(self) -> Stats:
         """This rank's counters."""
+
+    @property
+    def peers(self) -> Peers:
+        """The other ranks."""
 
     @property
     def resumed_extra(self) -> dict[str, Any]:
@@ -95,6 +101,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises:
             StorageError, CorruptPageError, StallError: a page could not be moved; the last commit is intact.
+            LostRankError: another rank failed; its reason is named.
             InfinityError: settings changed after updates had already run in backward.
         """
         self._check_open()
@@ -176,7 +183,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises:
             InfinityError: gradients are pending (call it after `step`), or another rank failed.
-            StorageError: a device refused; the commit before is intact.
+            StorageError: a device or the folder refused; the commit before is intact.
         """
         self._check_open()
         if self._step_state.has_gradients:
@@ -239,10 +246,18 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._check_open()
         self._pager.drain()
 
-    def close(self) -> None:
-        """Wait for what is in flight and release files, memory and the folder lock. Idempotent."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait for what is in flight and release files, memory and the folder lock. Idempotent.
+
+        Args:
+            error: why the run ends early; by default the exception that is being handled. It ends the other ranks.
+
+        Raises:
+            StallError: a device does not answer; the folder stays locked until this process ends.
+        """
         if not self._closed:
             self._closed = True
+            self._run.peers.leave(error or sys.exception())
             self._pager.drain()
             self._run.close(committed=self._committed)
 
@@ -250,9 +265,16 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Close at the end of a `with` block."""
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        """Close."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Close.
+
+        Raises:
+            LostRankError: a collective failed because another rank did; in place of torch's error.
+        """
+        reason = self._run.peers.explain(error)
         self.close()
+        if reason is not None and reason is not error:
+            raise reason from error
 
     # Gradients and gathers, called by the attachment #
 

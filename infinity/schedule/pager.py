@@ -28,6 +28,7 @@ from infinity.memory.arena import Arena
 from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode, Use
 
+_LAST_SECONDS = 5.0
 _WAITS = {"read": "a page to be read", "write": "a page to be written", "arena": "a free frame of the arena"}
 
 
@@ -104,13 +105,23 @@ class _Following:
 
 
 class Pager:
-    """Brings pages into frames ahead of their use and writes modified ones behind it."""
+    """Brings pages into frames ahead of their use and writes modified ones behind it.
+
+    `failed` is told, from any thread, of the first error; from then on every call raises it.
+    """
 
     def __init__(
-        self, layout: Layout, arena: Arena, store: PageReaderWriter, observer: PagerObserver, *, timeout: float
+        self,
+        layout: Layout,
+        arena: Arena,
+        store: PageReaderWriter,
+        observer: PagerObserver,
+        *,
+        timeout: float,
+        failed: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self._layout, self._arena, self._store, self._observer = layout, arena, store, observer
-        self._timeout = timeout
+        self._timeout, self._failed = timeout, failed
         self._slots = [_Slot() for _ in layout.pages]
         self._free = list(range(arena.frames))[::-1]
         self._owner = [-1] * arena.frames
@@ -206,13 +217,20 @@ class Pager:
                     self._release_frame(page)
                 self._store.discard(page)
 
-    def drain(self) -> None:
-        """Wait for all transfers without raising; the pager is not used afterwards."""
+    def fail(self, error: Exception) -> None:
+        """Let every call raise `error` from now on, and one that waits at once. From any thread."""
         with self._changed:
+            self._note(error)
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait for all transfers without raising, after a failure a moment only; the pager is not used afterwards."""
+        with self._changed:
+            timeout = self._timeout if self._failure is None else min(self._timeout, _LAST_SECONDS)
             self._drop_claims()
             self._following = None
             self._leaving.clear()
-            self._changed.wait_for(lambda: not self._writes and not self._reads, self._timeout)
+            self._changed.wait_for(lambda: not self._writes and not self._reads, timeout)
 
     def census(self) -> dict[str, int]:
         """Return the number of frames by status: free, resident, streaming, writing."""
@@ -482,6 +500,7 @@ class Pager:
     def _note(self, error: Exception | None) -> None:
         if error is not None and self._failure is None:
             self._failure = error
+            self._failed(error)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -495,4 +514,5 @@ class Pager:
         self._observer.stalled(cause, time.perf_counter() - started)
         self._check()
         if not finished:
-            raise StallError(f"waited {self._timeout:.0f} s for {_WAITS[cause]}; {self._store.oldest_request()}")
+            self._note(StallError(f"waited {self._timeout:.0f} s for {_WAITS[cause]}; {self._store.oldest_request()}"))
+            self._check()

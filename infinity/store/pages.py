@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,16 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from time import perf_counter
 
 import xxhash
 
 from infinity.errors import CorruptPageError, StorageError
-from infinity.io import Engine, Op, Ticket
+from infinity.io import DataFile, Engine, Op, Ticket
 from infinity.layout import Page
 from infinity.store.extents import Extent, ExtentAllocator, SlotClass
 
+_log = logging.getLogger(__name__)
+
 Done = Callable[[Exception | None], None]
-Moved = Callable[[Page, Ticket, int], None]
+Moved = Callable[[Page, Ticket, int, int, Exception | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +74,29 @@ def _read(file: Path, offset: int, length: int) -> bytes:
         os.close(descriptor)
 
 
+def _may_pass(error: Exception | None) -> bool:
+    """Whether a transfer that failed so is worth another try.
+
+    EIO may be a cable or a reset, and a wrong checksum a bit that was flipped on the way. A full drive stays full,
+    and a transfer that stops short without an errno has been continued by the engine already.
+    """
+    return isinstance(error, CorruptPageError) or (isinstance(error, StorageError) and error.errno == errno.EIO)
+
+
+def _in_place(file: DataFile) -> bool:
+    """Whether the path of an open file still leads to it."""
+    try:
+        return os.path.samestat(os.fstat(file.fd), os.stat(file.path))
+    except FileNotFoundError:
+        return False
+
+
 class PageStore:
     """Reads and writes whole pages; never overwrites the extent of a version that somebody may need.
 
-    Completion callbacks run on another thread. `moved` is told of every finished transfer (page, ticket, path).
-    `committed` has the versions of the commits to go on from, by step; `retained` is how many commits are kept.
+    Completion callbacks run on another thread. `moved` is told of every transfer that has ended for good: page, last
+    ticket, path, how often it was submitted again, error. `retries` bounds that: see `_may_pass`. `committed` has the
+    versions of the commits to go on from, by step; `retained` is how many commits are kept.
     """
 
     def __init__(
@@ -87,11 +110,13 @@ class PageStore:
         name_of: Callable[[int], str],
         moved: Moved,
         timeout: float,
+        retries: int = 0,
         committed: Mapping[int, Mapping[int, Version]] | None = None,
         retained: int = 1,
     ) -> None:
         self._pages, self._paths, self._engine = pages, paths, engine
-        self._name_of, self._moved, self._timeout = name_of, moved, timeout
+        self._name_of, self._moved, self._timeout, self._retries = name_of, moved, timeout, retries
+        self._warned = False
         self._files = [engine.open(os.fspath(file)) for file in files]
         self._commits = {step: dict(versions) for step, versions in sorted((committed or {}).items())}
         self._retained = retained
@@ -105,29 +130,14 @@ class PageStore:
     def read(self, page: int, memory: memoryview, done: Done) -> None:
         """Fetch the current version into `memory`, verify it, then call `done`."""
         version = self._current[page]
-        extent = version.extent
-        file = self._files[extent.path]
 
-        def arrived(ticket: Ticket) -> None:
-            self._forget(ticket)
-            error: Exception | None = ticket.error
-            try:
-                self._moved(self._pages[page], ticket, extent.path)
-                if error is None and (found := checksum(page, memory)) != version.checksum:
-                    error = CorruptPageError(
-                        self._name_of(page), file.path, extent.offset, extent.length, version.checksum, found
-                    )
-            except Exception as failure:  # this runs on the engine's thread: whoever waits must hear of it
-                error = failure
-            done(error)
+        def verify() -> None:
+            if (found := checksum(page, memory)) != version.checksum:
+                path, offset, length = version.extent
+                name, file = self._name_of(page), self._files[path].path
+                raise CorruptPageError(name, file, offset, length, version.checksum, found)
 
-        try:
-            ticket = self._engine.submit(Op.READ, file, extent.offset, memory)
-        except Exception as error:
-            done(error)
-            return
-        self._remember(ticket)
-        ticket.on_done(arrived)
+        self._transfer(Op.READ, page, version.extent, memory, verify, done)
 
     def write(self, page: int, memory: memoryview, done: Done) -> None:
         """Store a new version from `memory`, then call `done`. The caller leaves `memory` alone until then."""
@@ -137,26 +147,59 @@ class PageStore:
         try:
             extent = self._extents.take(self._paths[page], self._pages[page].nbytes, self._timeout)
             version = Version(extent, checksum(page, memory))
-            ticket = self._engine.submit(Op.WRITE, self._files[extent.path], extent.offset, memory)
         except Exception as error:  # this runs on a thread of its own: whoever waits must hear of it
             done(error)
             return
 
-        def arrived(ticket: Ticket) -> None:
+        def ended(error: Exception | None) -> None:
+            if error is not None:
+                self._extents.give(extent)
+            done(error)
+
+        self._transfer(Op.WRITE, page, extent, memory, lambda: self._replace(page, version), ended)
+
+    def _transfer(
+        self,
+        op: Op,
+        page: int,
+        extent: Extent,
+        memory: memoryview,
+        arrived: Callable[[], None],
+        done: Done,
+        attempt: int = 0,
+    ) -> None:
+        """Move a page, again where that may help; `arrived` looks at what a good transfer has brought, and raises."""
+
+        def ended(ticket: Ticket) -> None:
             self._forget(ticket)
             error: Exception | None = ticket.error
             try:
-                self._moved(self._pages[page], ticket, extent.path)
                 if error is None:
-                    self._replace(page, version)
-                else:
-                    self._extents.give(extent)
-            except Exception as failure:
+                    arrived()
+            except Exception as failure:  # this runs on the engine's thread: whoever waits must hear of it
                 error = failure
+            if attempt < self._retries and _may_pass(error):
+                self._warn(error)
+                self._transfer(op, page, extent, memory, arrived, done, attempt + 1)
+                return
+            try:
+                self._moved(self._pages[page], ticket, extent.path, attempt + ticket.retries, error)
+            except Exception as failure:
+                error = error or failure
             done(error)
 
+        try:
+            ticket = self._engine.submit(op, self._files[extent.path], extent.offset, memory)
+        except Exception as error:
+            done(error)
+            return
         self._remember(ticket)
-        ticket.on_done(arrived)
+        ticket.on_done(ended)
+
+    def _warn(self, error: Exception | None) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s; it is tried again, look after this drive (said once, then only counted)", error)
 
     def discard(self, page: int) -> None:
         """Forget the current version of a page whose content is dead."""
@@ -178,10 +221,15 @@ class PageStore:
         """Make all completed writes durable.
 
         Raises:
-            StorageError: a device refused.
+            StorageError: a device refused, or a data file is not in its place any more: what it holds, commits
+                included, goes when it is closed.
         """
         for file in self._files:
             self._engine.sync(file)
+            if not _in_place(file):
+                raise StorageError(
+                    "sync", file.path, 0, 0, errno.ENOENT, "the data file was removed or replaced while the run used it"
+                )
 
     def versions(self, pages: Sequence[int]) -> dict[int, Version]:
         """Return the current versions of `pages`, for a manifest."""
@@ -227,7 +275,7 @@ class PageStore:
         first = tickets[0]
         return (
             f"oldest of {len(tickets)} requests in flight: {first.op.value} of {first.length} bytes at offset "
-            f"{first.offset} of {first.path}"
+            f"{first.offset} of {first.path}, for {perf_counter() - first.submitted:.1f} s"
         )
 
     def _remember(self, ticket: Ticket) -> None:
@@ -239,7 +287,5 @@ class PageStore:
             self._pending.pop(id(ticket), None)
 
     def close(self) -> None:
-        """Wait for writes that were handed in, then close the data files."""
+        """Wait until writes that were handed in are submitted; the data files are closed with the engine."""
         self._writer.shutdown(wait=True)
-        for file in self._files:
-            self._engine.forget(file)

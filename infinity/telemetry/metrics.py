@@ -132,7 +132,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         _OP,
         Label(name="reason", values=ERROR_REASONS),
     ),
-    _rank("io_retries_total", "counter", "Requests submitted again after a short or interrupted transfer.", _OP),
+    _rank(
+        "io_retries_total",
+        "counter",
+        "Requests submitted again: the rest of a short or interrupted transfer, or all of one that failed.",
+        _OP,
+    ),
     _rank("io_inflight_requests", "gauge", "Requests submitted and not yet completed.", _OP),
     _rank("tier_used_bytes", "gauge", "Bytes of training state held in a tier.", _TIER, _STATE),
     _rank("tier_capacity_bytes", "gauge", "Bytes a tier may hold for this rank.", _TIER),

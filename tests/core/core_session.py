@@ -79,8 +79,8 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.optimizer.close()
+    def __exit__(self, *exception: Any) -> None:
+        self.optimizer.__exit__(*exception)
 
 
 def reference(folder: Path) -> list[float]:

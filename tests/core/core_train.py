@@ -302,6 +302,10 @@ class Switch:
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         return (self._faulty if self.on else self._inner).submit(op, file, offset, memory)
 
+    @property
+    def struck(self) -> int:
+        return len(self._faulty.injected)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._faulty, name)
 

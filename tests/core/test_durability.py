@@ -30,10 +30,9 @@ from infinity.errors import (
     CorruptPageError,
     FolderBusyError,
     InfinityError,
-    StallError,
     StorageError,
 )
-from infinity.io import Fault, FaultKind, Op
+from infinity.io import Fault, FaultKind
 
 LATEST = {"resume": "latest"}
 
@@ -300,38 +299,6 @@ def test_a_second_run_is_refused_and_told_who(tmp_path: Path) -> None:
         session.run(4)
 
 
-FAULTS = {
-    "EIO-read": Fault(kind=FaultKind.EIO, op=Op.READ, at=(7,)),
-    "EIO-write": Fault(kind=FaultKind.EIO, op=Op.WRITE, at=(5,)),
-    "ENOSPC-write": Fault(kind=FaultKind.ENOSPC, at=(9,)),
-    "all-writes": Fault(kind=FaultKind.ENOSPC),
-    "all-reads": Fault(kind=FaultKind.EIO, op=Op.READ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_failing_drive_ends_the_run_and_keeps_the_commit(name: str, undisturbed: list[float], tmp_path: Path) -> None:
-    """The error has path, offset and errno; the run resumes from its commit."""
-    with faulty(FAULTS[name], on=False) as engines, Session(tmp_path) as session:
-        session.run(EVERY)
-        engines[-1].on = True
-        with pytest.raises(StorageError) as caught:
-            session.run()
-        with pytest.raises(InfinityError):
-            session.commit()
-    code = errno.ENOSPC if FAULTS[name].kind is FaultKind.ENOSPC else errno.EIO
-    assert caught.value.errno == code
-    assert caught.value.path.startswith(str(tmp_path))
-    for word in (
-        errno.errorcode[code],
-        caught.value.path,
-        f"offset {caught.value.offset}",
-        f"{caught.value.length} bytes",
-    ):
-        assert word in str(caught.value)
-    assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
-
-
 def test_a_drive_that_fails_during_a_commit_leaves_the_one_before(undisturbed: list[float], tmp_path: Path) -> None:
     """The flush fails: nothing is published."""
     fault = Fault(kind=FaultKind.ENOSPC)
@@ -354,7 +321,7 @@ def test_a_commit_that_cannot_be_written_leaves_the_one_before(
         session.run(EVERY + 1, every=0)
         with monkeypatch.context() as patch:
             patch.setattr(manifests, name, refuse)
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(StorageError, match="No space left"):
                 session.commit()
         shutil.copytree(tmp_path, tmp_path / "copy")
         assert resumed(tmp_path / "copy") == (EVERY, undisturbed[EVERY:])
@@ -374,7 +341,7 @@ def test_a_second_commit_of_a_step_that_fails_leaves_the_first(
         session.run(EVERY)
         torch.rand(5)
         monkeypatch.setattr(manifests, "write_manifest", refuse)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(StorageError, match="No space left"):
             session.commit()
         monkeypatch.undo()
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
@@ -446,18 +413,6 @@ def test_thirty_runs_leak_nothing(tmp_path: Path) -> None:
     assert before[3] == after[3] == []
 
 
-@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
-def test_a_stall_says_what_is_waited_for(op: Op, tmp_path: Path) -> None:
-    """A request that never ends is an error after the time limit, with the request's place."""
-    fault = Fault(kind=FaultKind.STUCK, op=op)
-    with faulty(fault, on=False) as engines, Session(tmp_path, storage={"timeout_seconds": 1}) as session:
-        session.run(2, every=0)
-        engines[-1].on = True
-        with pytest.raises(StallError, match=rf"{op.value} of \d+ bytes at offset \d+ of {tmp_path}") as caught:
-            session.run()
-        assert "waited 1 s" in str(caught.value)
-
-
 def commit_and_resume_on_ranks(folder: str) -> list[str]:
     """Commit on all ranks, fail a commit on one, resume; return what is wrong. Runs on every rank."""
     rank = torch.distributed.get_rank()
@@ -471,12 +426,12 @@ def commit_and_resume_on_ranks(folder: str) -> list[str]:
         try:
             session.commit()
             wrong.append("a commit that failed on rank 1 was published")
+        except StorageError:
+            if rank != 1:
+                wrong.append("only rank 1 fails with its own error")
         except InfinityError as error:
             if rank != 0 or "rank 1" not in str(error) or "No space" not in str(error):
                 wrong.append(f"unexpected on rank {rank}: {error}")
-        except OSError:
-            if rank != 1:
-                wrong.append("only rank 1 fails with its own error")
         finally:
             manifests.write_manifest = original
     with Session(Path(folder), run=LATEST) as session:

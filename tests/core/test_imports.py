@@ -16,7 +16,7 @@ PACKAGE = Path(infinity.__file__).parent
 ROOT = PACKAGE.parent
 LEVELS = {
     "config": 0, "errors": 0, "units": 0, "hugepages": 0,
-    "io": 1, "memory": 1, "telemetry": 1, "layout": 1, "ranks": 1,
+    "io": 1, "memory": 1, "telemetry": 1, "layout": 1, "ranks": 1, "peers": 1,
     "store": 2, "schedule": 2,
     "fsdp": 3, "optim": 3, "checkpoint": 3, "budget": 3,
     "run": 4,

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 from io_engines import BLOCK, PATIENCE, make_engine, mapped, open_descriptors
 
 from infinity.config import StorageConfig
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, StallError, StorageError
 from infinity.io import Engine, Op, open_engine
 from infinity.io import alignment as alignment_module
+from infinity.io import files as files_module
 from infinity.io import ring as ring_module
 from infinity.io import select as select_module
 from infinity.io.ring import Ring, RingRefusedError
@@ -201,4 +203,23 @@ def test_broken_ring_fails_every_ticket(filled: str, monkeypatch: pytest.MonkeyP
         for ticket in [engine.submit(Op.READ, file, 0, memory) for _ in range(2)]:
             with pytest.raises(StorageError, match="io_uring failed"):
                 ticket.wait(PATIENCE)
+        engine.close()
+
+
+def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a device that does not answer; the file stays open, and a second close is good when it has answered."""
+    answer = threading.Event()
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *arguments: (answer.wait(PATIENCE), preadv(*arguments))[1])
+    monkeypatch.setattr(files_module, "CLOSE_SECONDS", 0.1)
+    (tmp_path / "file").write_bytes(bytes(BLOCK))
+    with mapped(BLOCK) as memory:
+        engine = make_engine("threads")
+        file = engine.open(str(tmp_path / "file"))
+        ticket = engine.submit(Op.READ, file, 0, memory)
+        with pytest.raises(StallError, match="has not answered"):
+            engine.close()
+        os.fstat(file.fd)
+        answer.set()
+        ticket.wait(PATIENCE)
         engine.close()

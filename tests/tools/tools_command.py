@@ -54,13 +54,15 @@ def run_here(*arguments: object) -> Finished:
     return Finished(status=result.exit_code, output=result.stdout, errors=result.stderr)
 
 
-def run_process(folder: Path, *arguments: str, ranks: int = 0) -> Finished:
+def run_process(
+    folder: Path, *arguments: str, ranks: int = 0, program: Sequence[str] = ("-m", "infinity_tools")
+) -> Finished:
     """Run `infinity` in a process of its own in `folder`; with `ranks`, under torchrun."""
     launcher: Sequence[str] = ()
     if ranks:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "infinity_tools", *arguments],
+        [sys.executable, *launcher, *program, *arguments],
         capture_output=True,
         text=True,
         timeout=120,

@@ -16,6 +16,7 @@ from infinity.errors import (
     FolderBusyError,
     InfinityError,
     UnsupportedError,
+    is_lost_connection,
 )
 
 _BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, CommitError)
@@ -38,18 +39,10 @@ def failures(*, debug: bool = False) -> Iterator[None]:
         _complain(str(error))
         raise typer.Exit(2 if isinstance(error, _BEFORE_WORK) else 1) from error
     except RuntimeError as error:
-        if debug or not _lost_peer(error):
+        if debug or not is_lost_connection(error):
             raise
         _complain("the connection to another rank was lost; its own message says why")
         raise typer.Exit(1) from error
-
-
-def _lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed since another process has ended."""
-    text = str(error)
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and any(
-        sign in text for sign in ("gloo", "NCCL", "TCPStore", "Connection closed by peer", "Connection reset")
-    )
 
 
 def _complain(message: str) -> None:

@@ -29,6 +29,7 @@ class RankReport:
     peak_rss_bytes: int
     read_bytes_total: int
     written_bytes_total: int
+    retries_total: int
     predicted_read_bytes: int
     predicted_written_bytes: int
 
@@ -90,17 +91,18 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
     """Return what this rank counted. Nothing is in flight any more."""
     read, written = nvme_totals(optimizer)
     traffic = optimizer.plan.traffic if optimizer.plan is not None else None
-    capacity = optimizer.run.stats.snapshot().value("tier_capacity_bytes", tier="host")
+    page = optimizer.run.stats.snapshot()
     return RankReport(
         node=int(os.environ.get("GROUP_RANK", 0)),
         records=tuple(optimizer.records),
         kernel=tuple(kernel),
         parameters=optimizer.layout.parameters,
         state_bytes=optimizer.layout.state_bytes,
-        arena_bytes=int(capacity),
+        arena_bytes=int(page.value("tier_capacity_bytes", tier="host")),
         peak_rss_bytes=peak_rss(),
         read_bytes_total=read,
         written_bytes_total=written,
+        retries_total=sum(int(page.value("io_retries_total", op=op)) for op in OPS),
         predicted_read_bytes=traffic.read_bytes if traffic else 0,
         predicted_written_bytes=traffic.written_bytes if traffic else 0,
     )

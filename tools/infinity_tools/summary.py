@@ -78,6 +78,7 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
         "kernel_written_bytes_per_step": kernel(1),
         "nvme_read_bytes_total": total(lambda r: r.read_bytes_total),
         "nvme_written_bytes_total": total(lambda r: r.written_bytes_total),
+        "nvme_retries_total": total(lambda r: r.retries_total),
         "stall_seconds_per_step": seconds(lambda r: r.stall_seconds),
         "compute_seconds_per_step": seconds(lambda r: r.compute_seconds),
         "update_seconds_per_step": seconds(lambda r: r.update_seconds),
@@ -109,6 +110,8 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     traffic = s["nvme_read_bytes_per_step"] + s["nvme_written_bytes_per_step"]
     spent = sum(s[f"{part}_seconds_per_step"] for part in ("compute", "update", "stall"))
     ended = [("ended", "early, by a signal")] if s["interrupted"] else []
+    retries = s["nvme_retries_total"]
+    retried = [("retried", f"{retries} transfers; look after the drives")] if retries else []
     return [
         *ended,
         ("loss", f"{losses[0]:.4f} at step {s['first_step']}, {losses[-1]:.4f} at step {last}"),
@@ -124,6 +127,7 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("read per step", _moved(s, "read", seconds)),
         ("written per step", _moved(s, "written", seconds)),
         ("bytes/parameter", f"{traffic / s['parameters']:.3g} per step"),
+        *retried,
     ]  # fmt: skip
 
 

@@ -1,0 +1,41 @@
+"""`infinity train` on a drive that fails: one message per rank, a status, and `--resume` goes on as if nothing was."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tools_command import SMALL, Finished, run_process
+from tools_faults import __file__ as BROKEN
+
+STEPS = ["--steps", "8", "--commit-every", "2", "--json"]
+EIO = r"StorageError: (read|write) of \d+ bytes at offset \d+ of \S+rank00001\.pages failed: EIO \(Input/output error\)"
+
+
+def train(folder: Path, *fault: str, out: str, resume: bool = False) -> Finished:
+    """Train on two ranks; `fault` is what `tools_faults.py` gets."""
+    options = [*SMALL, *STEPS, "--out", out, *(["--resume"] if resume else [])]
+    program = (BROKEN, *fault) if fault else ("-m", "infinity_tools")
+    return run_process(folder, *options, ranks=2, program=program)
+
+
+@pytest.mark.slow
+def test_two_ranks_end_with_the_reason_and_go_on_to_the_bit(tmp_path: Path) -> None:
+    straight = train(tmp_path, "1", "eio", "100", "1", out="a")
+    assert straight.summary["nvme_retries_total"] == 1
+    assert "it is tried again" not in straight.output
+    broken = train(tmp_path, "1", "eio", "160", "9999", out="b")
+    assert broken.status != 0
+    said = [line for line in broken.errors.splitlines() if re.match(r"rank \d: error: ", line)]
+    assert len(said) == 2, broken.errors
+    mine, others = sorted(said, reverse=True)
+    assert re.match(rf"rank 1: error: {EIO.removeprefix('StorageError: ')}", mine), mine
+    assert re.match(rf"rank 0: error: rank 1 failed: {EIO}", others), others
+    assert 'File "' not in re.sub(r"(?s)\S*torch/distributed/.*", "", broken.errors), "no traceback but torchrun's"
+    seen = [json.loads(line)["loss"] for line in (tmp_path / "b/steps.jsonl").read_text().splitlines()]
+    assert seen == straight.summary["losses"][: len(seen)]
+    rest = train(tmp_path, out="b", resume=True).summary
+    assert 1 < rest["first_step"] <= len(seen) + 1
+    assert rest["losses"] == straight.summary["losses"][rest["first_step"] - 1 :]
