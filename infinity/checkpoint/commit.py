@@ -151,16 +151,17 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
     raise CommitError(f"no commit to resume from: {wanted!r} in {paths[0]} (runs with a commit: {listed})")
 
 
-def find_commits(folder: RunFolder, ranks: Ranks, step: int) -> list[Manifest]:
+def find_commits(folder: RunFolder, ranks: Ranks, layout: Layout, optimizer: str, step: int) -> list[Manifest]:
     """Return this rank's manifests of the commits up to the one to resume from, which is the last.
 
-    Older ones are returned as far as all ranks can read them: they are kept until the run commits again.
+    Older ones are returned as far as they are good on all ranks: they are kept until the run commits again.
 
     Args:
         step: of the commit to resume from; -1 is the newest that all ranks hold.
 
     Raises:
-        CommitError: there is none, it is malformed, or it was made by another number of ranks.
+        CommitError: there is none, it is malformed, belongs to another model or optimizer, or it was made by another
+            number of ranks.
     """
     mine = files.commits_in(folder.commits, ranks.rank)
     held = ranks.collect(set(mine))
@@ -172,24 +173,22 @@ def find_commits(folder: RunFolder, ranks: Ranks, step: int) -> list[Manifest]:
             f"run {folder.run_id} was committed by {found.world_size} ranks, this run has {ranks.world_size}; "
             f"start it with {found.world_size}"
         )
-    older = {earlier: manifest for earlier in common if earlier < step if (manifest := _readable(mine[earlier], found))}
+    ranks.together("checking the commit", lambda: check_commit(found, layout, optimizer, folder))
+    older: dict[int, Manifest] = {}
+    for earlier in (earlier for earlier in common if earlier < step):
+        try:
+            manifest = files.read_manifest(mine[earlier])
+            check_commit(manifest, layout, optimizer, folder)
+            older[earlier] = manifest
+        except CommitError as error:
+            _log.warning("an earlier commit is not kept: %s", error)
     good = ranks.collect(set(older))
     everywhere = sorted(good[0].intersection(*good[1:]))
     return [*(older[earlier] for earlier in everywhere), found]
 
 
-def _readable(file: Path, newest: Manifest) -> Manifest | None:
-    """Return the manifest of an older commit, if it is good and of the same layout as the newest."""
-    try:
-        manifest = files.read_manifest(file)
-    except CommitError as error:
-        _log.warning("an earlier commit is not kept: %s", error)
-        return None
-    return manifest if manifest.layout == newest.layout and manifest.pages.keys() == newest.pages.keys() else None
-
-
-def check_commit(found: Manifest, layout: Layout, optimizer: str, paths: int) -> None:
-    """Check that a commit belongs to this model and optimizer, and to this number of paths.
+def check_commit(found: Manifest, layout: Layout, optimizer: str, folder: RunFolder) -> None:
+    """Check that a commit belongs to this model and optimizer, and that its pages are where they can be.
 
     Raises:
         CommitError: it does not.
@@ -201,11 +200,7 @@ def check_commit(found: Manifest, layout: Layout, optimizer: str, paths: int) ->
             f"(layout {found.layout}, here {layout.fingerprint}); resume with the model, dtypes and optimizer it was "
             "made with"
         )
-    expected = {page.index for page in layout.pages if page.role is not Role.GRAD}
-    if set(found.pages) != expected:
-        raise CommitError(f"the commit of step {found.step} of run {found.run_id} lacks pages: it is malformed")
-    if len(found.weights) != paths:
-        raise CommitError(f"run {found.run_id} lies on {len(found.weights)} paths, storage.paths names {paths}")
+    files.check_pages(found, layout, folder)
 
 
 def check_optimizer(found: Manifest, optimizer: str) -> None:
@@ -230,8 +225,9 @@ def restore(
         CommitError: the state file is missing or corrupt.
     """
     data = files.read_state_file(folder.commits, found)
-    state.load_buffers(data, model)
-    if random:
-        state.load_random(found.random, data)
+    with files.using(folder.commits / found.state_file):
+        state.load_buffers(data, model)
+        if random:
+            state.load_random(found.random, data)
     state.load_groups(found.groups, groups)
     return ResumedState(found.step, state.load_scalars(found.scalars), found.extra)
