@@ -249,7 +249,7 @@ class _Run:
                 lock.name(folder.run_id)
             if resume and source is None:
                 commits = find_commits(folder, ranks, budget.layout, optimizer, settings.run.resume_step)
-                remove_commits(folder, ranks.rank, keep=[commit.step for commit in commits])
+                remove_commits(folder, ranks, keep=[commit.step for commit in commits])
                 shares = list(commits[-1].weights)
             else:
                 undo.callback(folder.remove)

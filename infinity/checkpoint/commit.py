@@ -102,7 +102,7 @@ class Committer:
             raise
         # Removed for good before a slot is free that it names: a manifest that comes back after a loss of power
         # must not be of pages that were written over.
-        remove_commits(self._folder, self._ranks.rank, keep=self._store.retained_with(step))
+        remove_commits(self._folder, self._ranks, keep=self._store.retained_with(step))
         self._store.adopt(step, written)
 
     def _withdraw(self, step: int, written: Mapping[int, Version]) -> None:
@@ -114,11 +114,11 @@ class Committer:
             self._store.adopt(step, written)
 
 
-def remove_commits(folder: RunFolder, rank: int, *, keep: Sequence[int]) -> None:
+def remove_commits(folder: RunFolder, ranks: Ranks, *, keep: Sequence[int]) -> None:
     """Remove the commits of a rank, except those of the steps `keep`: manifests first, then the rest."""
-    found = files.commits_in(folder.commits, rank)
-    kept = {name for step in keep for name in (found[step].name, files.read_manifest(found[step]).state_file)}
-    others = [file for file in folder.commits.glob(f"step*.rank{rank:05d}[.-]*") if file.name not in kept]
+    names = [files.Published(step, ranks.rank, ranks.world_size).file_name for step in keep]
+    kept = {*names, *(files.read_manifest(folder.commits / name).state_file for name in names)}
+    others = [file for file in folder.commits.glob(f"step*.rank{ranks.rank:05d}[.-]*") if file.name not in kept]
     for file in sorted(others, key=lambda file: file.suffix != ".json"):
         file.unlink(missing_ok=True)
     if others:
@@ -163,21 +163,25 @@ def find_commits(folder: RunFolder, ranks: Ranks, layout: Layout, optimizer: str
         CommitError: there is none, it is malformed, belongs to another model or optimizer, or it was made by another
             number of ranks.
     """
-    mine = files.commits_in(folder.commits, ranks.rank)
-    held = ranks.collect(set(mine))
-    common = sorted(held[0].intersection(*held[1:]))
-    step = files.choose_step(folder.run_id, common, step)
-    found = ranks.together(f"reading the commit of step {step}", lambda: files.read_manifest(mine[step]))
-    if found.world_size != ranks.world_size:
+    published = set[files.Published]().union(*ranks.collect(files.published_in(folder.commits)))
+    sizes = sorted({name.world_size for name in published})
+    if sizes and ranks.world_size not in sizes:
         raise CommitError(
-            f"run {folder.run_id} was committed by {found.world_size} ranks, this run has {ranks.world_size}; "
-            f"start it with {found.world_size}"
+            f"run {folder.run_id} was committed by {sizes[0]} ranks, this run has {ranks.world_size}; "
+            f"start it with {sizes[0]}"
         )
+    steps = files.complete_steps(name for name in published if name.world_size == ranks.world_size)
+    step = files.choose_step(folder.run_id, steps, step)
+
+    def read(step: int) -> Manifest:
+        return files.read_manifest(folder.commits / files.Published(step, ranks.rank, ranks.world_size).file_name)
+
+    found = ranks.together(f"reading the commit of step {step}", lambda: read(step))
     ranks.together("checking the commit", lambda: check_commit(found, layout, optimizer, folder))
     older: dict[int, Manifest] = {}
-    for earlier in (earlier for earlier in common if earlier < step):
+    for earlier in (earlier for earlier in steps if earlier < step):
         try:
-            manifest = files.read_manifest(mine[earlier])
+            manifest = read(earlier)
             check_commit(manifest, layout, optimizer, folder)
             older[earlier] = manifest
         except CommitError as error:

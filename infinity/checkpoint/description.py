@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.manifest import read_checked, write_checked
-from infinity.checkpoint.schema import MOST, distinct, flag, integer, one_of, record, row, sequence, table, text
+from infinity.checkpoint.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 from infinity.layout import (
     ITEMSIZE,
     MASTER,
@@ -165,10 +165,10 @@ def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], 
             raise ValueError(f"page_bytes: {page_bytes} is too small for the state of {RANGE_ALIGNMENT} elements")
     for shard in (shard for unit in units for shard in unit.shards):
         if shard.segment_key not in formats or shard.numel > shard.padded:
-            raise ValueError(f"units: {shard} cannot be")
+            raise ValueError(f"units: {brief(shard)} cannot be")
         fmt = formats[shard.segment_key]
         if shard.trainable != bool(fmt.grad):
-            raise ValueError(f"units: {shard} is not of {fmt}")
+            raise ValueError(f"units: {brief(shard)} is not of {brief(fmt)}")
         nbytes += (shard.padded + RANGE_ALIGNMENT) * (fmt.state_bytes + (ITEMSIZE[fmt.grad] if fmt.grad else 0))
         number += 3
     # Pages are cut evenly, so they are more than half full but for one of each role and segment.
@@ -187,4 +187,4 @@ def _check_tensors(tensors: tuple[TensorSpec, ...], shards: list[ShardSpec]) -> 
         inside = tensor.dim < max(1, len(tensor.shape)) and tensor.shard_rank < tensor.shard_size
         countable = math.prod(max(1, size) for size in tensor.shape) <= MOST
         if not (inside and countable) or tensor.held != shard.numel or tensor.names[0] != shard.name:
-            raise ValueError(f"tensors: {tensor.names[0]} is not that of its shard")
+            raise ValueError(f"tensors: {brief(tensor.names[0])} is not that of its shard")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ _BODY = record(
     created=number(0, 1 << 40),
     layout=_CHECKSUM,
     page_bytes=integer(PAGE_ALIGNMENT, multiple=PAGE_ALIGNMENT),
-    optimizer=text(),
+    optimizer=text(r"\S{1,200}"),
     weights=sequence(number(1e-30, 1e30), least=1),
     pages=table(
         index,
@@ -210,7 +209,7 @@ def _check_names(manifest: Manifest, file: Path) -> None:
     if manifest.rank >= manifest.world_size or manifest.file_name != file.name:
         raise ValueError(f"it is of rank {manifest.rank} of {manifest.world_size} at step {manifest.step}")
     if file.parent.parent.name != manifest.run_id:
-        raise ValueError(f"it is of run {manifest.run_id!r}")
+        raise ValueError(f"it is of run {schema.brief(manifest.run_id)}")
     if not manifest.state_file.startswith(f"step{manifest.step:012d}.rank{manifest.rank:05d}."):
         raise ValueError(f"state_file: {manifest.state_file} is of another commit")
 
@@ -263,7 +262,7 @@ def read_checked(file: Path, decode: Callable[[Any], T]) -> T:
             raise CommitError(f"{file} does not match its checksum; resume from another commit")
         body = schema.table(schema.anything, schema.anything)(_parse(outer["body"]))
         if (found := body.pop("format", None)) != FORMAT or type(found) is not int:
-            raise CommitError(f"{file} has format {reprlib.repr(found)}, this version reads {FORMAT}")
+            raise CommitError(f"{file} has format {schema.brief(found)}, this version reads {FORMAT}")
         return decode(body)
 
 
@@ -314,8 +313,3 @@ def _encode(manifest: Manifest) -> dict[str, Any]:
         str(page): [*version.extent, f"{version.checksum:016x}"] for page, version in sorted(manifest.pages.items())
     }
     return {**{field.name: getattr(manifest, field.name) for field in fields(manifest)}, "pages": pages}
-
-
-def commits_in(folder: Path, rank: int) -> dict[int, Path]:
-    """Return the manifests of a rank by step."""
-    return {name.step: folder / name.file_name for name in published_in(folder) if name.rank == rank}

@@ -49,7 +49,7 @@ class CommitReader:
                 file = folder.commits / description_name(described.rank)
                 raise CommitError(f"{file} is malformed: it has other parameters than that of rank 0")
             if manifest.layout != described.layout.fingerprint:
-                raise CommitError(f"commit {self.step} of run {folder.run_id} is of another layout than the run")
+                raise CommitError(f"{folder.commits / manifest.file_name} is of another layout than the run")
             files.check_pages(manifest, described.layout, folder)
         self._page = lru_cache(_CACHED_PAGES)(self._read_page)
 

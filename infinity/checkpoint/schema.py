@@ -19,9 +19,14 @@ MOST = (1 << 63) - 1
 _TUPLES = 4
 
 
+def brief(value: Any) -> str:
+    """Return a text about a value that is short, however long or deep the value is."""
+    return reprlib.repr(value)[:100]
+
+
 def refuse(value: Any, expected: str) -> ValueError:
-    """Return the error about a value; however long or deep it is, the message is short."""
-    return ValueError(f"{reprlib.repr(value)} is not {expected}")
+    """Return the error about a value."""
+    return ValueError(f"{brief(value)} is not {expected}")
 
 
 def anything(value: Any) -> Any:
@@ -137,7 +142,7 @@ def record(**rules: Rule) -> Rule:
             raise refuse(value, "an object")
         if value.keys() != rules.keys():
             lacking, unknown = sorted(rules.keys() - value.keys()), sorted(value.keys() - rules.keys())
-            raise ValueError(f"fields lacking: {lacking}, unknown: {reprlib.repr(unknown)}")
+            raise ValueError(f"fields lacking: {lacking}, unknown: {brief(unknown)}")
         return {name: _at(name, rule, value[name]) for name, rule in rules.items()}
 
     return check
@@ -147,7 +152,7 @@ def _at(place: object, rule: Rule, value: Any) -> Any:
     try:
         return rule(value)
     except ValueError as error:
-        raise ValueError(f"{reprlib.repr(place) if isinstance(place, int) else str(place)[:80]}: {error}") from None
+        raise ValueError(f"{str(place)[:80]}: {error}") from None
 
 
 def distinct(rule: Rule, what: str) -> Rule:
