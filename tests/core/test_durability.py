@@ -447,9 +447,10 @@ def test_a_hundred_runs_leak_nothing(tmp_path: Path) -> None:
     for _ in range(100):
         once()
     after = census()
-    print(before, after)
     # Fewer is possible: what tests before this one left behind may be collected in between.
-    assert all(now <= then for now, then in zip(after[:4], before[:4], strict=True)), (before, after)
+    assert all(now <= then for now, then in zip(after[:3], before[:3], strict=True)), (before, after)
+    # The heaps of Python and libc take another mapping now and then (1 MiB each); a leak is one of every run.
+    assert after[3] - before[3] < 10, (before, after)
     assert before[4] == after[4] == []
 
 
