@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -245,7 +246,7 @@ def deform(draw: st.DrawFn, tree: Any) -> None:
     elif kind == "added" and isinstance(parent, dict):
         parent[draw(st.one_of(st.text(max_size=5), st.sampled_from(["00", "-1", "1" * 30, "params"])))] = parent[key]
     else:
-        parent[key] = draw(JUNK)
+        parent[key] = copy.deepcopy(draw(JUNK))  # what is sampled is always the same object
 
 
 @st.composite
