@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 TRIALS ?= 1000
 
-.PHONY: demo test lint types unit crash-test bench-io bench-step bench-commit docs install clean
+.PHONY: demo test lint types unit fuzz crash-test bench-io bench-step bench-commit docs install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -34,6 +34,9 @@ types: install
 
 unit: install
 	$(BIN)/pytest -n 2 $(ARGS)
+
+fuzz: install
+	$(BIN)/pytest tests/core/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
 crash-test: install
 	$(BIN)/python -W ignore tests/core/core_crash.py --trials $(TRIALS) $(ARGS)

@@ -28,7 +28,6 @@ from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import (
     Committer,
     ResumedState,
-    check_commit,
     choose_run,
     find_commits,
     remove_commits,
@@ -267,11 +266,9 @@ class _Run:
                     folder = RunFolder.of(paths, ranks.agree(new_run_id()))
                     lock.name(folder.run_id)
             if resume and source is None:
-                commits = find_commits(folder, ranks, settings.run.resume_step)
-                found = commits[-1]
-                ranks.together("checking the commit", lambda: check_commit(found, budget.layout, optimizer, len(paths)))
-                remove_commits(folder, ranks.rank, keep=[commit.step for commit in commits])
-                shares = found.weights
+                commits = find_commits(folder, ranks, budget.layout, optimizer, settings.run.resume_step)
+                remove_commits(folder, ranks, keep=[commit.step for commit in commits])
+                shares = list(commits[-1].weights)
             else:
                 undo.callback(folder.remove)
                 if ranks.local_rank == 0 and source is None:

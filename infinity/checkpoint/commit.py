@@ -102,7 +102,7 @@ class Committer:
             raise
         # Removed for good before a slot is free that it names: a manifest that comes back after a loss of power
         # must not be of pages that were written over.
-        remove_commits(self._folder, self._ranks.rank, keep=self._store.retained_with(step))
+        remove_commits(self._folder, self._ranks, keep=self._store.retained_with(step))
         self._store.adopt(step, written)
 
     def _withdraw(self, step: int, written: Mapping[int, Version]) -> None:
@@ -114,11 +114,11 @@ class Committer:
             self._store.adopt(step, written)
 
 
-def remove_commits(folder: RunFolder, rank: int, *, keep: Sequence[int]) -> None:
+def remove_commits(folder: RunFolder, ranks: Ranks, *, keep: Sequence[int]) -> None:
     """Remove the commits of a rank, except those of the steps `keep`: manifests first, then the rest."""
-    found = files.commits_in(folder.commits, rank)
-    kept = {name for step in keep for name in (found[step].name, files.read_manifest(found[step]).state_file)}
-    others = [file for file in folder.commits.glob(f"step*.rank{rank:05d}[.-]*") if file.name not in kept]
+    names = [files.Published(step, ranks.rank, ranks.world_size).file_name for step in keep]
+    kept = {*names, *(files.read_manifest(folder.commits / name).state_file for name in names)}
+    others = [file for file in folder.commits.glob(f"step*.rank{ranks.rank:05d}[.-]*") if file.name not in kept]
     for file in sorted(others, key=lambda file: file.suffix != ".json"):
         file.unlink(missing_ok=True)
     if others:
@@ -151,45 +151,48 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
     raise CommitError(f"no commit to resume from: {wanted!r} in {paths[0]} (runs with a commit: {listed})")
 
 
-def find_commits(folder: RunFolder, ranks: Ranks, step: int) -> list[Manifest]:
+def find_commits(folder: RunFolder, ranks: Ranks, layout: Layout, optimizer: str, step: int) -> list[Manifest]:
     """Return this rank's manifests of the commits up to the one to resume from, which is the last.
 
-    Older ones are returned as far as all ranks can read them: they are kept until the run commits again.
+    Older ones are returned as far as they are good on all ranks: they are kept until the run commits again.
 
     Args:
         step: of the commit to resume from; -1 is the newest that all ranks hold.
 
     Raises:
-        CommitError: there is none, it is malformed, or it was made by another number of ranks.
+        CommitError: there is none, it is malformed, belongs to another model or optimizer, or it was made by another
+            number of ranks.
     """
-    mine = files.commits_in(folder.commits, ranks.rank)
-    held = ranks.collect(set(mine))
-    common = sorted(held[0].intersection(*held[1:]))
-    step = files.choose_step(folder.run_id, common, step)
-    found = ranks.together(f"reading the commit of step {step}", lambda: files.read_manifest(mine[step]))
-    if found.world_size != ranks.world_size:
+    published = set[files.Published]().union(*ranks.collect(files.published_in(folder.commits)))
+    sizes = sorted({name.world_size for name in published})
+    if sizes and ranks.world_size not in sizes:
         raise CommitError(
-            f"run {folder.run_id} was committed by {found.world_size} ranks, this run has {ranks.world_size}; "
-            f"start it with {found.world_size}"
+            f"run {folder.run_id} was committed by {sizes[0]} ranks, this run has {ranks.world_size}; "
+            f"start it with {sizes[0]}"
         )
-    older = {earlier: manifest for earlier in common if earlier < step if (manifest := _readable(mine[earlier], found))}
+    steps = files.complete_steps(name for name in published if name.world_size == ranks.world_size)
+    step = files.choose_step(folder.run_id, steps, step)
+
+    def read(step: int) -> Manifest:
+        return files.read_manifest(folder.commits / files.Published(step, ranks.rank, ranks.world_size).file_name)
+
+    found = ranks.together(f"reading the commit of step {step}", lambda: read(step))
+    ranks.together("checking the commit", lambda: check_commit(found, layout, optimizer, folder))
+    older: dict[int, Manifest] = {}
+    for earlier in (earlier for earlier in steps if earlier < step):
+        try:
+            manifest = read(earlier)
+            check_commit(manifest, layout, optimizer, folder)
+            older[earlier] = manifest
+        except CommitError as error:
+            _log.warning("an earlier commit is not kept: %s", error)
     good = ranks.collect(set(older))
     everywhere = sorted(good[0].intersection(*good[1:]))
     return [*(older[earlier] for earlier in everywhere), found]
 
 
-def _readable(file: Path, newest: Manifest) -> Manifest | None:
-    """Return the manifest of an older commit, if it is good and of the same layout as the newest."""
-    try:
-        manifest = files.read_manifest(file)
-    except CommitError as error:
-        _log.warning("an earlier commit is not kept: %s", error)
-        return None
-    return manifest if manifest.layout == newest.layout and manifest.pages.keys() == newest.pages.keys() else None
-
-
-def check_commit(found: Manifest, layout: Layout, optimizer: str, paths: int) -> None:
-    """Check that a commit belongs to this model and optimizer, and to this number of paths.
+def check_commit(found: Manifest, layout: Layout, optimizer: str, folder: RunFolder) -> None:
+    """Check that a commit belongs to this model and optimizer, and that its pages are where they can be.
 
     Raises:
         CommitError: it does not.
@@ -201,11 +204,7 @@ def check_commit(found: Manifest, layout: Layout, optimizer: str, paths: int) ->
             f"(layout {found.layout}, here {layout.fingerprint}); resume with the model, dtypes and optimizer it was "
             "made with"
         )
-    expected = {page.index for page in layout.pages if page.role is not Role.GRAD}
-    if set(found.pages) != expected:
-        raise CommitError(f"the commit of step {found.step} of run {found.run_id} lacks pages: it is malformed")
-    if len(found.weights) != paths:
-        raise CommitError(f"run {found.run_id} lies on {len(found.weights)} paths, storage.paths names {paths}")
+    files.check_pages(found, layout, folder)
 
 
 def check_optimizer(found: Manifest, optimizer: str) -> None:
@@ -230,8 +229,9 @@ def restore(
         CommitError: the state file is missing or corrupt.
     """
     data = files.read_state_file(folder.commits, found)
-    state.load_buffers(data, model)
-    if random:
-        state.load_random(found.random, data)
+    with files.using(folder.commits / found.state_file):
+        state.load_buffers(data, model)
+        if random:
+            state.load_random(found.random, data)
     state.load_groups(found.groups, groups)
     return ResumedState(found.step, state.load_scalars(found.scalars), found.extra)

@@ -5,16 +5,59 @@ docs/on-disk-format.md describes the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.manifest import read_checked, write_checked
-from infinity.errors import CommitError
-from infinity.layout import Layout, ShardSpec, StateFormat, UnitSpec, build_layout
+from infinity.checkpoint.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
+from infinity.layout import (
+    ITEMSIZE,
+    MASTER,
+    PAGE_ALIGNMENT,
+    RANGE_ALIGNMENT,
+    Layout,
+    ShardSpec,
+    StateFormat,
+    UnitSpec,
+    build_layout,
+)  # fmt: skip
 
-FORMAT = 1
+_MOST_PAGES = 1 << 22  # 16 TiB of one rank in pages of 4 MiB; a layout of more is not built
+_SIZE = integer(0, 1 << 48)
+_DTYPE = one_of(*ITEMSIZE)
+_BODY = record(
+    rank=integer(0),
+    world_size=integer(1),
+    page_bytes=integer(PAGE_ALIGNMENT, 1 << 40, multiple=PAGE_ALIGNMENT),
+    units=sequence(
+        record(
+            name=text(),
+            shards=sequence(record(name=text(), numel=_SIZE, padded=_SIZE, segment_key=text(), trainable=flag)),
+        )
+    ),
+    formats=table(
+        text(),
+        record(
+            param=_DTYPE,
+            master=one_of("", *ITEMSIZE),
+            kinds=sequence(row(text(rf"(?!{MASTER}$).+"), _DTYPE)),
+            grad=one_of("", *ITEMSIZE),
+        ),
+    ),
+    tensors=sequence(
+        record(
+            names=sequence(text(), least=1),
+            shape=sequence(_SIZE, most=64),
+            dim=integer(0),
+            shard_rank=integer(0),
+            shard_size=integer(1),
+            tensor_parallel=flag,
+        )
+    ),
+    buffers=distinct(sequence(text()), "buffers"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +76,21 @@ class TensorSpec:
     tensor_parallel: bool
 
     @property
-    def slices(self) -> tuple[tuple[int, int], ...]:
-        """Rows of every rank's slice along `dim`, first and behind the last, as `torch.chunk` cuts."""
-        rows = self.shape[self.dim]
+    def parameters(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+    def slice_of(self, rank: int) -> tuple[int, int]:
+        """Return the rows of a slice along `dim`, first and behind the last, as `torch.chunk` cuts."""
+        rows = self.shape[self.dim] if self.shape else 1
         each = -(-rows // self.shard_size)
-        return tuple((min(rank * each, rows), min((rank + 1) * each, rows)) for rank in range(self.shard_size))
+        return min(rank * each, rows), min((rank + 1) * each, rows)
+
+    @property
+    def held(self) -> int:
+        """Elements of the slice that this rank holds."""
+        first, last = self.slice_of(self.shard_rank)
+        return (last - first) * math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +123,6 @@ def write_description(folder: Path, described: RunDescription) -> None:
     write_checked(
         folder / description_name(described.rank),
         {
-            "format": FORMAT,
             "rank": described.rank,
             "world_size": described.world_size,
             "page_bytes": layout.page_bytes,
@@ -88,32 +140,55 @@ def read_description(folder: Path, rank: int) -> RunDescription:
     Raises:
         CommitError: it is missing, malformed, or does not match its checksum.
     """
-    file = folder / description_name(rank)
 
-    def decode(body: Mapping[str, Any]) -> RunDescription:
-        if body["format"] != FORMAT:
-            raise CommitError(f"{file} has format {body['format']}, this version reads {FORMAT}")
-        units = [
+    def decode(body: Any) -> RunDescription:
+        values = _BODY(body)
+        units = tuple(
             UnitSpec(name=unit["name"], shards=tuple(ShardSpec(**shard) for shard in unit["shards"]))
-            for unit in body["units"]
-        ]
-        formats = {
-            key: StateFormat(**{**values, "kinds": tuple((name, dtype) for name, dtype in values["kinds"])})
-            for key, values in body["formats"].items()
-        }
-        layout = build_layout(units, formats, int(body["page_bytes"]))
-        tensors = tuple(
-            TensorSpec(**{**tensor, "names": tuple(tensor["names"]), "shape": tuple(tensor["shape"])})
-            for tensor in body["tensors"]
+            for unit in values.pop("units")
         )
-        if len(tensors) != len(layout.shards) or body["rank"] != rank:
-            raise CommitError(f"{file} is malformed: {len(tensors)} tensors of {len(layout.shards)} shards")
-        return RunDescription(
-            rank=rank,
-            world_size=int(body["world_size"]),
-            layout=layout,
-            tensors=tensors,
-            buffers=tuple(body["buffers"]),
-        )
+        formats = {key: StateFormat(**fmt) for key, fmt in values.pop("formats").items()}
+        page_bytes = values.pop("page_bytes")
+        _check_layout(units, formats, page_bytes)
+        tensors = tuple(TensorSpec(**tensor) for tensor in values.pop("tensors"))
+        _check_tensors(tensors, [shard for unit in units for shard in unit.shards])
+        if not values["rank"] == rank < values["world_size"]:
+            raise ValueError(f"it is of rank {values['rank']} of {values['world_size']}")
+        return RunDescription(**values, layout=build_layout(units, formats, page_bytes), tensors=tensors)
 
-    return read_checked(file, decode)
+    return read_checked(folder / description_name(rank), decode)
+
+
+def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], page_bytes: int) -> None:
+    """Check that a layout can be built of these, before any memory is spent on it."""
+    nbytes = number = 0
+    for fmt in formats.values():
+        if len({name for name, _ in fmt.kinds}) != len(fmt.kinds):
+            raise ValueError("formats: a state is there twice")
+        if max(ITEMSIZE[fmt.param], fmt.update_bytes) * RANGE_ALIGNMENT > page_bytes:
+            raise ValueError(f"page_bytes: {page_bytes} is too small for the state of {RANGE_ALIGNMENT} elements")
+    for shard in (shard for unit in units for shard in unit.shards):
+        if shard.segment_key not in formats or shard.numel > shard.padded:
+            raise ValueError(f"units: {brief(shard)} cannot be")
+        fmt = formats[shard.segment_key]
+        if shard.trainable != bool(fmt.grad):
+            raise ValueError(f"units: {brief(shard)} is not of {brief(fmt)}")
+        nbytes += (shard.padded + RANGE_ALIGNMENT) * (fmt.state_bytes + (ITEMSIZE[fmt.grad] if fmt.grad else 0))
+        number += 3
+    # Pages are cut evenly, so they are more than half full but for one of each role and segment.
+    if 2 * nbytes // page_bytes + number > _MOST_PAGES:
+        raise ValueError(f"units: they are of more than {_MOST_PAGES} pages")
+
+
+def _check_tensors(tensors: tuple[TensorSpec, ...], shards: list[ShardSpec]) -> None:
+    """Check that every tensor is that of its shard, and that no name is there twice."""
+    if len(tensors) != len(shards):
+        raise ValueError(f"{len(tensors)} tensors of {len(shards)} shards")
+    names = [name for tensor in tensors for name in tensor.names]
+    if len(set(names)) != len(names):
+        raise ValueError("tensors: a name is there twice")
+    for tensor, shard in zip(tensors, shards, strict=True):
+        inside = tensor.dim < max(1, len(tensor.shape)) and tensor.shard_rank < tensor.shard_size
+        countable = math.prod(max(1, size) for size in tensor.shape) <= MOST
+        if not (inside and countable) or tensor.held != shard.numel or tensor.names[0] != shard.name:
+            raise ValueError(f"tensors: {brief(tensor.names[0])} is not that of its shard")

@@ -1,6 +1,7 @@
 """The manifest of a commit: one JSON file per rank, docs/on-disk-format.md is its description.
 
-A reader assumes nothing: every field is checked, and whatever is wrong is a `CommitError` that names the file.
+A reader assumes nothing: every field is checked against `_BODY`, the fields against each other and the name of the
+file, the extents against the layout and the data files. Whatever is wrong is a `CommitError` that names the file.
 """
 
 from __future__ import annotations
@@ -8,40 +9,60 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
 
+from infinity.checkpoint import schema
+from infinity.checkpoint.schema import index, integer, number, record, row, sequence, setting, table, text
 from infinity.errors import CommitError
+from infinity.layout import PAGE_ALIGNMENT, Layout, Role
 from infinity.store.extents import Extent
+from infinity.store.folder import RunFolder
 from infinity.store.pages import Version
 
 T = TypeVar("T")
 
 FORMAT = 1
-_NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})\.json")
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "format": int,
-    "run_id": str,
-    "step": int,
-    "rank": int,
-    "world_size": int,
-    "created": (int, float),
-    "layout": str,
-    "page_bytes": int,
-    "optimizer": str,
-    "weights": list,
-    "pages": dict,
-    "scalars": dict,
-    "groups": list,
-    "random": dict,
-    "state_file": str,
-    "state_checksum": str,
-    "extra": dict,
-}
+_NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})\.json", re.ASCII)
+_CHECKSUM = text("[0-9a-f]{16}")
+_WORD = integer(0, (1 << 32) - 1)
+_ENVELOPE = record(checksum=_CHECKSUM, body=text())
+_BODY = record(
+    run_id=text(),
+    step=integer(0),
+    rank=integer(0),
+    world_size=integer(1),
+    created=number(0, 1 << 40),
+    layout=_CHECKSUM,
+    page_bytes=integer(PAGE_ALIGNMENT, multiple=PAGE_ALIGNMENT),
+    optimizer=text(r"\S{1,200}"),
+    weights=sequence(number(1e-30, 1e30), least=1),
+    pages=table(
+        index,
+        row(
+            integer(0),
+            integer(0, multiple=PAGE_ALIGNMENT),
+            integer(PAGE_ALIGNMENT, multiple=PAGE_ALIGNMENT),
+            _CHECKSUM,
+        ),
+    ),
+    scalars=table(index, table(text(), setting)),
+    groups=sequence(table(text(r"(?!params$)(?s:.*)"), setting)),
+    random=record(
+        python=row(integer(3, 3), row(*[_WORD] * 624, integer(0, 624)), schema.optional(number())),
+        numpy=row(schema.one_of("MT19937"), integer(0, 624), integer(0, 1), number()),
+    ),
+    state_file=text(r"step[0-9]{12,}\.rank[0-9]{5,}\.[0-9a-f]{8}\.safetensors"),
+    state_checksum=_CHECKSUM,
+    extra=table(text(), schema.anything),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +83,19 @@ class Manifest:
     layout: str
     page_bytes: int
     optimizer: str
-    weights: list[float]
+    weights: Sequence[float]
     pages: dict[int, Version]
     scalars: dict[int, dict[str, Any]]
-    groups: list[dict[str, Any]]
+    groups: Sequence[dict[str, Any]]
     random: dict[str, Any]
     state_file: str
     state_checksum: str
     extra: dict[str, Any]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file."""
+        return Published(self.step, self.rank, self.world_size).file_name
 
 
 @dataclass(frozen=True, order=True)
@@ -88,16 +114,15 @@ class Published:
 
 def published_in(folder: Path) -> list[Published]:
     """Return what was published in a run's folder of commits, in order; other files are passed over."""
-    names = (_NAME.fullmatch(file.name) for file in folder.glob("step*.json"))
-    return sorted(Published(*map(int, name.groups())) for name in names if name)
+    matches = ((file, _NAME.fullmatch(file.name)) for file in folder.glob("step*.json"))
+    names = ((file, Published(*map(int, match.groups()))) for file, match in matches if match)
+    return sorted(name for file, name in names if name.rank < name.world_size and name.file_name == file.name)
 
 
 def complete_steps(published: Iterable[Published]) -> list[int]:
     """Return the steps that all their ranks have published, in order: only they are commits."""
-    ranks: dict[tuple[int, int], set[int]] = {}
-    for name in published:
-        ranks.setdefault((name.step, name.world_size), set()).add(name.rank)
-    return sorted({step for (step, world_size), found in ranks.items() if found >= set(range(world_size))})
+    ranks = Counter((name.step, name.world_size) for name in set(published))
+    return sorted({step for (step, world_size), number in ranks.items() if number == world_size})
 
 
 def choose_step(run_id: str, steps: list[int], wanted: int) -> int:
@@ -128,13 +153,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: the file system refused.
     """
-    name = Published(manifest.step, manifest.rank, manifest.world_size).file_name
-    write_checked(folder / name, _encode(manifest))
+    write_checked(folder / manifest.file_name, _encode(manifest))
 
 
 def write_checked(target: Path, tree: Mapping[str, Any]) -> None:
-    """Write plain data with its checksum, durably."""
-    body = json.dumps(tree, sort_keys=True, separators=(",", ":"))
+    """Write plain data with its format and its checksum, durably."""
+    body = json.dumps({"format": FORMAT, **tree}, sort_keys=True, separators=(",", ":"))
     write_durably(target, json.dumps({"checksum": checksum_of(body.encode()), "body": body}).encode())
 
 
@@ -167,29 +191,107 @@ def read_manifest(file: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        CommitError: it cannot be read, is malformed, or does not match its checksum.
+        CommitError: it cannot be read, is malformed, or does not match its checksum or its name.
     """
-    return read_checked(file, lambda body: _decode(body, file))
+
+    def decode(body: Any) -> Manifest:
+        values = _BODY(body)
+        pages = {page: Version(Extent(*place), int(digest, 16)) for page, (*place, digest) in values["pages"].items()}
+        manifest = Manifest(**{**values, "pages": pages})
+        _check_names(manifest, file)
+        _check_extents(manifest)
+        return manifest
+
+    return read_checked(file, decode)
+
+
+def _check_names(manifest: Manifest, file: Path) -> None:
+    if manifest.rank >= manifest.world_size or manifest.file_name != file.name:
+        raise ValueError(f"it is of rank {manifest.rank} of {manifest.world_size} at step {manifest.step}")
+    if file.parent.parent.name != manifest.run_id:
+        raise ValueError(f"it is of run {schema.brief(manifest.run_id)}")
+    if not manifest.state_file.startswith(f"step{manifest.step:012d}.rank{manifest.rank:05d}."):
+        raise ValueError(f"state_file: {manifest.state_file} is of another commit")
+
+
+def _check_extents(manifest: Manifest) -> None:
+    for page, (path, offset, length) in ((page, version.extent) for page, version in manifest.pages.items()):
+        if path >= len(manifest.weights) or length > manifest.page_bytes or offset + length > schema.MOST:
+            raise ValueError(f"page {page} cannot be {length} bytes at offset {offset} of path {path}")
+    for (path, offset, length), after in pairwise(sorted(version.extent for version in manifest.pages.values())):
+        if after.path == path and after.offset < offset + length:
+            raise ValueError(f"two pages share the bytes at offset {after.offset} of path {path}")
+
+
+def check_pages(manifest: Manifest, layout: Layout, folder: RunFolder) -> None:
+    """Check that a commit has the pages of a layout, all of them and each of its size, within the run's data files.
+
+    Raises:
+        CommitError: it does not, or it lies on another number of paths; the file is named.
+    """
+    file = folder.commits / manifest.file_name
+    if len(manifest.weights) != len(folder.roots):
+        raise CommitError(
+            f"run {manifest.run_id} lies on {len(manifest.weights)} paths, {len(folder.roots)} were named; name them "
+            "all, in the order of storage.paths"
+        )
+    expected = {page.index: page.nbytes for page in layout.pages if page.role is not Role.GRAD}
+    if {page: version.extent.length for page, version in manifest.pages.items()} != expected:
+        raise CommitError(f"{file} is malformed: its pages are not those of the run's layout")
+    if max(manifest.scalars, default=0) >= max(1, len(layout.shards)):
+        raise CommitError(f"{file} is malformed: its scalars are not those of the run's layout")
+    ends = [0] * len(folder.roots)
+    for path, offset, length in (version.extent for version in manifest.pages.values()):
+        ends[path] = max(ends[path], offset + length)
+    for path, end in enumerate(ends):
+        data = folder.data_file(path, manifest.rank)
+        size = data.stat().st_size if data.is_file() else 0
+        if size < end:
+            raise CommitError(f"{file} names {end} bytes of {data}, which has {size}")
 
 
 def read_checked(file: Path, decode: Callable[[Any], T]) -> T:
-    """Return what `decode` makes of the data that `write_checked` wrote.
+    """Return what `decode` makes of the data that `write_checked` wrote; it raises `ValueError` if it cannot use it.
 
     Raises:
-        CommitError: the file cannot be read, does not match its checksum, or `decode` cannot use it.
+        CommitError: the file cannot be read, does not match its checksum, has another format or cannot be used.
     """
-    try:
-        outer = json.loads(file.read_bytes())
-        body = outer["body"]
-        if checksum_of(body.encode()) != outer["checksum"]:
+    with using(file):
+        outer = _ENVELOPE(_parse(_content(file)))
+        if checksum_of(outer["body"].encode()) != outer["checksum"]:
             raise CommitError(f"{file} does not match its checksum; resume from another commit")
-        return decode(json.loads(body))
-    except CommitError:
-        raise
+        body = schema.table(schema.anything, schema.anything)(_parse(outer["body"]))
+        if (found := body.pop("format", None)) != FORMAT or type(found) is not int:
+            raise CommitError(f"{file} has format {schema.brief(found)}, this version reads {FORMAT}")
+        return decode(body)
+
+
+@contextmanager
+def using(file: Path) -> Iterator[None]:
+    """Turn what is wrong with the content of a file into a `CommitError` that names it."""
+    try:
+        yield
     except OSError as error:
         raise CommitError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise CommitError(f"{file} is malformed: {type(error).__name__}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CommitError(f"{file} is malformed: {error}") from error
+
+
+def _content(file: Path) -> bytes:
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise ValueError("it is not a file")
+    return file.read_bytes()
+
+
+def _parse(content: str | bytes) -> Any:
+    return json.loads(content, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        raise ValueError("a key is there twice")
+    return tree
 
 
 def read_state_file(folder: Path, manifest: Manifest) -> bytes:
@@ -199,10 +301,8 @@ def read_state_file(folder: Path, manifest: Manifest) -> bytes:
         CommitError: it is missing or does not match its checksum.
     """
     file = folder / manifest.state_file
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise CommitError(f"state file {file} of the commit cannot be read: {error.strerror}") from error
+    with using(file):
+        data = _content(file)
     if checksum_of(data) != manifest.state_checksum:
         raise CommitError(f"state file {file} of the commit does not match its checksum")
     return data
@@ -212,29 +312,4 @@ def _encode(manifest: Manifest) -> dict[str, Any]:
     pages = {
         str(page): [*version.extent, f"{version.checksum:016x}"] for page, version in sorted(manifest.pages.items())
     }
-    body: dict[str, Any] = {name: getattr(manifest, name) for name in _FIELDS if name not in ("format", "pages")}
-    return {**body, "format": FORMAT, "pages": pages}
-
-
-def _decode(body: Any, file: Path) -> Manifest:
-    if not isinstance(body, Mapping):
-        raise CommitError(f"manifest {file} is malformed: not an object")
-    for name, kind in _FIELDS.items():
-        if not isinstance(body.get(name), kind) or isinstance(body.get(name), bool):
-            raise CommitError(f"manifest {file} is malformed: {name} is {body.get(name)!r}")
-    if body["format"] != FORMAT:
-        raise CommitError(f"manifest {file} has format {body['format']}, this version reads {FORMAT}")
-    pages: dict[int, Version] = {}
-    for page, entry in body["pages"].items():
-        path, offset, length, digest = entry
-        if not all(isinstance(n, int) and n >= 0 for n in (path, offset, length)) or len(digest) != 16:
-            raise CommitError(f"manifest {file} is malformed: page {page} is {entry!r}")
-        pages[int(page)] = Version(Extent(path, offset, length), int(digest, 16))
-    fields = {name: body[name] for name in _FIELDS if name not in ("format", "pages", "scalars")}
-    scalars = {int(shard): dict(values) for shard, values in body["scalars"].items()}
-    return Manifest(**fields, pages=pages, scalars=scalars)
-
-
-def commits_in(folder: Path, rank: int) -> dict[int, Path]:
-    """Return the manifests of a rank by step."""
-    return {name.step: folder / name.file_name for name in published_in(folder) if name.rank == rank}
+    return {**{field.name: getattr(manifest, field.name) for field in fields(manifest)}, "pages": pages}

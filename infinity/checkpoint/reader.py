@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
-from safetensors.torch import load
 
 from infinity.checkpoint import manifest as files
-from infinity.checkpoint.description import RunDescription, TensorSpec, read_description
+from infinity.checkpoint.description import RunDescription, TensorSpec, description_name, read_description
 from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.state import load_tensors, saved_buffer
 from infinity.errors import CommitError
 from infinity.fsdp.content import section, torch_dtype
 from infinity.layout import MASTER, overlapping
@@ -42,17 +43,15 @@ class CommitReader:
         ]
         committed = files.complete_steps(files.published_in(folder.commits))
         self.step = files.choose_step(folder.run_id, committed, step)
-        self._manifests: list[Manifest] = [
-            files.read_manifest(files.commits_in(folder.commits, rank)[self.step]) for rank in range(first.world_size)
-        ]
+        names = [files.Published(self.step, rank, first.world_size) for rank in range(first.world_size)]
+        self._manifests: list[Manifest] = [files.read_manifest(folder.commits / name.file_name) for name in names]
         for described, manifest in zip(self._ranks, self._manifests, strict=True):
+            if _whole(described) != _whole(first):
+                file = folder.commits / description_name(described.rank)
+                raise CommitError(f"{file} is malformed: it has other parameters than that of rank 0")
             if manifest.layout != described.layout.fingerprint:
-                raise CommitError(f"commit {self.step} of run {folder.run_id} is of another layout than the run")
-            if len(manifest.weights) != len(folder.roots):
-                raise CommitError(
-                    f"run {folder.run_id} lies on {len(manifest.weights)} paths, {len(folder.roots)} were named; "
-                    "name them all, in the order of storage.paths"
-                )
+                raise CommitError(f"{folder.commits / manifest.file_name} is of another layout than the run")
+            files.check_pages(manifest, described.layout, folder)
         self._page = lru_cache(_CACHED_PAGES)(self._read_page)
 
     @property
@@ -113,11 +112,12 @@ class CommitReader:
         owners: dict[int, int] = {}
         for rank, described in enumerate(self._ranks):
             owners.setdefault(described.tensors[index].shard_rank, rank)
-        if sorted(owners) != list(range(spec.shard_size)):
+        if len(owners) != spec.shard_size:
             raise CommitError(f"{spec.names[0]}: slices {sorted(owners)} of {spec.shard_size} are in the commit")
         first, last = rows or (0, spec.shape[spec.dim])
         parts = []
-        for position, (start, stop) in enumerate(spec.slices):
+        for position in range(spec.shard_size):
+            start, stop = spec.slice_of(position)
             low, high = max(first, start), min(last, stop)
             if low < high:
                 parts.append(self._rows(owners[position], index, name, stop - start, low - start, high - start))
@@ -148,9 +148,7 @@ class CommitReader:
         return flat
 
     def _read_page(self, rank: int, page: int) -> torch.Tensor:
-        version = self._manifests[rank].pages.get(page)
-        if version is None or version.extent.path >= len(self._folder.roots):
-            raise CommitError(f"commit {self.step} of run {self._folder.run_id} lacks page {page}: it is malformed")
+        version = self._manifests[rank].pages[page]
         file = self._folder.data_file(version.extent.path, rank)
         data = read_version(file, page, version, self._ranks[rank].layout.page_name(page))
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -165,6 +163,17 @@ class CommitReader:
         names = self._ranks[0].buffers
         if not names:
             return
-        tensors = load(files.read_state_file(self._folder.commits, manifest))
-        for name in names:
-            yield name, tensors[f"buffer.{name}"]
+        data = files.read_state_file(self._folder.commits, manifest)
+        with files.using(self._folder.commits / manifest.state_file):
+            tensors = load_tensors(data)
+            found = [(name, saved_buffer(tensors, name)) for name in names]
+        yield from found
+
+
+def _whole(described: RunDescription) -> tuple[Any, ...]:
+    """What is the same on all ranks."""
+    layout = described.layout
+    formats = [layout.segments[placed.segment].format for placed in layout.shards]
+    tensors = [(spec.names, spec.dim, spec.shard_size, spec.tensor_parallel) for spec in described.tensors]
+    shapes = [() if spec.tensor_parallel else spec.shape for spec in described.tensors]
+    return described.world_size, formats, tensors, shapes, described.buffers

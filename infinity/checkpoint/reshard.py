@@ -106,7 +106,7 @@ class ReshardSource:
         if private.shard_dim(param) != spec.dim:
             return local_slice(param, self._reader.read(index, section))
         rank, size = private.shard_rank_and_size(param)
-        return self._reader.read(index, section, rows=replace(spec, shard_size=size).slices[rank]).reshape(-1)
+        return self._reader.read(index, section, rows=replace(spec, shard_size=size).slice_of(rank)).reshape(-1)
 
     def restore(self, names: Sequence[str], model: nn.Module, groups: list[dict[str, Any]]) -> ResumedState:
         """Put back buffers and settings, and random states where this rank was there; return the rest.

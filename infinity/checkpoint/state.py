@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,22 +31,41 @@ def load_buffers(data: bytes, model: nn.Module) -> None:
     """Put back the buffers that `save_tensors` returned.
 
     Raises:
-        CommitError: a buffer is missing or has another shape.
+        ValueError: the data are malformed, or a buffer is missing or has another shape.
     """
-    tensors = _tensors(data)
+    tensors = load_tensors(data)
     for name, buffer in model.named_buffers():
-        saved = tensors.get(_BUFFER + name)
-        if saved is None or saved.shape != buffer.shape:
-            raise CommitError(f"the commit has no buffer {name} of shape {tuple(buffer.shape)}")
+        saved = _named(tensors, _BUFFER + name, buffer.shape)
         with torch.no_grad():
             buffer.copy_(saved)
 
 
-def _tensors(data: bytes) -> dict[str, torch.Tensor]:
+def saved_buffer(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return a buffer of those that `load_tensors` returned.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    return _named(tensors, _BUFFER + name)
+
+
+def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state file.
+
+    Raises:
+        ValueError: it is malformed.
+    """
     try:
         return dict(load(data))
-    except Exception as error:
-        raise CommitError(f"the state file of the commit is malformed: {error}") from error
+    except Exception as error:  # what safetensors and torch raise for malformed data is not one kind
+        raise ValueError(f"it is not in the format safetensors: {error}") from error
+
+
+def _named(tensors: Mapping[str, torch.Tensor], name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
+    found = tensors.get(name)
+    if found is None or (shape is not None and found.shape != shape):
+        raise ValueError(f"it has no {name}" + (f" of shape {tuple(shape)}" if shape is not None else ""))
+    return found
 
 
 def save_random() -> dict[str, Any]:
@@ -60,17 +79,27 @@ def save_random() -> dict[str, Any]:
 
 
 def load_random(saved: Mapping[str, Any], data: bytes) -> None:
-    """Put back the states of all generators, from `save_random` and from the state file."""
-    tensors = _tensors(data)
-    torch.set_rng_state(tensors[_TORCH])
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            if f"{_CUDA}{index}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"{_CUDA}{index}"], index)
+    """Put back the states of all generators, from `save_random` and from the state file.
+
+    Raises:
+        ValueError: the data are malformed.
+    """
+    tensors = load_tensors(data)
+    keys = _named(tensors, _NUMPY, (624,))
+    if keys.dtype != torch.int64 or not ((keys >= 0) & (keys < 1 << 32)).all():
+        raise ValueError(f"{_NUMPY} is not of 32-bit words")
     version, internal, gauss = saved["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, position, has_gauss, cached = saved["numpy"]
-    np.random.set_state((kind, tensors[_NUMPY].numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    try:
+        torch.set_rng_state(_named(tensors, _TORCH))
+        if torch.cuda.is_available():
+            for index in range(torch.cuda.device_count()):
+                if f"{_CUDA}{index}" in tensors:
+                    torch.cuda.set_rng_state(tensors[f"{_CUDA}{index}"], index)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"a state of torch's generators cannot be used: {error}") from error
 
 
 def _numpy_state() -> tuple[Any, ...]:
@@ -93,7 +122,7 @@ def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
-def load_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+def load_groups(saved: Sequence[Mapping[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Put settings back into param groups.
 
     Raises:

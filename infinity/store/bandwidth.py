@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,8 @@ def _from_daemon(names: Sequence[str], runtime: Path) -> list[float] | None:
             connection.sendall(json.dumps({"op": "bandwidth", "paths": list(names)}).encode() + b"\n")
             with connection.makefile("rb") as answers:
                 known = json.loads(answers.readline(64 * 1024))["bandwidth"]
-        return [float(known[name]["read"]) + float(known[name]["write"]) for name in names]
+        shares = [float(known[name]["read"]) + float(known[name]["write"]) for name in names]
+        return shares if all(0 < share < math.inf for share in shares) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

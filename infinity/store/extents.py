@@ -84,6 +84,22 @@ def file_sizes(classes: Iterable[SlotClass], paths: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def misplaced(classes: Iterable[SlotClass], used: Iterable[Extent]) -> Extent | None:
+    """Return an extent that is neither a slot nor behind all slots and clear of the other extents, if there is one."""
+    classes = tuple(classes)
+    slots = {
+        Extent(item.path, item.offset + k * item.length, item.length) for item in classes for k in range(item.count)
+    }
+    ends = file_sizes(classes, 1 + max((item.path for item in classes), default=-1))
+    last = Extent(-1, 0, 0)
+    for extent in sorted(set(used) - slots):
+        behind = last.offset + last.length if last.path == extent.path else ends[extent.path]
+        if extent.offset < behind:
+            return extent
+        last = extent
+    return None
+
+
 class ExtentAllocator:
     """Hands out slots. Safe to call from several threads."""
 

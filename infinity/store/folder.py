@@ -196,6 +196,22 @@ def live_run(path: str | Path) -> Owner | None:
     return None
 
 
+def remove_stale_lock(file: Path) -> bool:
+    """Remove a lock file unless somebody holds it; return whether it is gone."""
+    try:
+        descriptor = os.open(file, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.unlink(missing_ok=True)  # before the lock is dropped: who waits for it then sees that the file is gone
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def reserve(file: Path, size: int) -> None:
     """Make the file `size` bytes long with all its blocks allocated.
 

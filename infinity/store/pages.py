@@ -15,10 +15,10 @@ from time import perf_counter
 
 import xxhash
 
-from infinity.errors import CorruptPageError, StorageError
+from infinity.errors import CommitError, CorruptPageError, StorageError
 from infinity.io import DataFile, Engine, Op, Ticket
 from infinity.layout import Page
-from infinity.store.extents import Extent, ExtentAllocator, SlotClass
+from infinity.store.extents import Extent, ExtentAllocator, SlotClass, misplaced
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,8 @@ class PageStore:
 
     Completion callbacks run on another thread. `moved` is told of every transfer that has ended for good: page, last
     ticket, path, how often it was submitted again, error. `retries` bounds that: see `_may_pass`. `committed` has the
-    versions of the commits to go on from, by step; `retained` is how many commits are kept.
+    versions of the commits to go on from, by step; a `CommitError` says that one is not in a slot. `retained` is how
+    many commits are kept.
     """
 
     def __init__(
@@ -121,11 +122,28 @@ class PageStore:
         self._commits = {step: dict(versions) for step, versions in sorted((committed or {}).items())}
         self._retained = retained
         self._named = Counter(version for versions in self._commits.values() for version in versions.values())
+        self._check_committed(slots)
         self._current = dict(self._commits[max(self._commits)]) if self._commits else {}
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         self._lock = Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="infinity-writer")
         self._pending: dict[int, Ticket] = {}
+
+    def _check_committed(self, slots: Sequence[SlotClass]) -> None:
+        """Check that nothing that will be written can touch what is committed.
+
+        Raises:
+            CommitError: a committed page is not in a slot of its own.
+        """
+        run = Path(self._files[0].path).parent
+        for step, versions in self._commits.items():
+            for page, version in versions.items():
+                if version.extent[::2] != (self._paths[page], self._pages[page].nbytes):
+                    raise CommitError(f"{run}, step {step}: {self._name_of(page)} cannot be at {version.extent}")
+        if len({version.extent for version in self._named}) < len(self._named):
+            raise CommitError(f"{run}: two commits have different versions of pages in the same place")
+        if stray := misplaced(slots, (version.extent for version in self._named)):
+            raise CommitError(f"{self._files[stray.path].path}: a committed page at {stray.offset} is in no slot")
 
     def read(self, page: int, memory: memoryview, done: Done) -> None:
         """Fetch the current version into `memory`, verify it, then call `done`."""

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from core_ranks import RankPool
+from hypothesis import settings
+
+settings.register_profile("fuzz", max_examples=5000, deadline=None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,26 +5,43 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
+import tempfile
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tools_command import SMALL, run_here
 from typer.testing import CliRunner
 
+from infinity.checkpoint.manifest import checksum_of, read_manifest
+from infinity.store.folder import FolderLock
 from infinity_tools.cli import app
-from infinity_tools.runs import stored_runs
+from infinity_tools.runs import BadPage, Check, good_step, stored_runs
+from infinity_tools.store import _advice
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, str]:
+    """A run with a commit, spread over two folders; not to be changed."""
+    place = tmp_path_factory.mktemp("trained")
+    for name in ("first", "second", "tmp"):
+        (place / name).mkdir()
+    paths = ["--nvme", str(place / "first"), "--nvme", str(place / "second"), "--out", str(place / "out")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(place / "tmp"))
+        done = run_here(*SMALL, *paths, "--steps", "1", "--commit-every", "1", "--json")
+    return place, done.summary["run_id"]
 
 
 @pytest.fixture
-def committed(tmp_path) -> tuple[Path, Path, str]:
-    """A run with a commit, spread over two folders."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
-    paths = ["--nvme", str(first), "--nvme", str(second)]
-    done = run_here(*SMALL, *paths, "--steps", "1", "--commit-every", "1", "--json", "--out", "o")
-    return first, second, done.summary["run_id"]
+def committed(trained, tmp_path) -> tuple[Path, Path, str]:
+    """A copy of it."""
+    place, run_id = trained
+    first, second = (shutil.copytree(place / name, tmp_path / name) for name in ("first", "second"))
+    return first, second, run_id
 
 
 def _command(*arguments: object, answer: str | None = None) -> tuple[int, str]:
@@ -96,6 +113,149 @@ def test_missing_folder_and_missing_run(tmp_path):
     status, output = _command("verify", tmp_path, "--run", "x")
     assert status == 2
     assert "there is no run 'x'" in output
+
+
+def test_scrub_reads_live_runs_and_says_what_to_do(committed):
+    """At the rate that is asked for; a page that a live run has replaced in between is not bad."""
+    first, second, run_id = committed
+    folders = (first, second)
+    (manifest,) = (first / run_id / "commits").glob("step*.json")
+    (found,) = stored_runs(folders)
+    with _held(first, run_id):
+        assert _command("scrub", *folders, "--json") == (0, _scrubbed(run_id, found))
+    started = time.monotonic()
+    assert _command("scrub", *folders, "--rate", str(found.commits[0].nbytes), "--json")[0] == 0
+    assert time.monotonic() - started > 0.8, "the pages of a second"
+    assert _command("scrub", *folders, "--rate", "0")[0] == 2
+
+    page, version = next((page, v) for page, v in read_manifest(manifest).pages.items() if v.extent.path == 0)
+    _flip(first / run_id / "rank00000.pages", version.extent.offset)
+    status, output = _command("scrub", *folders, "--json")
+    (bad,) = json.loads(output)["bad"]
+    assert (status, bad["page"]) == (1, page)
+    assert f"infinity store rm {first} {second} {run_id}" in bad["advice"]
+    assert bad["advice"] in _command("scrub", *folders)[1].replace("\n", "")
+
+    check = Check(found)
+    content = manifest.read_bytes()
+    manifest.unlink()
+    assert check.run(lambda _: None) == [], "nothing names it any more"
+    manifest.write_bytes(content)
+    assert len(Check(found).run(lambda _: None)) == 1
+
+
+def test_an_earlier_commit_is_named(committed):
+    """Where there is one that is good."""
+    first, second, _ = committed
+    (found,) = stored_runs((first, second))
+    (commit,) = found.commits
+    two = replace(found, commits=(commit, replace(commit, step=7)))
+    bad = BadPage(step=7, rank=0, page=0, path="x", offset=0, length=1, reason="")
+    assert good_step(two, []) == 7
+    assert good_step(two, [bad]) == 1
+    assert "--resume-step 1" in _advice(two, [bad], 1, [first, second])
+    assert "step 7, is good" in _advice(two, [replace(bad, step=1)], 7, [first, second])
+
+
+def test_what_a_commit_holds(committed):
+    """Bytes that it names, and those that no other one names."""
+    first, second, run_id = committed
+    listed = json.loads(_command("ls", first, second, "--json")[1])[0]
+    (commit,) = listed["commits"]
+    assert listed["parameters"] > 100_000
+    assert commit["bytes"] == commit["own_bytes"] > 8 * listed["parameters"]
+    (manifest,) = (first / run_id / "commits").glob("step*.json")
+    body = json.loads(json.loads(manifest.read_text())["body"])
+    extent = next(iter(body["pages"].values()))
+    body["pages"] = {"0": extent}
+    body["step"], body["state_file"] = 2, body["state_file"].replace("1", "2", 1)
+    later = manifest.with_name(manifest.name.replace("1", "2", 1))
+    text = json.dumps(body)
+    later.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
+    older, newer = json.loads(_command("ls", first, second, "--json")[1])[0]["commits"]
+    assert newer["own_bytes"] == 0
+    assert older["own_bytes"] == commit["bytes"] - extent[2]
+    for columns in ("80", "100"):
+        lines = CliRunner().invoke(app, ["store", "ls", str(first), str(second)], env={"COLUMNS": columns}).output
+        assert max(map(len, lines.splitlines())) <= int(columns)
+
+
+def test_gc_removes_what_nobody_can_use(committed):
+    """And nothing else: never of a live run, never a commit, never what other nodes may complete."""
+    first, second, run_id = committed
+    folders = (first, second)
+    commits = first / run_id / "commits"
+    (manifest,) = commits.glob("step*.json")
+    before = sorted(commits.iterdir())
+    assert json.loads(_command("gc", *folders, "--yes", "--json")[1])["waste"] == []
+
+    (commits / "step000000000009.rank00000.0badf00d.safetensors").write_bytes(b"x")
+    (commits / "layout.rank00000.json.tmp").write_bytes(b"x")
+    (commits / manifest.name.replace("of-00001", "of-00002")).write_bytes(b"x")  # rank 1 may be on another node
+    dead = first / "20260101-000000-aaaaaa"
+    (dead / "commits").mkdir(parents=True)
+    (dead / "rank00000.pages").write_bytes(b"x")
+    (second / dead.name).mkdir()
+    (second / dead.name / "rank00000.pages").write_bytes(b"x")
+    (first / "infinity.lock.0").write_text("{}")
+    everything = sorted(first.rglob("*"))
+    with _held(first, run_id), _held(second, run_id):
+        assert {item["what"] for item in _waste(folders)} == {"run without a commit"}
+    with _held(first, dead.name):
+        assert "run without a commit" not in {item["what"] for item in _waste(folders)}
+    (first / "infinity.lock.0").write_text("{}")
+    assert _waste([second]) == [], "the folder of the commits is not among them"
+    found = {item["what"] for item in _waste(folders)}
+    assert found == {"run without a commit", "temporary file", "state file of no commit", "lock of nobody"}
+    assert _command("gc", *folders, "--json")[0] == 2
+    assert _command("gc", *folders, answer="n\n")[0] == 1
+    assert sorted(first.rglob("*")) == everything
+    status, output = _command("gc", *folders, answer="y\n")
+    assert status == 0
+    assert "removed 4 things" in output
+    (commits / manifest.name.replace("of-00001", "of-00002")).unlink()
+    assert sorted(commits.iterdir()) == before
+    assert not dead.exists()
+    assert not (second / dead.name).exists()
+    assert sorted(first.iterdir()) == [first / run_id]
+    assert _command("verify", *folders)[0] == 0
+
+
+def test_gc_removes_a_commit_that_not_all_ranks_published(committed):
+    """Where the data files of all ranks are here; its state file goes with it."""
+    first, second, run_id = committed
+    commits = first / run_id / "commits"
+    (manifest,) = commits.glob("step*.json")
+    before = sorted(commits.iterdir())
+    for step, world_size in ((2, 2), (3, 3)):
+        body = json.loads(json.loads(manifest.read_text())["body"])
+        state = commits / f"step{step:012d}.rank00000.00000000.safetensors"
+        state.write_bytes(b"x")
+        body |= {"step": step, "world_size": world_size, "state_file": state.name}
+        text = json.dumps(body)
+        partial = commits / f"step{step:012d}.rank00000-of-{world_size:05d}.json"
+        partial.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
+    other = first / run_id / "rank00001.pages"
+    other.touch()
+    found = json.loads(_command("gc", first, second, "--yes", "--json")[1])["waste"]
+    assert [item["what"] for item in found] == ["commit of step 2 of 1 of 2 ranks", "state file of no commit"]
+    assert sorted(commits.iterdir()) == sorted([*before, state, partial]), "of three ranks one may be elsewhere"
+
+
+def _waste(folders):
+    return json.loads(_command("gc", *folders, "--dry-run", "--json")[1])["waste"]
+
+
+def _scrubbed(run_id, run):
+    return json.dumps({"runs": [run_id], "pages": Check(run).pages, "bad": []}) + "\n"
+
+
+@contextmanager
+def _held(path, run_id):
+    """Have a path as a live run has it."""
+    lock = FolderLock.acquire([path], run_id, 0)
+    yield
+    lock.release()
 
 
 def _flip(file: Path, offset: int) -> None:

@@ -1,39 +1,61 @@
-"""What lies on NVMe folders: runs, their commits, their bytes, and whether the bytes are what was written."""
+"""What lies on NVMe folders: runs, their commits and bytes, whether these are what was written, and what is waste.
+
+[Note: reading a live run] The bytes that a manifest names are not written over while the manifest is there: a commit
+is removed before its slots are used again. So a page that does not match is bad if, after it was read, its manifest
+still names it; if not, the run has gone on in between and the page is passed over.
+"""
 
 from __future__ import annotations
 
 import shutil
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import islice
 from pathlib import Path
 
-from infinity.checkpoint.manifest import Manifest, Published, checksum_of, published_in, read_manifest
+from infinity.checkpoint.description import description_name, read_description
+from infinity.checkpoint.manifest import Manifest, Published, complete_steps, published_in, read_manifest
+from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.errors import CommitError, ConfigError, StorageError
-from infinity.store.folder import Owner, RunFolder, live_run
+from infinity.store.folder import LOCK_NAME, Owner, RunFolder, live_run, remove_stale_lock
 from infinity.store.pages import Version, read_version
 
 _READERS = 4
+_BATCH = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The manifests of one step, one per rank; `problem` says why it cannot be used."""
+    """The manifests of one step, one per rank; `problem` says why it cannot be used.
+
+    `nbytes` are those of its pages and state files, `own_bytes` those of them that no other commit of the run names:
+    what its end gives back to the run.
+    """
 
     step: int
     created: float
     world_size: int
-    manifests: tuple[Path, ...]
+    manifests: dict[int, Path]
+    nbytes: int
+    own_bytes: int
     problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """One run on the given paths; `owner` is the process that has it open, if there is one."""
+    """One run on the given paths; `owner` is the process that has it open, if there is one.
+
+    `ranks` is the number of those that have data files here, `parameters` the number of elements of the model, 0 where
+    the run's description is not here; `nbytes` is what the run takes on the drives.
+    """
 
     folder: RunFolder
     ranks: int
+    parameters: int
     nbytes: int
     commits: tuple[Commit, ...]
     owner: Owner | None
@@ -42,6 +64,11 @@ class StoredRun:
     def run_id(self) -> str:
         """The run's id."""
         return self.folder.run_id
+
+    @property
+    def usable(self) -> tuple[Commit, ...]:
+        """Commits that have no problem, the newest last."""
+        return tuple(commit for commit in self.commits if not commit.problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,31 +93,50 @@ def stored_runs(paths: Sequence[Path]) -> list[StoredRun]:
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"{str(path)!r} is not a folder")
-    owners = [owner for path in paths if (owner := live_run(path))]
     roots: dict[str, list[Path]] = {}
     for path in paths:
         for root in sorted(path.iterdir()):
             if root.is_dir() and not root.is_symlink() and _is_run(root):
                 roots.setdefault(root.name, []).append(root)
-    return [_stored_run(run_id, tuple(roots[run_id]), owners) for run_id in sorted(roots)]
+    return [_stored_run(run_id, tuple(roots[run_id])) for run_id in sorted(roots)]
 
 
 def _is_run(root: Path) -> bool:
     return (root / "commits").is_dir() or any(root.glob("rank*.pages"))
 
 
-def _stored_run(run_id: str, roots: tuple[Path, ...], owners: Sequence[Owner]) -> StoredRun:
+def _stored_run(run_id: str, roots: tuple[Path, ...]) -> StoredRun:
     # The manifests are on the first path of the run, whatever the order in which paths are given here.
     roots = tuple(sorted(roots, key=lambda root: not (root / "commits").is_dir()))
     folder = RunFolder(run_id, roots)
-    files = {file for root in roots for file in root.glob("rank*.pages")}
     return StoredRun(
         folder=folder,
-        ranks=len({file.name for file in files}),
+        ranks=len(_local_ranks(folder)),
+        parameters=_parameters(folder),
         nbytes=sum(_disk_bytes(file) for root in roots for file in root.rglob("*")),
         commits=tuple(_commits(folder)),
-        owner=next((owner for owner in owners if owner.run_id in (run_id, "unknown")), None),
+        owner=_owner(folder),
     )
+
+
+def _owner(folder: RunFolder) -> Owner | None:
+    """Return who has a run open; who holds a path but cannot be read may have any run open."""
+    owners = [owner for root in folder.roots if (owner := live_run(root.parent))]
+    return next((owner for owner in owners if owner.run_id in (folder.run_id, "unknown")), None)
+
+
+def _local_ranks(folder: RunFolder) -> set[str]:
+    """Return the names of the data files here, one per rank."""
+    return {file.name for root in folder.roots for file in root.glob("rank*.pages")}
+
+
+def _parameters(folder: RunFolder) -> int:
+    if not (folder.commits / description_name(0)).is_file():
+        return 0
+    try:
+        return sum(tensor.parameters for tensor in read_description(folder.commits, 0).tensors)
+    except CommitError:  # `verify` says so
+        return 0
 
 
 def _disk_bytes(file: Path) -> int:
@@ -100,106 +146,163 @@ def _disk_bytes(file: Path) -> int:
         return 0
 
 
-def _commits(folder: RunFolder) -> Iterator[Commit]:
-    by_step = groupby(published_in(folder.commits), key=lambda name: name.step)
-    for step, names in by_step:
-        yield _commit(folder, step, list(names))
-
-
-def _commit(folder: RunFolder, step: int, names: list[Published]) -> Commit:
-    manifests = tuple(folder.commits / name.file_name for name in names)
-    world_size, created, problem = names[0].world_size, 0.0, ""
+def _length(file: Path) -> int:
     try:
-        created = read_manifest(manifests[0]).created
-    except CommitError as error:
-        problem = str(error)
-    if lacking := sorted(set(range(world_size)) - {name.rank for name in names}):
-        problem = f"not of all ranks: {', '.join(map(str, lacking))} lacking"
-    return Commit(step=step, created=created, world_size=world_size, manifests=manifests, problem=problem)
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
-def pages_to_verify(run: StoredRun) -> list[tuple[Manifest, int, Version]]:
-    """Return every page that a commit of the run names.
+def _commits(folder: RunFolder) -> Iterator[Commit]:
+    published = published_in(folder.commits)
+    groups: dict[tuple[int, int], list[Published]] = {}
+    for name in published:
+        groups.setdefault((name.step, name.world_size), []).append(name)
+    read = {key: _manifests(folder, names) for key, names in groups.items()}
+    named: Counter[tuple[int, Version]] = Counter()
+    for manifests, _ in read.values():
+        named.update((manifest.rank, version) for manifest in manifests for version in manifest.pages.values())
+    for (step, world_size), (manifests, problem) in read.items():
+        if not manifests and not problem:  # a live run has removed it just now
+            continue
+        names = groups[step, world_size]
+        if len(names) < world_size:
+            problem = f"{len(names)} of {world_size} ranks"
+        pages = [(manifest.rank, version) for manifest in manifests for version in manifest.pages.values()]
+        states = sum(_length(folder.commits / manifest.state_file) for manifest in manifests)
+        yield Commit(
+            step=step,
+            created=max((manifest.created for manifest in manifests), default=0.0),
+            world_size=world_size,
+            manifests={name.rank: folder.commits / name.file_name for name in names},
+            nbytes=states + sum(version.extent.length for _, version in pages),
+            own_bytes=states + sum(version.extent.length for rank, version in pages if named[rank, version] == 1),
+            problem=problem,
+        )
 
-    Raises:
-        ConfigError: the run is live, or lies on other folders too.
-        CommitError: a manifest is malformed.
+
+def _manifests(folder: RunFolder, names: Sequence[Published]) -> tuple[list[Manifest], str]:
+    """Return the manifests that can be read, and why another one cannot."""
+    found, problem = [], ""
+    for name in names:
+        file = folder.commits / name.file_name
+        try:
+            found.append(read_manifest(file))
+        except CommitError as error:
+            if file.exists():
+                problem = str(error)
+    return found, problem
+
+
+class Check:
+    """Reads what the commits of a run name, every page once, and collects what is not what was committed in `bad`.
+
+    `nbytes` is what there is to read, in bytes of pages; `pages` their number.
     """
-    if run.owner is not None:
-        raise ConfigError(f"{run.owner} is running and replaces its pages; verify it when it has ended")
-    work: list[tuple[Manifest, int, Version]] = []
-    for commit in run.commits:
-        for file in commit.manifests:
-            manifest = read_manifest(file)
+
+    def __init__(self, run: StoredRun) -> None:
+        """Read the manifests.
+
+        Raises:
+            ConfigError: the run lies on other folders too.
+        """
+        self.bad: list[BadPage] = []
+        self._folder = run.folder
+        self._work: dict[tuple[int, int, Version], list[Path]] = {}
+        for step, rank, file in ((c.step, rank, file) for c in run.commits for rank, file in c.manifests.items()):
+            manifest = self._manifest(step, rank, file)
+            if manifest is None:
+                continue
             if len(manifest.weights) != len(run.folder.roots):
                 raise ConfigError(
                     f"run {run.run_id} lies on {len(manifest.weights)} folders, {len(run.folder.roots)} of them "
                     "were named; name them all, in the order of storage.paths"
                 )
-            work += [(manifest, page, version) for page, version in sorted(manifest.pages.items())]
-    return work
+            for page, version in sorted(manifest.pages.items()):
+                self._work.setdefault((manifest.rank, page, version), []).append(file)
+        self.pages = len(self._work)
+        self.nbytes = sum(version.extent.length for _, _, version in self._work)
 
-
-def verify(
-    run: StoredRun, pages: Sequence[tuple[Manifest, int, Version]], advance: Callable[[int], None]
-) -> list[BadPage]:
-    """Read `pages` and the files beside the manifests; return what does not match its checksum.
-
-    `advance` is told the bytes of every page that has been read.
-    """
-    bad = [found for commit in run.commits for file in commit.manifests if (found := _check_state(file))]
-
-    def check(item: tuple[Manifest, int, Version]) -> tuple[int, BadPage | None]:
-        return item[2].extent.length, _check_page(run.folder, *item)
-
-    with ThreadPoolExecutor(_READERS) as readers:
-        for nbytes, found in readers.map(check, pages):
-            advance(nbytes)
-            if found is not None:
-                bad.append(found)
-    return bad
-
-
-def _check_page(folder: RunFolder, manifest: Manifest, page: int, version: Version) -> BadPage | None:
-    extent = version.extent
-    reason = ""
-    file = Path("unknown")
-    if extent.path >= len(folder.roots):
-        reason = f"the manifest names path {extent.path}, which does not exist"
-    else:
-        file = folder.data_file(extent.path, manifest.rank)
+    def _manifest(self, step: int, rank: int, file: Path) -> Manifest | None:
+        """Return a manifest whose state file is good; a run that is live may have removed it."""
+        bad = file
         try:
-            read_version(file, page, version, f"number {page}")
-        except StorageError as error:
-            reason = error.reason
-    if not reason:
-        return None
-    return BadPage(
-        step=manifest.step,
-        rank=manifest.rank,
-        page=page,
-        path=str(file),
-        offset=extent.offset,
-        length=extent.length,
-        reason=reason,
-    )
+            manifest = read_manifest(file)
+            bad = file.parent / manifest.state_file
+            check_state_file(file.parent, manifest)
+            return manifest
+        except CommitError as error:
+            if file.exists():
+                self._found(step, rank, None, str(bad), 0, _length(bad), str(error))
+            return None
+
+    def _found(self, step: int, rank: int, page: int | None, path: str, offset: int, length: int, reason: str) -> None:
+        self.bad.append(
+            BadPage(step=step, rank=rank, page=page, path=path, offset=offset, length=length, reason=reason)
+        )
+
+    def run(self, advance: Callable[[int], None], rate: float = 0) -> list[BadPage]:
+        """Read all pages; return what is bad.
+
+        Args:
+            advance: told the bytes of every page that has been read.
+            rate: most bytes per second; 0 is no limit.
+        """
+        pace = Pace(rate)
+
+        def read(item: tuple[int, int, Version]) -> tuple[tuple[int, int, Version], str]:
+            rank, page, version = item
+            pace.wait(version.extent.length)
+            try:
+                read_version(self._folder.data_file(version.extent.path, rank), page, version, f"number {page}")
+            except StorageError as error:
+                return item, error.reason
+            return item, ""
+
+        left = iter(self._work)
+        with ThreadPoolExecutor(_READERS) as readers:
+            while batch := list(islice(left, _BATCH)):
+                for (rank, page, version), reason in readers.map(read, batch):
+                    advance(version.extent.length)
+                    if reason:
+                        self._confirm(rank, page, version, reason)
+        return self.bad
+
+    def _confirm(self, rank: int, page: int, version: Version, reason: str) -> None:
+        """Note a bad page for every commit that names it still. [Note: reading a live run]"""
+        path, offset, length = version.extent
+        for file in self._work[rank, page, version]:
+            try:
+                manifest = read_manifest(file)
+            except CommitError:
+                continue
+            if manifest.pages.get(page) == version:
+                data = str(self._folder.data_file(path, rank))
+                self._found(manifest.step, rank, page, data, offset, length, reason)
 
 
-def _check_state(file: Path) -> BadPage | None:
-    manifest = read_manifest(file)
-    state = file.parent / manifest.state_file
-    try:
-        data = state.read_bytes()
-        matches = checksum_of(data) == manifest.state_checksum
-        reason = "" if matches else "the file does not match its checksum"
-        length = len(data)
-    except OSError as error:
-        reason, length = error.strerror or str(error), 0
-    if not reason:
-        return None
-    return BadPage(
-        step=manifest.step, rank=manifest.rank, page=None, path=str(state), offset=0, length=length, reason=reason
-    )
+class Pace:
+    """Holds threads back to `rate` bytes per second together; 0 is no limit."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._lock = rate, threading.Lock()
+        self._next = 0.0
+
+    def wait(self, nbytes: int) -> None:
+        """Return when these bytes may be read."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(self._next, now)
+            self._next = start + nbytes / self._rate
+        time.sleep(start - now)
+
+
+def good_step(run: StoredRun, bad: Sequence[BadPage]) -> int | None:
+    """Return the newest step that the run can be resumed from, None if there is none."""
+    spoilt = {page.step for page in bad}
+    return max((commit.step for commit in run.usable if commit.step not in spoilt), default=None)
 
 
 def remove(run: StoredRun) -> None:
@@ -208,8 +311,8 @@ def remove(run: StoredRun) -> None:
     Raises:
         ConfigError: the run is live, or a file cannot be removed.
     """
-    if run.owner is not None:
-        raise ConfigError(f"{run.owner} is running; it is not removed")
+    if owner := _owner(run.folder):
+        raise ConfigError(f"{owner} is running; it is not removed")
     try:
         if run.folder.commits.is_dir():
             shutil.rmtree(run.folder.commits)
@@ -217,3 +320,99 @@ def remove(run: StoredRun) -> None:
             shutil.rmtree(root)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waste:
+    """Something that nobody can use and nobody owns: a whole run, files of a run, or a lock that nobody holds."""
+
+    what: str
+    run: StoredRun | None
+    files: tuple[Path, ...]
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """Run, or file."""
+        return self.run.run_id if self.run is not None and not self.files else str(self.files[0])
+
+    def remove(self) -> None:
+        """Remove it, in order.
+
+        Raises:
+            ConfigError: the run is live by now, or a file cannot be removed.
+        """
+        if self.run is None:
+            for file in self.files:
+                remove_stale_lock(file)
+            return
+        if not self.files:
+            remove(self.run)
+            return
+        if owner := _owner(self.run.folder):
+            raise ConfigError(f"{owner} is running; nothing of it is removed")
+        for file in self.files:
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise ConfigError(f"{file} cannot be removed: {error.strerror}") from error
+
+
+def waste(paths: Sequence[Path]) -> list[Waste]:
+    """Return what can be removed without loss, as far as these folders show.
+
+    Only runs that have ended are looked at, and only where the folder of their commits is among `paths`. Whether a
+    commit is of all ranks is judged only where all its ranks have their data files here: on private drives the
+    manifests of other ranks are on other nodes. A run of which this node has no manifest at all has no commit anywhere.
+
+    Raises:
+        ConfigError: a path is not a folder.
+    """
+    found: list[Waste] = []
+    for run in stored_runs(paths):
+        if run.owner is None and run.folder.commits.is_dir():
+            found += _waste_of(run)
+    for path in paths:
+        if live_run(path) is None:
+            locks = sorted(path.glob(f"{LOCK_NAME}.*"))
+            found += [Waste(what="lock of nobody", run=None, files=(file,), nbytes=_disk_bytes(file)) for file in locks]
+    return found
+
+
+def _waste_of(run: StoredRun) -> Iterator[Waste]:
+    folder = run.folder.commits
+    published = published_in(folder)
+    complete = set(complete_steps(published))
+    partial = [commit for commit in run.commits if commit.step not in complete]
+    if not complete and all(_all_local(run, commit.world_size) for commit in partial):
+        yield Waste(what="run without a commit", run=run, files=(), nbytes=run.nbytes)
+        return
+
+    def files(what: str, *found: Path) -> Waste:
+        return Waste(what=what, run=run, files=found, nbytes=sum(map(_disk_bytes, found)))
+
+    gone: set[Path] = set()
+    for commit in partial:
+        if _all_local(run, commit.world_size):
+            gone.update(commit.manifests.values())
+            yield files(f"commit of step {commit.step} of {commit.problem}", *commit.manifests.values())
+    for file in sorted(folder.glob("*.tmp")):
+        yield files("temporary file", file)
+    # A manifest that cannot be read may name any state file of its rank and step.
+    named, unknown = set(), set()
+    for name in published:
+        file = folder / name.file_name
+        if file in gone:
+            continue
+        try:
+            named.add(read_manifest(file).state_file)
+        except CommitError:
+            unknown.add(f"step{name.step:012d}.rank{name.rank:05d}")
+    for file in sorted(folder.glob("step*.safetensors")):
+        if file.name not in named and ".".join(file.name.split(".")[:2]) not in unknown:
+            yield files("state file of no commit", file)
+
+
+def _all_local(run: StoredRun, world_size: int) -> bool:
+    """Whether all ranks have their data files here."""
+    return run.ranks >= world_size

@@ -1,35 +1,41 @@
-"""`infinity store`: list, check and remove the runs on NVMe folders."""
+"""`infinity store`: list, check, remove and tidy up the runs on NVMe folders."""
 
 from __future__ import annotations
 
 import json as json_format
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from infinity.errors import ConfigError
-from infinity.units import format_size
+from infinity.units import format_size, parse_size
 from infinity_tools.failures import failures
-from infinity_tools.progress import byte_progress
+from infinity_tools.progress import byte_progress, short
 
 if TYPE_CHECKING:
-    from infinity_tools.runs import BadPage, StoredRun
+    from infinity_tools.runs import BadPage, Commit, StoredRun, Waste
 
 app = typer.Typer(help="List, check and remove the runs on NVMe folders.", no_args_is_help=True)
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _PATHS = Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")]
+_YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @app.command()
 def ls(paths: _PATHS, json: _JSON = False) -> None:
-    """List runs: who has them open, their commits, ranks and bytes on disk."""
+    """List runs and their commits: what they hold, who has them open, and what they take.
+
+    A commit's *pages* are the bytes that it names; *its own* are those that no other commit of the run names.
+    """
     with failures():
         from infinity_tools.runs import stored_runs
 
@@ -40,15 +46,14 @@ def ls(paths: _PATHS, json: _JSON = False) -> None:
         console = Console(highlight=False)
         if not runs:
             console.print(f"no runs in {', '.join(map(str, paths))}")
-            return
-        table = Table("run", "state", "commits", "ranks", "on disk", box=None, header_style="bold", pad_edge=False)
-        table.columns[0].no_wrap = table.columns[1].no_wrap = True
-        for column in table.columns[3:]:
-            column.justify = "right"
         for run in runs:
             state = f"[green]live[/], pid {run.owner.pid}" if run.owner else "ended"
-            table.add_row(run.run_id, state, _commits(run), str(run.ranks), format_size(run.nbytes))
-        console.print(table)
+            facts = [_counted(run.ranks, "rank"), *([f"{short(run.parameters)} parameters"] if run.parameters else [])]
+            console.print(
+                f"[bold]{run.run_id}[/]  {state}  {format_size(run.nbytes)} on disk  {', '.join(facts)}",
+                soft_wrap=True,
+            )
+            console.print(_table(run) if run.commits else "  no commit")
 
 
 @app.command()
@@ -57,32 +62,130 @@ def verify(
     run: Annotated[str, typer.Option(help="Only this run. [default: every run that has ended]")] = "",
     json: _JSON = False,
 ) -> None:
-    """Read every page that a commit names and compare it with its checksum; exit status 1 if one is bad."""
-    bad_pages: list[dict[str, Any]] = []
-    with failures():
-        from infinity_tools import runs as stored
+    """Read every page that a commit names and compare it with its checksum, as fast as the drives allow.
 
-        chosen = _choose(stored.stored_runs(paths), [run] if run else [], paths)
-        if not run:
-            chosen = [found for found in chosen if found.owner is None]
-        console = Console(highlight=False)
-        checked = 0
-        for found in chosen:
-            pages = stored.pages_to_verify(found)
-            checked += len(pages)
-            with byte_progress(f"verifying {found.run_id}", silent=json) as bar:
-                task = bar.add_task("", total=sum(item[2].extent.length for item in pages))
-                bad = stored.verify(found, pages, lambda nbytes, bar=bar, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
-            bad_pages += [{"run_id": found.run_id, **asdict(page)} for page in bad]
-            if not json:
-                _report(console, found, len(pages), bad)
-        if json:
-            typer.echo(
-                json_format.dumps({"runs": [found.run_id for found in chosen], "pages": checked, "bad": bad_pages})
+    One run, or all that have ended; a live one is refused. Exit status 1 if a page is bad.
+    """
+    with failures():
+        from infinity_tools.runs import stored_runs
+
+        chosen = _choose(stored_runs(paths), [run] if run else [], paths)
+        if run and chosen[0].owner:
+            raise ConfigError(
+                f"{chosen[0].owner} is running; verify it when it has ended, or use `infinity store scrub`"
             )
-        elif not chosen:
-            console.print(f"no ended runs in {', '.join(map(str, paths))}")
-    raise typer.Exit(1 if bad_pages else 0)
+        found = _check("verifying", [found for found in chosen if found.owner is None], paths, 0, json=json)
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command()
+def scrub(
+    paths: _PATHS,
+    rate: Annotated[str, typer.Option(help="Most bytes per second, such as 200MiB. [default: no limit]")] = "",
+    json: _JSON = False,
+) -> None:
+    """Read every page of every commit of every run, live ones too, at a bounded rate: for cron, beside training.
+
+    Says for every bad page what to do. What a live run has replaced in the meantime is passed over. Exit status 1 if a
+    page is bad.
+    """
+    with failures():
+        from infinity_tools.runs import stored_runs
+
+        limit = parse_size(rate, name="--rate") if rate else 0
+        if rate and not limit:
+            raise ConfigError("--rate 0 would never end; leave it out for no limit")
+        found = _check("scrubbing", stored_runs(paths), paths, limit, json=json)
+    raise typer.Exit(1 if found else 0)
+
+
+def _check(doing: str, runs: list[StoredRun], paths: list[Path], rate: int, *, json: bool) -> bool:
+    """Read what the commits of the runs name, report, and return whether something is bad."""
+    from infinity_tools.runs import Check, good_step
+
+    console = Console(highlight=False)
+    pages, bad_pages = 0, []
+    for run in runs:
+        check = Check(run)
+        pages += check.pages
+        with byte_progress(f"{doing} {run.run_id}", silent=json) as bar:
+            task = bar.add_task("", total=check.nbytes)
+            bad = check.run(lambda nbytes, bar=bar, task=task: bar.advance(task, nbytes), rate)  # type: ignore[misc]
+        advice = _advice(run, bad, good_step(run, bad), paths)
+        bad_pages += [{"run_id": run.run_id, **asdict(page), "advice": advice} for page in bad]
+        if not json:
+            _report(console, run, check.pages, bad, advice)
+    if json:
+        typer.echo(json_format.dumps({"runs": [run.run_id for run in runs], "pages": pages, "bad": bad_pages}))
+    elif not runs:
+        console.print(f"nothing to do in {', '.join(map(str, paths))}")
+    return bool(bad_pages)
+
+
+def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Path]) -> str:
+    """Return what to do about bad pages of a run."""
+    if good is None:
+        after = ", when it has ended" if run.owner else ""
+        return (
+            "no commit of this run is good; restore the files from a copy, or remove the run"
+            f"{after}: infinity store rm {' '.join(map(str, paths))} {run.run_id}"
+        )
+    if good > max((page.step for page in bad), default=good):
+        return f"the newest commit, of step {good}, is good: resume from it, or train on"
+    if run.owner:
+        return (
+            f"the run is live: its next commit replaces these pages; until then step {good} is the newest that is good"
+        )
+    return f"resume from the commit of step {good}: --resume --resume-step {good} (run.resume_step = {good})"
+
+
+@app.command()
+def gc(
+    paths: _PATHS,
+    yes: _YES = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    json: _JSON = False,
+) -> None:
+    """Remove what nobody can use and nobody owns, of runs that have ended.
+
+    Runs without a commit; commits that not all ranks have published, where all ranks are here; temporary files; state
+    files of no commit; locks that nobody holds. Name all folders of the runs.
+    """
+    with failures():
+        from infinity_tools.runs import waste
+
+        found = waste(paths)
+        size = sum(item.nbytes for item in found)
+        if not json:
+            for item in found:
+                typer.echo(f"{item.name}  {format_size(item.nbytes)}  {item.what}")
+        going = not dry_run and _confirmed(found, f"remove {_counted(len(found), 'thing')}", size, yes=yes, json=json)
+        if going:
+            for item in found:
+                item.remove()
+        if json:
+            listed = [_waste(item) for item in found]
+            typer.echo(json_format.dumps({"waste": listed, "bytes": size, "removed": going}))
+        else:
+            typer.echo(f"{'removed' if going else 'found'} {_counted(len(found), 'thing')}, {format_size(size)}")
+
+
+def _confirmed(found: Sequence[object], question: str, size: int, *, yes: bool, json: bool) -> bool:
+    """Ask whether to remove what was found; whoever says no ends the command."""
+    if found and not yes:
+        if json:
+            raise ConfigError("--json asks nothing; add --yes")
+        typer.confirm(f"{question}, {format_size(size)}?", abort=True)
+    return True
+
+
+def _waste(item: Waste) -> dict[str, Any]:
+    return {
+        "what": item.what,
+        "run_id": item.run.run_id if item.run else None,
+        "paths": [str(path) for path in item.files or (item.run.folder.roots if item.run else ())],
+        "bytes": item.nbytes,
+    }
 
 
 @app.command()
@@ -92,10 +195,7 @@ def rm(
         typer.Argument(metavar="PATH... RUN...", help="Folders, and ids of runs on them."),
     ],
     dead: Annotated[bool, typer.Option("--dead", help="All runs that have ended.")] = False,
-    uncommitted: Annotated[
-        bool, typer.Option("--uncommitted", help="All runs that have ended without a commit.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: _YES = False,
     json: _JSON = False,
 ) -> None:
     """Remove runs that have ended. A live run is refused."""
@@ -107,24 +207,19 @@ def rm(
         paths = [Path(text) for text in arguments if text not in names]
         if not paths:
             raise ConfigError("name the folders on which the runs are, as well as the runs")
-        if not (names or dead or uncommitted):
+        if not (names or dead):
             raise ConfigError("name the runs to remove, or --dead for all that have ended")
         found = stored.stored_runs(paths)
         chosen = _choose(found, names, paths) if names else []
         if live := [run for run in chosen if run.owner]:
             raise ConfigError(f"{live[0].owner} is running; nothing is removed")
-        for run in found:
-            unwanted = dead or (uncommitted and not run.commits)
-            if unwanted and run.owner is None and run not in chosen:
-                chosen.append(run)
+        chosen += [run for run in found if dead and run.owner is None and run not in chosen]
         size = sum(run.nbytes for run in chosen)
         if not json:
             for run in chosen:
-                typer.echo(f"{run.run_id}  {format_size(run.nbytes)}  commits: {_commits(run)}")
-        if chosen and not yes:
-            if json:
-                raise ConfigError("--json asks nothing; add --yes")
-            typer.confirm(f"remove {_counted(len(chosen), 'run')}, {format_size(size)}?", abort=True)
+                steps = ", ".join(str(commit.step) for commit in run.commits) or "none"
+                typer.echo(f"{run.run_id}  {format_size(run.nbytes)}  commits: {steps}")
+        _confirmed(chosen, f"remove {_counted(len(chosen), 'run')}", size, yes=yes, json=json)
         for run in chosen:
             stored.remove(run)
         if json:
@@ -150,12 +245,15 @@ def _described(run: StoredRun) -> dict[str, Any]:
         "owner": asdict(run.owner) if run.owner else None,
         "folders": [str(root) for root in run.folder.roots],
         "ranks": run.ranks,
+        "parameters": run.parameters or None,
         "bytes": run.nbytes,
         "commits": [
             {
                 "step": commit.step,
                 "created": commit.created,
                 "world_size": commit.world_size,
+                "bytes": commit.nbytes,
+                "own_bytes": commit.own_bytes,
                 "problem": commit.problem or None,
             }
             for commit in run.commits
@@ -163,28 +261,39 @@ def _described(run: StoredRun) -> dict[str, Any]:
     }
 
 
-def _commits(run: StoredRun) -> str:
-    def text(step: int, created: float, problem: str) -> str:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
-        return f"step {step}, {problem}" if problem else f"step {step}, {when}"
+def _table(run: StoredRun) -> Table:
+    table = Table("  step", "committed", "ranks", "pages", "its own", "", box=None, header_style="dim", pad_edge=False)
+    for column in (0, 2, 3, 4):
+        table.columns[column].justify = "right"
+        table.columns[column].no_wrap = True
+    table.columns[1].no_wrap = True
+    table.columns[5].overflow = "fold"
+    for commit in run.commits:
+        sizes = (format_size(commit.nbytes), format_size(commit.own_bytes))
+        problem = f"[red]{escape(commit.problem)}[/]" if commit.problem else ""
+        table.add_row(str(commit.step), _when(commit), str(commit.world_size), *sizes, problem)
+    return table
 
-    return "\n".join(text(c.step, c.created, c.problem) for c in run.commits) or "none"
+
+def _when(commit: Commit) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.created)) if commit.created else "unknown"
 
 
-def _report(console: Console, run: StoredRun, pages: int, bad: list[BadPage]) -> None:
+def _report(console: Console, run: StoredRun, pages: int, bad: list[BadPage], advice: str) -> None:
     if not run.commits:
-        console.print(f"{run.run_id}: no commit, nothing to verify")
+        console.print(f"{run.run_id}: no commit, nothing to read")
         return
     if not bad:
         console.print(f"{run.run_id}: [green]all {pages} pages are good[/]")
         return
     console.print(f"{run.run_id}: [bold red]{_counted(len(bad), 'bad page')}[/] of {pages}")
     for page in bad:
-        name = "state file" if page.page is None else f"page {page.page}"
+        name = "whole file" if page.page is None else f"page {page.page}"
         place = f"{page.path}, offset {page.offset}, {page.length} bytes"
         console.print(
             f"  step {page.step}, rank {page.rank}, {name}: {place}: {page.reason}", soft_wrap=True, markup=False
         )
+    console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
 
 
 def _counted(number: int, thing: str) -> str:
