@@ -26,13 +26,13 @@ import infinity
 from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import (
     Committer,
-    ResumedState,
     check_commit,
     choose_run,
     find_commits,
     remove_commits,
     restore,
 )
+from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.reader import CommitReader
@@ -42,9 +42,17 @@ from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment, ShardedModel
 from infinity.fsdp.content import ShardContent
-from infinity.fsdp.materialize import InitFunction, Member, ModuleInitialiser, PretrainedFolder
+from infinity.fsdp.materialize import (
+    FirstValues,
+    InitFunction,
+    Member,
+    ModuleInitialiser,
+    OwnValues,
+    PretrainedFolder,
+    ResumedState,
+)
 from infinity.io import Ticket, open_engine
-from infinity.layout import MASTER, Page, Role, StateFormat
+from infinity.layout import Page, Role, StateFormat
 from infinity.memory.arena import Arena, return_freed_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
@@ -100,14 +108,17 @@ def offload(
         model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
         optimizer: any element-wise `torch.optim` optimizer over its parameters, without state yet.
         config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
-        weights: folder of safetensors to load a model on the meta device from, as a stream.
+        weights: folder to load a model on the meta device from, as a stream: of safetensors, or one that
+            `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of model and
+            optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken over.
         init: initialises one module of a model on the meta device in place; by default the model's own
             `_init_weights`, else each module's `reset_parameters`.
 
     Raises:
         ConfigError: a setting is wrong. BudgetError: the arena or the space on NVMe is too small.
         UnsupportedError: the model or the optimizer cannot be paged, with the reason.
-        FolderBusyError: another live run owns a path. CommitError: there is nothing to resume from.
+        FolderBusyError: another live run owns a path. CommitError: there is nothing to resume from, or `weights`
+            cannot be read.
     """
     settings = load_config(config)
     check_config(settings)
@@ -185,14 +196,14 @@ class _Run:
         folder: RunFolder,
         lock: FolderLock,
         commits: list[Manifest],
-        source: ReshardSource | None,
+        old: ReshardSource | None,
         shares: list[float],
         device: torch.device,
     ) -> None:
         layout, paths = budget.layout, settings.storage.paths
         self.settings, self.ranks, self.layout, self.folder = settings, ranks, layout, folder
         self.resumed: ResumedState | None = None
-        self._source = source
+        self._old = old
         self._lock, self._shares = lock, shares
         self._found = commits[-1] if commits else None
         self._closers: list[Callable[[], None]] = []
@@ -241,14 +252,13 @@ class _Run:
         with ExitStack() as undo:
             undo.callback(lock.release)
             commits: list[Manifest] = []
-            source: ReshardSource | None = None
+            old: ReshardSource | None = None
             if resume and lies_otherwise(roots_of(paths, run_id), budget.layout, ranks, len(paths)):
-                old, step = roots_of(paths, run_id), settings.run.resume_step
-                reader = ranks.together("reading the commit", lambda: CommitReader(old, step))
-                source = ReshardSource(reader, ranks)
+                roots, step = roots_of(paths, run_id), settings.run.resume_step
+                old = ReshardSource(ranks.together("reading the commit", lambda: CommitReader(roots, step)), ranks)
                 folder = RunFolder.of(paths, ranks.agree(new_run_id()))
                 lock.name(folder.run_id)
-            if resume and source is None:
+            if resume and old is None:
                 commits = find_commits(folder, ranks, settings.run.resume_step)
                 found = commits[-1]
                 ranks.together("checking the commit", lambda: check_commit(found, budget.layout, optimizer, len(paths)))
@@ -256,11 +266,11 @@ class _Run:
                 shares = found.weights
             else:
                 undo.callback(folder.remove)
-                if ranks.local_rank == 0 and source is None:
+                if ranks.local_rank == 0 and old is None:
                     _report_earlier_runs(paths)
                 shares = _agree_on_shares(settings, ranks)
             run = ranks.together(
-                "opening the run", lambda: cls(settings, ranks, budget, folder, lock, commits, source, shares, device)
+                "opening the run", lambda: cls(settings, ranks, budget, folder, lock, commits, old, shares, device)
             )
             undo.pop_all()
             return run
@@ -286,13 +296,16 @@ class _Run:
         self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
         members = [member for unit in sharded.members for member in unit]
-        if self._source is not None:
-            source = self._source
-            self.ranks.together("checking the commit", lambda: source.check(members, layout, type(optimizer).__name__))
-            for unit in range(len(layout.units)):
-                content.initialise(unit, lambda shard, name: source.value(members[shard], name))
-        elif self._found is None:
-            self._write_first_values(sharded, content, initialiser, weights)
+        source: FirstValues | None = None
+        if self._found is None:
+            source = self._old or self.ranks.together(
+                "opening the weights", lambda: _first_values(sharded, initialiser, weights)
+            )
+            self.ranks.together(
+                "checking the first values", lambda: source.check(sharded.model, members, layout, optimizer)
+            )
+            for unit, (name, of_unit) in enumerate(zip(sharded.names, sharded.members, strict=True)):
+                content.initialise(unit, source.values(name, of_unit))
         if sharded.on_meta:
             initialiser.buffers(sharded.device)
         described = RunDescription(
@@ -316,12 +329,11 @@ class _Run:
         state = StepState(layout, self.pager, kernel, group_of=groups.__getitem__, phase=self.ledger.phase)
         if self._found is not None:
             self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
-        elif self._source is not None:
-            names = [member.names[0] for member in members]
-            self.resumed = self._source.restore(names, sharded.model, optimizer.param_groups)
+        elif source is not None:
+            self.resumed = source.restore(sharded.model, members, optimizer.param_groups)
         if self.resumed is not None:
             state.scalars.update(self.resumed.scalars)
-        index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
+        self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
         self._committer = Committer(
             self.folder,
             self.ranks,
@@ -333,7 +345,7 @@ class _Run:
         self._model, self._groups = sharded.model, optimizer.param_groups
         paged = PagedOptimizer(
             optimizer,
-            [index_of[id(param)] for param in sharded.model.parameters()],
+            [self._index_of[id(param)] for param in sharded.model.parameters()],
             layout=layout,
             frames=self.arena.frames,
             pager=self.pager,
@@ -342,47 +354,29 @@ class _Run:
             ledger=self.ledger,
             run=self,
             placement=settings.update.placement,
-            resumed_step=self.resumed.step if self.resumed else None,
+            steps=self.resumed.step if self.resumed else 0,
+            committed=self.resuming,
             names={name: shard for shard, member in enumerate(members) for name in member.names},
         )
-        if self._source is not None:
-            self._begin_resharded(paged, self._source)
+        if self._old is not None:
+            self._begin_resharded(paged, self._old)
         self.ledger.restart_step()
         return paged
 
-    def _begin_resharded(self, paged: PagedOptimizer, source: ReshardSource) -> None:
+    def _begin_resharded(self, paged: PagedOptimizer, left: ReshardSource) -> None:
         """Make the new run one to resume from, before the old one is no longer needed."""
         paged.commit(self.resumed_extra)
         if self.ranks.rank == 0:
-            old = source.reader
+            old = left.reader
             _log.warning(
                 "step %d of run %s (world size %d) goes on as run %s; the old one still takes its space, free it with "
                 "`infinity store rm`", old.step, old.folder.run_id, old.world_size, self.folder.run_id,
             )  # fmt: skip
 
-    def _write_first_values(
-        self,
-        sharded: ShardedModel,
-        content: ShardContent,
-        initialiser: ModuleInitialiser,
-        weights: str | os.PathLike[str] | None,
-    ) -> None:
-        source = PretrainedFolder(weights) if weights else initialiser
-        first = 0
-        for unit, (name, members) in enumerate(zip(sharded.names, sharded.members, strict=True)):
-            values = source.values(name, members) if sharded.on_meta else _local_values(members)
-
-            def value_of(
-                shard: int, section: str, values: dict[int, torch.Tensor] = values, first: int = first
-            ) -> torch.Tensor | None:
-                return values[shard - first] if section == MASTER else None
-
-            content.initialise(unit, value_of)
-            first += len(members)
-
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit."""
-        self._committer.publish(step, self._model, scalars, self._groups, extra)
+        groups = [{**g, "params": [self._index_of[id(param)] for param in g["params"]]} for g in self._groups]
+        self._committer.publish(step, self._model, scalars, groups, extra)
 
     @property
     def resuming(self) -> bool:
@@ -427,11 +421,14 @@ class _Run:
         self._lock.release()
 
 
-def _local_values(members: tuple[Member, ...]) -> dict[int, torch.Tensor]:
-    return {
-        position: private.local_tensor(member.param).detach().reshape(-1).cpu()
-        for position, member in enumerate(members)
-    }
+def _first_values(
+    sharded: ShardedModel, initialiser: ModuleInitialiser, weights: str | os.PathLike[str] | None
+) -> FirstValues:
+    if not sharded.on_meta:
+        return OwnValues()
+    if weights is None:
+        return initialiser
+    return DcpFolder(weights) if DcpFolder.is_at(weights) else PretrainedFolder(weights)
 
 
 def _whole(member: Member) -> TensorSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 from safetensors.torch import load
@@ -11,6 +12,7 @@ from safetensors.torch import load
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.description import RunDescription, TensorSpec, read_description
 from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.state import load_scalars, read_groups
 from infinity.errors import CommitError
 from infinity.fsdp.content import section, torch_dtype
 from infinity.layout import MASTER, overlapping
@@ -92,6 +94,19 @@ class CommitReader:
         """Return the optimizer's states of a parameter, as (name, dtype)."""
         layout = self._ranks[0].layout
         return layout.segments[layout.shards[index].segment].format.kinds
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups; their `params` are indices into `tensors`."""
+        return read_groups(self._manifests[0].groups)
+
+    def scalars(self) -> dict[int, dict[str, Any]]:
+        """Return the optimizer's scalars of every parameter that was ever updated, by index into `tensors`."""
+        found: dict[int, dict[str, Any]] = {}
+        for manifest in self._manifests:  # a rank whose slice is empty may have none: another one has
+            for index, values in load_scalars(manifest.scalars).items():
+                found.setdefault(index, values)
+        return found
 
     def read(self, index: int, name: str = MASTER) -> torch.Tensor:
         """Return a whole parameter as it is trained, or one of its states, in its full shape.

@@ -89,20 +89,25 @@ def load_scalars(saved: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, 
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings of param groups as plain data, parameters left out."""
-    return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+    """Return param groups as plain data; their `params` are indices of shards."""
+    return [{key: value if key == "params" else _plain(value) for key, value in group.items()} for group in groups]
+
+
+def read_groups(saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what `save_groups` was given."""
+    return [{key: _rich(value) for key, value in values.items()} for values in saved]
 
 
 def load_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Put settings back into param groups.
+    """Put settings back into param groups; their parameters stay.
 
     Raises:
         CommitError: there is another number of groups.
     """
     if len(saved) != len(groups):
         raise CommitError(f"the commit has {len(saved)} param groups, the optimizer {len(groups)}")
-    for values, group in zip(saved, groups, strict=True):
-        group.update({key: _rich(value) for key, value in values.items()})
+    for values, group in zip(read_groups(saved), groups, strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
 
 
 def _plain(value: Any) -> Any:
