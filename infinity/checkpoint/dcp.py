@@ -16,17 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import (
+from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    ReadItem,
+    create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from infinity.checkpoint.export import cut, new_folder
@@ -36,7 +33,7 @@ from infinity.fsdp import private
 from infinity.fsdp.content import torch_dtype
 from infinity.fsdp.materialize import FirstValues, Member, ResumedState, ValueOf, local_bounds
 from infinity.layout import MASTER, Layout
-from infinity.optim.kernel import UpdateKernel
+from infinity.optim.kernel import StateLayout, UpdateKernel
 
 _METADATA = ".metadata"
 _GROUPS, _STATE = "param_groups.", "state."
@@ -167,7 +164,7 @@ class DcpFolder(FirstValues):
         try:
             self._metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, True)
-            self._stored = self._metadata.state_dict_metadata
+            self._stored: Mapping[str, Any] = self._metadata.state_dict_metadata
             paths: Mapping[str, Sequence[Any]] = self._metadata.planner_data or {key: (key,) for key in self._stored}
             self._paths = {key: tuple(map(str, paths[key])) for key in self._stored}
         except Exception as error:
@@ -175,7 +172,8 @@ class DcpFolder(FirstValues):
         self._model = ""  # what stands before the names of the model's state, and of the optimizer's
         self._optim: str | None = None
         self._settings: list[dict[str, str]] = []  # for every group here, keys of its settings
-        self._states: dict[str, dict[str, str]] = {}  # for every parameter, keys of its states
+        self._slices: dict[str, dict[str, str]] = {}  # for every parameter, keys of its element-wise states
+        self._scalars: dict[str, dict[str, str]] = {}  # and of the others
 
     @staticmethod
     def is_at(folder: str | os.PathLike[str]) -> bool:
@@ -218,7 +216,7 @@ class DcpFolder(FirstValues):
         stored = self._stored.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise ConfigError(
-                f"{self._folder} has no tensor {key}; save what get_state_dict returns for this very model and optimizer"
+                f"{self._folder} has no tensor {key}; save what get_state_dict returns for this model and optimizer"
             )
         if tuple(stored.size) != shape:
             raise ConfigError(
@@ -266,31 +264,32 @@ class DcpFolder(FirstValues):
             self._settings.append({setting: key for setting, key in settings.items() if setting != "params"})
 
     def _match_states(self, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer) -> None:
+        states: dict[str, dict[str, str]] = {}
         for key, path in self._paths.items():
             if key.startswith(f"{self._optim}{_STATE}"):
-                self._states.setdefault(path[-2], {})[path[-1]] = key
+                states.setdefault(path[-2], {})[path[-1]] = key
         kernel = UpdateKernel(optimizer)
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        scalars: dict[tuple[int, torch.dtype], set[str]] = {}
+        needed: dict[tuple[int, torch.dtype], StateLayout] = {}
         for member, placed in zip(members, layout.shards, strict=True):
             name, param = _name(member), member.param.sharded_param
-            if not placed.spec.trainable or name not in self._states:
+            if not placed.spec.trainable or name not in states:
                 continue
-            group = group_of[id(param)]
-            if (id(group), param.dtype) not in scalars:
-                scalars[id(group), param.dtype] = set(kernel.discover(param.dtype, group).scalars)
-            kinds = dict(layout.segments[placed.segment].format.kinds)
-            found, wanted = self._states[name].keys(), kinds.keys() | scalars[id(group), param.dtype]
-            if found != wanted:
+            group, found = group_of[id(param)], states[name]
+            if (id(group), param.dtype) not in needed:
+                needed[id(group), param.dtype] = kernel.discover(param.dtype, group)
+            state = needed[id(group), param.dtype]
+            kinds = dict(state.kinds)
+            if found.keys() != kinds.keys() | set(state.scalars):
                 raise ConfigError(
                     f"{self._optim}{_STATE}{name} in {self._folder} has {', '.join(sorted(found))}, "
-                    f"{type(optimizer).__name__} as it is set here needs {', '.join(sorted(wanted)) or 'nothing'}; "
-                    "make the optimizer that was saved"
+                    f"{type(optimizer).__name__} as it is set here needs "
+                    f"{', '.join(sorted({*kinds, *state.scalars})) or 'nothing'}; make the optimizer that was saved"
                 )
             for kind, dtype in kinds.items():
-                self._check_tensor(
-                    self._states[name][kind], tuple(private.full_shape(member.param)), torch_dtype(dtype)
-                )
+                self._check_tensor(found[kind], tuple(private.full_shape(member.param)), torch_dtype(dtype))
+            self._slices[name] = {kind: found[kind] for kind in kinds}
+            self._scalars[name] = {scalar: found[scalar] for scalar in state.scalars}
 
     def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
         """Return this rank's slices, which are read when they are asked for.
@@ -303,14 +302,12 @@ class DcpFolder(FirstValues):
             member = members[position]
             if section == MASTER:
                 return self._slice(self._model + _name(member), member, member.param.sharded_param.dtype)
-            key = self._states.get(_name(member), {}).get(section)
+            key = self._slices.get(_name(member), {}).get(section)
             return None if key is None else self._slice(key, member, self._stored[key].properties.dtype)
 
         return value_of
 
-    def restore(
-        self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]
-    ) -> ResumedState | None:
+    def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState | None:
         """Put back persistent buffers and settings of groups; return step counts.
 
         The step is that of the run which was exported, else the highest that the optimizer has counted for a parameter.
@@ -322,12 +319,11 @@ class DcpFolder(FirstValues):
             return None
         for group, settings in zip(groups, self._settings, strict=True):
             group.update({setting: self._read(key) for setting, key in settings.items()})
-        scalars = {}
-        for shard, member in enumerate(members):
-            states = self._states.get(_name(member))
-            if states is not None:
-                kinds = [kind for kind, key in states.items() if self._is_sliced(key, member)]
-                scalars[shard] = {name: self._read(key) for name, key in states.items() if name not in kinds}
+        scalars = {
+            shard: {scalar: self._read(key) for scalar, key in self._scalars[_name(member)].items()}
+            for shard, member in enumerate(members)
+            if _name(member) in self._scalars
+        }
         counted = [int(values["step"]) for values in scalars.values() if "step" in values]
         step = self._read(_STEP) if _STEP in self._stored else max(counted, default=0)
         return ResumedState(step, scalars, json.loads(self._read(_EXTRA)) if _EXTRA in self._stored else {})

@@ -65,9 +65,7 @@ class FirstValues:
         """Return the values of one unit; the master in the dtype that is trained."""
         raise NotImplementedError
 
-    def restore(
-        self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]
-    ) -> ResumedState | None:
+    def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState | None:
         """Put what belongs to the values into buffers and param groups; return how far training has come.
 
         Returns:
@@ -140,8 +138,7 @@ class ModuleInitialiser(FirstValues):
                     "modules `reset_parameters`, or pass init=function to infinity.offload"
                 )
             found = [
-                local_slice(member.param, whole.detach()).clone()
-                for member, whole in zip(members, wholes, strict=True)
+                local_slice(member.param, whole.detach()).clone() for member, whole in zip(members, wholes, strict=True)
             ]
             return lambda position, section: found[position] if section == MASTER else None
 
