@@ -7,6 +7,7 @@ optimizer)`. Ours has two entries more, `infinity.step` and `infinity.extra` (JS
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ from infinity.fsdp.content import torch_dtype
 from infinity.fsdp.materialize import FirstValues, Member, ResumedState, ValueOf, local_bounds
 from infinity.layout import MASTER, Layout
 from infinity.optim.kernel import StateLayout, UpdateKernel
+
+_log = logging.getLogger(__name__)
 
 _METADATA = ".metadata"
 _GROUPS, _STATE = "param_groups.", "state."
@@ -229,37 +232,38 @@ class DcpFolder(FirstValues):
                 "which it was trained, or save the model without its optimizer"
             )
 
-    def _match_groups(self, members: Sequence[Member], optimizer: torch.optim.Optimizer) -> None:
+    def _saved_groups(self) -> dict[str, dict[str, str]]:
+        """Return the keys of settings by group."""
         groups: dict[str, dict[str, str]] = {}
+        prefix = f"{self._optim}{_GROUPS}"
         for key in self._stored:
-            if key.startswith(f"{self._optim}{_GROUPS}"):
-                group, _, setting = key.removeprefix(f"{self._optim}{_GROUPS}").partition(".")
+            if key.startswith(prefix):
+                group, _, setting = key.removeprefix(prefix).partition(".")
                 groups.setdefault(group, {})[setting] = key
         if not all(group.isdigit() and "params" in settings for group, settings in groups.items()):
             raise ConfigError(
                 f"{self._folder} has a flattened optimizer state; save it without flatten_optimizer_state_dict"
             )
+        return groups
+
+    def _match_groups(self, members: Sequence[Member], optimizer: torch.optim.Optimizer) -> None:
+        groups = self._saved_groups()
         group_of = {name: group for group, settings in groups.items() for name in self._read(settings["params"])}
         names = {id(member.param.sharded_param): _name(member) for member in members}
         for number, here in enumerate(optimizer.param_groups):
-            found = {name: group_of.get(name) for name in (names[id(param)] for param in here["params"])}
-            for name, group in found.items():
-                if group is None:
-                    raise ConfigError(
-                        f"{self._folder}: {name} is in none of {self._optim}{_GROUPS.rstrip('.')}; give the optimizer "
-                        "the parameters that it had when it was saved"
-                    )
-            if len(set(found.values())) != 1:
+            of_group = [names[id(param)] for param in here["params"]]
+            found = {group_of.get(name, "none"): name for name in of_group}
+            if len(found) != 1 or "none" in found:
                 raise ConfigError(
-                    f"{self._folder}: the parameters of group {number} are of groups "
-                    f"{', '.join(sorted(set(map(str, found.values())))) or 'none'} there; make the optimizer with the "
-                    "groups that it had when it was saved"
+                    f"the parameters of group {number} are not of one group in {self._folder} "
+                    f"({', '.join(f'{name} is in {group}' for group, name in sorted(found.items()))}); give the "
+                    "optimizer the groups that it had when it was saved"
                 )
-            settings = groups[str(next(iter(found.values())))]
-            for setting in here.keys() - settings.keys():
+            settings = groups[group_of[of_group[0]]]
+            if missing := here.keys() - settings.keys():
                 raise ConfigError(
-                    f"{self._folder} has no {self._optim}{_GROUPS}{number}.{setting}; make the optimizer, and its "
-                    "schedulers, as they were when it was saved"
+                    f"{self._folder} has no {self._optim}{_GROUPS}{number}.{min(missing)}; make the optimizer, and "
+                    "its schedulers, as they were when it was saved"
                 )
             self._settings.append({setting: key for setting, key in settings.items() if setting != "params"})
 
@@ -316,6 +320,7 @@ class DcpFolder(FirstValues):
             for name in private.persistent_buffers(model):
                 model.get_buffer(name).copy_(self._read(self._model + private.unwrapped_name(name)))
         if self._optim is None:
+            _log.warning("%s has no optimizer state: moments and step counts begin anew", self._folder)
             return None
         for group, settings in zip(groups, self._settings, strict=True):
             group.update({setting: self._read(key) for setting, key in settings.items()})
