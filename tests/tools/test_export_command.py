@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
 from tools_command import SMALL, Finished, run_here
+from torch.distributed.checkpoint import FileSystemReader
 
 
 @pytest.fixture
