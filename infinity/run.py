@@ -111,6 +111,7 @@ def offload(
         weights: folder to load a model on the meta device from, as a stream: of safetensors, or one that
             `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of model and
             optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken over.
+            A run that resumes does not read it.
         init: initialises one module of a model on the meta device in place; by default the model's own
             `_init_weights`, else each module's `reset_parameters`.
 
@@ -298,14 +299,10 @@ class _Run:
         members = [member for unit in sharded.members for member in unit]
         source: FirstValues | None = None
         if self._found is None:
-            source = self._old or self.ranks.together(
-                "opening the weights", lambda: _first_values(sharded, initialiser, weights)
+            source = self.ranks.together(
+                "opening the weights", lambda: self._old or _first_values(sharded, initialiser, weights)
             )
-            self.ranks.together(
-                "checking the first values", lambda: source.check(sharded.model, members, layout, optimizer)
-            )
-            for unit, (name, of_unit) in enumerate(zip(sharded.names, sharded.members, strict=True)):
-                content.initialise(unit, source.values(name, of_unit))
+            self._write_first_values(source, sharded, members, optimizer, content)
         if sharded.on_meta:
             initialiser.buffers(sharded.device)
         described = RunDescription(
@@ -330,7 +327,8 @@ class _Run:
         if self._found is not None:
             self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
         elif source is not None:
-            self.resumed = source.restore(sharded.model, members, optimizer.param_groups)
+            restored = partial(source.restore, sharded.model, members, optimizer.param_groups)
+            self.resumed = self.ranks.together("restoring what belongs to the first values", restored)
         if self.resumed is not None:
             state.scalars.update(self.resumed.scalars)
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
@@ -362,6 +360,22 @@ class _Run:
             self._begin_resharded(paged, self._old)
         self.ledger.restart_step()
         return paged
+
+    def _write_first_values(
+        self,
+        source: FirstValues,
+        sharded: ShardedModel,
+        members: list[Member],
+        optimizer: torch.optim.Optimizer,
+        content: ShardContent,
+    ) -> None:
+        def write() -> None:
+            for unit, (name, of_unit) in enumerate(zip(sharded.names, sharded.members, strict=True)):
+                content.initialise(unit, source.values(name, of_unit))
+
+        check = partial(source.check, sharded.model, members, self.layout, optimizer)
+        self.ranks.together("checking the first values", check)
+        self.ranks.together("writing the first values", write)
 
     def _begin_resharded(self, paged: PagedOptimizer, left: ReshardSource) -> None:
         """Make the new run one to resume from, before the old one is no longer needed."""

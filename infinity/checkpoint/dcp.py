@@ -153,7 +153,8 @@ class DcpFolder(FirstValues):
     """A folder that `torch.distributed.checkpoint` wrote, by any number of ranks; each rank reads its slices.
 
     The model's state may be on its own or beside the optimizer's, under any name. Memory is that of one tensor as it
-    was saved, besides the slices that are asked for.
+    was saved, besides the slices that are asked for. As with `dcp.load`, the folder must be one that you trust: its
+    metadata is a pickle.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -171,7 +172,7 @@ class DcpFolder(FirstValues):
             paths: Mapping[str, Sequence[Any]] = self._metadata.planner_data or {key: (key,) for key in self._stored}
             self._paths = {key: tuple(map(str, paths[key])) for key in self._stored}
         except Exception as error:
-            raise CommitError(f"{self._folder / _METADATA} cannot be read: {error}") from error
+            raise CommitError(f"{self._folder / _METADATA} cannot be read: {type(error).__name__}: {error}") from error
         self._model = ""  # what stands before the names of the model's state, and of the optimizer's
         self._optim: str | None = None
         self._settings: list[dict[str, str]] = []  # for every group here, keys of its settings
@@ -351,7 +352,7 @@ class DcpFolder(FirstValues):
         try:
             self._reader.read_data(plan, into).wait()
         except Exception as error:
-            raise CommitError(f"{key} in {self._folder} cannot be read: {error}") from error
+            raise CommitError(f"{key} in {self._folder} cannot be read: {type(error).__name__}: {error}") from error
         return into.target
 
 

@@ -292,6 +292,7 @@ def refused(folder: Path, weights: Path, recipe: Recipe) -> str:
     model, optimizer = plain(recipe, meta=True)
     with pytest.raises(InfinityError) as caught:
         infinity.offload(model, optimizer, settings(folder, Paging(), HOST), weights=weights)
+    dist.barrier()
     assert list((folder / "nvme0").iterdir()) == []
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -355,6 +356,20 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     for damaged in (b"", b"no pickle", pickle.dumps({"a": 1})):
         (tmp_path / "plain" / ".metadata").write_bytes(damaged)
         assert ".metadata cannot be read" in refused(tmp_path, tmp_path / "plain", recipe)
+
+
+def test_a_part_that_one_rank_needs(pair: RankPool, tmp_path: Path) -> None:
+    """Where it is damaged all ranks fail, with the reason of that rank."""
+    recipe = Recipe(model="toy")
+    pair.run(save_plain, recipe, str(tmp_path / "plain"))
+    places = FileSystemReader(tmp_path / "plain").read_metadata().storage_data
+    (place,) = (places[key] for key in places if key.fqn == "model.head.weight" and key.offset[0] > 0)
+    with (tmp_path / "plain" / place.relative_path).open("r+b") as file:
+        file.seek(place.offset)
+        file.write(bytes(place.length))
+    first, second = pair.run(refused, tmp_path, tmp_path / "plain", recipe)
+    assert re.match(r"InfinityError: writing the first values failed on rank 1: CommitError: .* cannot be read", first)
+    assert re.match(r"CommitError: model.head.weight in .* cannot be read", second)
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
