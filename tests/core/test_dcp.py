@@ -61,46 +61,48 @@ def steps(recipe: Recipe, number: int) -> Recipe:
     return Recipe(**{**recipe.__dict__, "steps": number})
 
 
-def rate(optimizer: torch.optim.Optimizer, first: int) -> Any:
-    """Return a schedule that is at some step already."""
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step), last_epoch=first - 1)
+class Halving:
+    """A schedule that knows nothing but the rate of now: it goes on only if that was put back."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] *= 0.5
 
 
-def go_on(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome) -> None:
+def begin(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take the first half of the steps."""
+    train(steps(recipe, HALF), model, optimizer, Outcome(), scheduler=Halving(optimizer))
+
+
+def go_on(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
     """Take the second half of the steps."""
-    scheduler = rate(optimizer, HALF) if recipe.groups else None
-    if scheduler is not None:  # it has just taken the rate a step on
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] / (1 + HALF)
-    train(steps(recipe, WHOLE), model, optimizer, outcome, first=HALF, scheduler=scheduler)
+    outcome = Outcome()
+    train(steps(recipe, WHOLE), model, optimizer, outcome, first=HALF, scheduler=Halving(optimizer))
+    paged = isinstance(optimizer, infinity.PagedOptimizer)
+    outcome.state = state_on_nvme(model, optimizer) if paged else state_in_memory(model, optimizer)
+    return outcome
 
 
 def undisturbed(recipe: Recipe) -> Outcome:
     """Train in memory, both halves; return the second."""
     model, optimizer = plain(recipe)
-    train(steps(recipe, HALF), model, optimizer, Outcome())
-    outcome = Outcome()
-    go_on(recipe, model, optimizer, outcome)
-    outcome.state = state_in_memory(model, optimizer)
-    return outcome
+    begin(recipe, model, optimizer)
+    return go_on(recipe, model, optimizer)
 
 
 def plain(recipe: Recipe, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a sharded model and its optimizer, without infinity."""
     model = core_models.build(recipe.model, policy=recipe.policy, **options)
-    optimizer = make_optimizer(recipe, model)
-    if recipe.groups:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    return model, optimizer
+    return model, make_optimizer(recipe, model)
 
 
 def save_plain(recipe: Recipe, folder: str) -> None:
     """Train the first half in memory and save as a user does. Runs on every rank."""
     model, optimizer = plain(recipe)
-    train(steps(recipe, HALF), model, optimizer, Outcome())
+    begin(recipe, model, optimizer)
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
 
@@ -112,27 +114,21 @@ def load_plain(recipe: Recipe, folder: str) -> Outcome:
     loaded = {"model": weights, "optim": state}
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
-    found = Outcome()
-    go_on(recipe, model, optimizer, found)
-    found.state = state_in_memory(model, optimizer)
-    return found
+    return go_on(recipe, model, optimizer)
 
 
 def commit_paged(recipe: Recipe, folder: str) -> None:
     """Train the first half with everything on NVMe, and commit. Runs on every rank."""
     with offloaded(recipe, Paging(arena="least"), Path(folder)) as (model, optimizer):
-        train(steps(recipe, HALF), model, optimizer, Outcome())
+        begin(recipe, model, optimizer)
         optimizer.commit({"note": "mine"})
 
 
 def load_paged(recipe: Recipe, weights: str, folder: str) -> Outcome:
     """Begin a run with a folder, and go on. Runs on every rank."""
     model, optimizer = plain(recipe, meta=True, seed=99)
-    found = Outcome()
     with infinity.offload(model, optimizer, settings(Path(folder), Paging(), HOST), weights=weights) as paged:
-        go_on(recipe, model, paged, found)
-        found.state = state_on_nvme(model, paged)
-    return found
+        return go_on(recipe, model, paged)
 
 
 def all_ways(recipe: Recipe, ours: str, theirs: str, folder: str) -> list[str]:
@@ -265,7 +261,7 @@ def test_other_forms_of_a_checkpoint(form: str, tmp_path: Path, caplog: pytest.L
     """As the tutorial of torch nests them, under other names, and a model by itself, which is said."""
     recipe = RECIPES["adamw-groups"]
     model, optimizer = plain(recipe)
-    train(steps(recipe, HALF), model, optimizer, Outcome())
+    begin(recipe, model, optimizer)
     weights, state = get_state_dict(model, optimizer)
     forms: dict[str, dict[str, Any]] = {
         "app": {"app": {"model": weights, "optim": state}, "data": {"position": torch.tensor(3)}},
@@ -342,7 +338,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     recipe = Recipe(model="toy")
     model, optimizer = plain(recipe)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    train(steps(recipe, 1), model, optimizer, Outcome())
+    begin(recipe, model, optimizer)
     weights, state = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "flat")
     assert "save it without flatten_optimizer_state_dict" in refused(tmp_path, tmp_path / "flat", recipe)
