@@ -27,12 +27,12 @@ import infinity
 from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import (
     Committer,
-    ResumedState,
     choose_run,
     find_commits,
     remove_commits,
     restore,
 )
+from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.reader import CommitReader
@@ -42,9 +42,17 @@ from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment, ShardedModel
 from infinity.fsdp.content import ShardContent
-from infinity.fsdp.materialize import InitFunction, Member, ModuleInitialiser, PretrainedFolder
+from infinity.fsdp.materialize import (
+    FirstValues,
+    InitFunction,
+    Member,
+    ModuleInitialiser,
+    OwnValues,
+    PretrainedFolder,
+    ResumedState,
+)
 from infinity.io import Ticket, open_engine
-from infinity.layout import MASTER, Page, Role, StateFormat
+from infinity.layout import Page, Role, StateFormat
 from infinity.memory.arena import Arena, return_freed_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
@@ -101,14 +109,18 @@ def offload(
         model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
         optimizer: any element-wise `torch.optim` optimizer over its parameters, without state yet.
         config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
-        weights: folder of safetensors to load a model on the meta device from, as a stream.
+        weights: folder to load a model on the meta device from, as a stream: of safetensors, or one that
+            `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of model and
+            optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken over.
+            A run that resumes does not read it.
         init: initialises one module of a model on the meta device in place; by default the model's own
             `_init_weights`, else each module's `reset_parameters`.
 
     Raises:
         ConfigError: a setting is wrong. BudgetError: the arena or the space on NVMe is too small.
         UnsupportedError: the model or the optimizer cannot be paged, with the reason.
-        FolderBusyError: another live run owns a path. CommitError: there is nothing to resume from.
+        FolderBusyError: another live run owns a path. CommitError: there is nothing to resume from, or `weights`
+            cannot be read.
     """
     settings = load_config(config)
     check_config(settings)
@@ -190,7 +202,7 @@ class _Run:
         folder: RunFolder,
         lock: FolderLock,
         commits: list[Manifest],
-        source: ReshardSource | None,
+        old: ReshardSource | None,
         shares: list[float],
         device: torch.device,
     ) -> None:
@@ -198,7 +210,7 @@ class _Run:
         self.settings, self.ranks, self.layout, self.folder = settings, ranks, layout, folder
         self.resumed: ResumedState | None = None
         self.peers: Peers
-        self._source = source
+        self._old = old
         self._lock, self._shares = lock, shares
         self._found = commits[-1] if commits else None
         self._closers: list[Callable[[], None]] = []
@@ -256,26 +268,25 @@ class _Run:
         with ExitStack() as undo:
             undo.callback(lock.release)
             commits: list[Manifest] = []
-            source: ReshardSource | None = None
+            old: ReshardSource | None = None
             if resume:
-                old = ranks.together("finding the run's folders", lambda: folders_of(old_paths, run_id, paths))
-                if lies_otherwise(old, folder, budget.layout, ranks):
+                roots = ranks.together("finding the run's folders", lambda: folders_of(old_paths, run_id, paths))
+                if lies_otherwise(roots, folder, budget.layout, ranks):
                     step = settings.run.resume_step
-                    reader = ranks.together("reading the commit", lambda: CommitReader(old, step))
-                    source = ReshardSource(reader, ranks)
+                    old = ReshardSource(ranks.together("reading the commit", lambda: CommitReader(roots, step)), ranks)
                     folder = RunFolder.of(paths, ranks.agree(new_run_id()))
                     lock.name(folder.run_id)
-            if resume and source is None:
+            if resume and old is None:
                 commits = find_commits(folder, ranks, budget.layout, optimizer, settings.run.resume_step)
                 remove_commits(folder, ranks, keep=[commit.step for commit in commits])
                 shares = list(commits[-1].weights)
             else:
                 undo.callback(folder.remove)
-                if ranks.local_rank == 0 and source is None:
+                if ranks.local_rank == 0 and old is None:
                     _report_earlier_runs(paths)
                 shares = _agree_on_shares(settings, ranks)
             run = ranks.together(
-                "opening the run", lambda: cls(settings, ranks, budget, folder, lock, commits, source, shares, device)
+                "opening the run", lambda: cls(settings, ranks, budget, folder, lock, commits, old, shares, device)
             )
             run.peers = Peers(ranks, run.pager.fail)
             undo.pop_all()
@@ -309,13 +320,12 @@ class _Run:
         self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
         members = [member for unit in sharded.members for member in unit]
-        if self._source is not None:
-            source = self._source
-            self.ranks.together("checking the commit", lambda: source.check(members, layout, type(optimizer).__name__))
-            for unit in range(len(layout.units)):
-                content.initialise(unit, lambda shard, name: source.value(members[shard], name))
-        elif self._found is None:
-            self._write_first_values(sharded, content, initialiser, weights)
+        source: FirstValues | None = None
+        if self._found is None:
+            source = self.ranks.together(
+                "opening the weights", lambda: self._old or _first_values(sharded, initialiser, weights)
+            )
+            self._write_first_values(source, sharded, members, optimizer, content)
         if sharded.on_meta:
             initialiser.buffers(sharded.device)
         described = RunDescription(
@@ -339,12 +349,12 @@ class _Run:
         state = StepState(layout, self.pager, kernel, group_of=groups.__getitem__, phase=self.ledger.phase)
         if self._found is not None:
             self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
-        elif self._source is not None:
-            names = [member.names[0] for member in members]
-            self.resumed = self._source.restore(names, sharded.model, optimizer.param_groups)
+        elif source is not None:
+            restored = partial(source.restore, sharded.model, members, optimizer.param_groups)
+            self.resumed = self.ranks.together("restoring what belongs to the first values", restored)
         if self.resumed is not None:
             state.scalars.update(self.resumed.scalars)
-        index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
+        self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
         self._committer = Committer(
             self.folder,
             self.ranks,
@@ -356,7 +366,7 @@ class _Run:
         self._model, self._groups = sharded.model, optimizer.param_groups
         paged = PagedOptimizer(
             optimizer,
-            [index_of[id(param)] for param in sharded.model.parameters()],
+            [self._index_of[id(param)] for param in sharded.model.parameters()],
             layout=layout,
             frames=self.arena.frames,
             pager=self.pager,
@@ -365,48 +375,46 @@ class _Run:
             ledger=self.ledger,
             run=self,
             placement=settings.update.placement,
-            resumed_step=self.resumed.step if self.resumed else None,
+            steps=self.resumed.step if self.resumed else 0,
+            committed=self.resuming,
             names={name: shard for shard, member in enumerate(members) for name in member.names},
         )
-        if self._source is not None:
-            self._begin_resharded(paged, self._source)
+        if self._old is not None:
+            self._begin_resharded(paged, self._old)
         self.ledger.restart_step()
         return paged
 
-    def _begin_resharded(self, paged: PagedOptimizer, source: ReshardSource) -> None:
+    def _write_first_values(
+        self,
+        source: FirstValues,
+        sharded: ShardedModel,
+        members: list[Member],
+        optimizer: torch.optim.Optimizer,
+        content: ShardContent,
+    ) -> None:
+        def write() -> None:
+            for unit, (name, of_unit) in enumerate(zip(sharded.names, sharded.members, strict=True)):
+                content.initialise(unit, source.values(name, of_unit))
+
+        check = partial(source.check, sharded.model, members, self.layout, optimizer)
+        self.ranks.together("checking the first values", check)
+        self.ranks.together("writing the first values", write)
+
+    def _begin_resharded(self, paged: PagedOptimizer, left: ReshardSource) -> None:
         """Make the new run one to resume from, before the old one is no longer needed."""
         paged.commit(self.resumed_extra)
         if self.ranks.rank == 0:
-            old = source.reader
+            old = left.reader
             _log.warning(
                 "step %d of run %s (world size %d) goes on as run %s; the old one still takes its space, free it with "
                 "`infinity store rm`", old.step, old.folder.run_id, old.world_size, self.folder.run_id,
             )  # fmt: skip
 
-    def _write_first_values(
-        self,
-        sharded: ShardedModel,
-        content: ShardContent,
-        initialiser: ModuleInitialiser,
-        weights: str | os.PathLike[str] | None,
-    ) -> None:
-        source = PretrainedFolder(weights) if weights else initialiser
-        first = 0
-        for unit, (name, members) in enumerate(zip(sharded.names, sharded.members, strict=True)):
-            values = source.values(name, members) if sharded.on_meta else _local_values(members)
-
-            def value_of(
-                shard: int, section: str, values: dict[int, torch.Tensor] = values, first: int = first
-            ) -> torch.Tensor | None:
-                return values[shard - first] if section == MASTER else None
-
-            content.initialise(unit, value_of)
-            first += len(members)
-
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit. Raises `StorageError` where its files cannot be written."""
+        groups = [{**g, "params": [self._index_of[id(param)] for param in g["params"]]} for g in self._groups]
         try:
-            self._committer.publish(step, self._model, scalars, self._groups, extra)
+            self._committer.publish(step, self._model, scalars, groups, extra)
         except OSError as error:
             file = error.filename or str(self.folder.commits)
             raise StorageError("commit", file, 0, 0, error.errno) from error
@@ -454,11 +462,14 @@ class _Run:
         self._lock.release()
 
 
-def _local_values(members: tuple[Member, ...]) -> dict[int, torch.Tensor]:
-    return {
-        position: private.local_tensor(member.param).detach().reshape(-1).cpu()
-        for position, member in enumerate(members)
-    }
+def _first_values(
+    sharded: ShardedModel, initialiser: ModuleInitialiser, weights: str | os.PathLike[str] | None
+) -> FirstValues:
+    if not sharded.on_meta:
+        return OwnValues()
+    if weights is None:
+        return initialiser
+    return DcpFolder(weights) if DcpFolder.is_at(weights) else PretrainedFolder(weights)
 
 
 def _whole(member: Member) -> TensorSpec:

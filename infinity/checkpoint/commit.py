@@ -13,7 +13,6 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,13 @@ from infinity.checkpoint import manifest as files
 from infinity.checkpoint import state
 from infinity.checkpoint.manifest import Manifest
 from infinity.errors import CommitError
+from infinity.fsdp.materialize import ResumedState
 from infinity.layout import Layout, Role
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder, find_runs
 from infinity.store.pages import PageStore, Version
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ResumedState:
-    """What a resumed run gets besides its pages."""
-
-    step: int
-    scalars: dict[int, dict[str, Any]]
-    extra: dict[str, Any]
 
 
 class Committer:

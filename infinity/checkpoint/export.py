@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,36 @@ from safetensors.torch import save_file
 from infinity.checkpoint.manifest import write_durably
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import ConfigError
+from infinity.fsdp import private
 
 _INDEX = "model.safetensors.index.json"
+
+
+def new_folder(folder: Path) -> None:
+    """Make a folder, or take an empty one.
+
+    Raises:
+        ConfigError: it is not empty or cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty; name a new folder")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
+
+
+def cut(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Return positions file by file, in order: at most `most` bytes in each, or one that is larger."""
+    files: list[list[int]] = [[]]
+    filled = 0
+    for position, size in enumerate(sizes):
+        if files[-1] and filled + size > most:
+            files.append([])
+            filled = 0
+        files[-1].append(position)
+        filled += size
+    return files
 
 
 def export_safetensors(
@@ -42,21 +70,9 @@ def export_safetensors(
         ConfigError: the folder is not empty or cannot be written to.
         StorageError, CorruptPageError, CommitError: the commit cannot be read.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty; name a new folder")
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
-    sizes = {index: reader.nbytes(index, dtype) for index in range(len(reader.tensors))}
-    groups: list[list[int]] = [[]]
-    filled = 0
-    for index, size in sizes.items():
-        if groups[-1] and filled + size > file_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(index)
-        filled += size
+    new_folder(folder)
+    sizes = [reader.nbytes(index, dtype) for index in range(len(reader.tensors))]
+    groups = cut(sizes, file_bytes)
     weight_map: dict[str, str] = {}
     written: list[Path] = []
     for number, group in enumerate(groups, 1):
@@ -67,10 +83,10 @@ def export_safetensors(
             value = reader.read(index)
             if dtype is not None and value.is_floating_point():
                 value = value.to(dtype)
-            tensors[reader.tensors[index].names[0]] = value.contiguous()
+            tensors[private.unwrapped_name(reader.tensors[index].names[0])] = value.contiguous()
             advance(sizes[index])
         if number == len(groups):
-            tensors.update((key, value.contiguous()) for key, value in reader.buffers())
+            tensors.update((private.unwrapped_name(key), value.contiguous()) for key, value in reader.buffers())
         try:
             save_file(tensors, folder / name, metadata={"format": "pt"})
         except OSError as error:
@@ -82,7 +98,7 @@ def export_safetensors(
         write_durably(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         written.append(folder / "config.json")
     if len(groups) > 1:
-        index_tree = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        index_tree = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         write_durably(folder / _INDEX, (json.dumps(index_tree, indent=2) + "\n").encode())
         written.append(folder / _INDEX)
     return written

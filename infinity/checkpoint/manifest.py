@@ -54,7 +54,7 @@ _BODY = record(
         ),
     ),
     scalars=table(index, table(text(), setting)),
-    groups=sequence(table(text(r"(?!params$)(?s:.*)"), setting)),
+    groups=sequence(record(params=sequence(integer(0)), settings=table(text(r"(?!params$)(?s:.*)"), setting))),
     random=record(
         python=row(integer(3, 3), row(*[_WORD] * 624, integer(0, 624)), schema.optional(number())),
         numpy=row(schema.one_of("MT19937"), integer(0, 624), integer(0, 1), number()),
@@ -70,9 +70,9 @@ class Manifest:
     """Everything that a rank needs to continue, except the bytes of the pages.
 
     `weights` are the shares of the paths, from which the slots follow; `pages` maps page index to version; `scalars`
-    shard index to the optimizer's scalars; `groups` are the settings of the param groups; `random` the states of
-    Python's and NumPy's generators; the tensors (buffers, torch's generators) are in `state_file` beside the
-    manifest; `extra` is the user's own.
+    shard index to the optimizer's scalars; `groups` are parameters and settings of the param groups; `random` the
+    states of Python's and NumPy's generators; the tensors (buffers, torch's generators) are in `state_file` beside
+    the manifest; `extra` is the user's own.
     """
 
     run_id: str
@@ -238,8 +238,9 @@ def check_pages(manifest: Manifest, layout: Layout, folder: RunFolder) -> None:
     expected = {page.index: page.nbytes for page in layout.pages if page.role is not Role.GRAD}
     if {page: version.extent.length for page, version in manifest.pages.items()} != expected:
         raise CommitError(f"{file} is malformed: its pages are not those of the run's layout")
-    if max(manifest.scalars, default=0) >= max(1, len(layout.shards)):
-        raise CommitError(f"{file} is malformed: its scalars are not those of the run's layout")
+    grouped = (shard for group in manifest.groups for shard in group["params"])
+    if max((*manifest.scalars, *grouped), default=-1) >= len(layout.shards):
+        raise CommitError(f"{file} is malformed: its scalars or groups are of parameters that the layout lacks")
     ends = [0] * len(folder.roots)
     for path, offset, length in (version.extent for version in manifest.pages.values()):
         ends[path] = max(ends[path], offset + length)

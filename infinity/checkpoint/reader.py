@@ -12,7 +12,7 @@ import torch
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.description import RunDescription, TensorSpec, description_name, read_description
 from infinity.checkpoint.manifest import Manifest
-from infinity.checkpoint.state import load_tensors, saved_buffer
+from infinity.checkpoint.state import load_scalars, load_tensors, read_groups, saved_buffer
 from infinity.errors import CommitError
 from infinity.fsdp.content import section, torch_dtype
 from infinity.layout import MASTER, overlapping
@@ -92,6 +92,19 @@ class CommitReader:
         """Return the optimizer's states of a parameter, as (name, dtype)."""
         layout = self._ranks[0].layout
         return layout.segments[layout.shards[index].segment].format.kinds
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups; their `params` are indices into `tensors`."""
+        return read_groups(self._manifests[0].groups)
+
+    def scalars(self) -> dict[int, dict[str, Any]]:
+        """Return the optimizer's scalars of every parameter that was ever updated, by index into `tensors`."""
+        found: dict[int, dict[str, Any]] = {}
+        for manifest in self._manifests:  # a rank whose slice is empty may have none: another one has
+            for index, values in load_scalars(manifest.scalars).items():
+                found.setdefault(index, values)
+        return found
 
     def read(self, index: int, name: str = MASTER, *, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """Return a parameter as it is trained, or one of its states, in its full shape.

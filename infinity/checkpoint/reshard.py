@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.commit import ResumedState, check_optimizer, restore
+from infinity.checkpoint.commit import check_optimizer, restore
 from infinity.checkpoint.description import description_name, read_description
 from infinity.checkpoint.reader import CommitReader
-from infinity.checkpoint.state import load_scalars
 from infinity.errors import CommitError, FolderBusyError
 from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
-from infinity.fsdp.materialize import Member, local_slice
+from infinity.fsdp.materialize import FirstValues, Member, ResumedState, ValueOf, local_slice
 from infinity.layout import Layout, ShardSpec
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder, live_run
@@ -59,7 +58,7 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
     return RunFolder(run_id, roots)
 
 
-class ReshardSource:
+class ReshardSource(FirstValues):
     """First values and progress of a run from a commit that lies otherwise."""
 
     def __init__(self, reader: CommitReader, ranks: Ranks) -> None:
@@ -71,14 +70,16 @@ class ReshardSource:
         """The commit."""
         return self._reader
 
-    def check(self, members: Sequence[Member], layout: Layout, optimizer: str) -> None:
+    def check(
+        self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Check that the commit is of this model and optimizer.
 
         Raises:
             CommitError: it is not; what differs is named.
         """
         run_id, step = self._reader.folder.run_id, self._reader.step
-        check_optimizer(self._reader.manifest(0), optimizer)
+        check_optimizer(self._reader.manifest(0), type(optimizer).__name__)
         another = f"the commit of step {step} of run {run_id} belongs to another model: "
         if len(members) != len(self._reader.tensors):
             raise CommitError(f"{another}it has {len(self._reader.tensors)} parameters, this model {len(members)}")
@@ -99,31 +100,27 @@ class ReshardSource:
         if here != there:
             raise CommitError(f"{another}{name} is trained as {there} there, {here} here")
 
-    def value(self, member: Member, section: str) -> torch.Tensor:
-        """Return this rank's elements of a parameter or of one of its states, flat."""
-        param, index = member.param, self._index[member.names[0]]
-        spec = self._reader.tensors[index]
-        if private.shard_dim(param) != spec.dim:
-            return local_slice(param, self._reader.read(index, section))
-        rank, size = private.shard_rank_and_size(param)
-        return self._reader.read(index, section, rows=replace(spec, shard_size=size).slice_of(rank)).reshape(-1)
+    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
+        """Return slices of the commit's parameters and states, which are read when they are asked for."""
 
-    def restore(self, names: Sequence[str], model: nn.Module, groups: list[dict[str, Any]]) -> ResumedState:
-        """Put back buffers and settings, and random states where this rank was there; return the rest.
+        def value_of(position: int, section: str) -> torch.Tensor:
+            param, index = members[position].param, self._index[members[position].names[0]]
+            spec = self._reader.tensors[index]
+            if private.shard_dim(param) != spec.dim:
+                return local_slice(param, self._reader.read(index, section))
+            rank, size = private.shard_rank_and_size(param)
+            rows = replace(spec, shard_size=size).slice_of(rank)
+            return self._reader.read(index, section, rows=rows).reshape(-1)
 
-        Args:
-            names: first name of every shard, in order.
-        """
+        return value_of
+
+    def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState:
+        """Put back buffers and settings, and random states where this rank was there; return the rest."""
         rank = self._ranks.rank
         was_there = rank < self._reader.world_size
         manifest = self._reader.manifest(rank if was_there else 0)
         found = restore(manifest, self._reader.folder, model, groups, random=was_there)
-        # A rank whose slice is empty may have no scalars: another one has.
-        scalars: dict[int, dict[str, Any]] = {}
-        for other in range(self._reader.world_size):
-            for index, values in load_scalars(self._reader.manifest(other).scalars).items():
-                scalars.setdefault(index, values)
-        by_shard = {
-            shard: scalars[self._index[name]] for shard, name in enumerate(names) if self._index[name] in scalars
-        }
+        scalars = self._reader.scalars()
+        indices = [self._index[member.names[0]] for member in members]
+        by_shard = {shard: scalars[index] for shard, index in enumerate(indices) if index in scalars}
         return ResumedState(found.step, by_shard, found.extra)

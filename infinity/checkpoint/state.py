@@ -118,20 +118,34 @@ def load_scalars(saved: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, 
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings of param groups as plain data, parameters left out."""
-    return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+    """Return param groups, whose `params` are indices of shards, as plain data."""
+    return [
+        {
+            "params": group["params"],
+            "settings": {key: _plain(value) for key, value in group.items() if key != "params"},
+        }
+        for group in groups
+    ]
+
+
+def read_groups(saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what `save_groups` was given."""
+    return [
+        {**{key: _rich(value) for key, value in group["settings"].items()}, "params": list(group["params"])}
+        for group in saved
+    ]
 
 
 def load_groups(saved: Sequence[Mapping[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Put settings back into param groups.
+    """Put settings back into param groups; their parameters stay.
 
     Raises:
         CommitError: there is another number of groups.
     """
     if len(saved) != len(groups):
         raise CommitError(f"the commit has {len(saved)} param groups, the optimizer {len(groups)}")
-    for values, group in zip(saved, groups, strict=True):
-        group.update({key: _rich(value) for key, value in values.items()})
+    for values, group in zip(read_groups(saved), groups, strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
 
 
 def _plain(value: Any) -> Any:

@@ -147,14 +147,15 @@ class ShardContent:
         """Write the first content of a unit's pages.
 
         Args:
-            value_of: returns one section (``master`` or a state kind) of a shard's real elements, shape (numel,); the
-                master in the dtype that is trained; None for zeros.
+            value_of: returns one section (``master`` or a state kind) of the real elements of a shard, given its
+                position in the unit, shape (numel,); the master in the dtype that is trained; None for zeros.
         """
+        first = self._layout.unit_shards[unit][0]
         for segment in self._layout.segments:
             if segment.unit != unit:
                 continue
             values = {
-                (shard, name): value_of(shard, name)
+                (shard, name): value_of(shard - first, name)
                 for shard in segment.shards
                 for name in (MASTER, *(kind for kind, _ in segment.format.kinds))
             }

@@ -1,4 +1,4 @@
-"""First values of a model's shards: its own initialisation, unit by unit, or a folder of safetensors.
+"""First values of a model's shards: those it has, its own initialisation, unit by unit, or a folder of safetensors.
 
 Peak memory is one whole unit, whatever the size of the model. Every module is initialised under a seed of its
 own, derived from the run's seed and the module's name; so the values depend on neither world size, nor paths,
@@ -21,8 +21,12 @@ from torch import nn
 
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
+from infinity.layout import MASTER, Layout
 
 InitFunction = Callable[[nn.Module], None]
+ValueOf = Callable[[int, str], torch.Tensor | None]
+"""One section (``master`` or a state kind) of a unit's member, given its position: this rank's elements, flat; None for
+zeros."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,55 @@ class Member:
 
     param: Any
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ResumedState:
+    """How far training has come, besides what is in the pages: scalars by shard, and the user's `extra`."""
+
+    step: int
+    scalars: dict[int, dict[str, Any]]
+    extra: dict[str, Any]
+
+
+class FirstValues:
+    """Where the first content of a run's pages comes from."""
+
+    def check(
+        self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Check, before anything is written, that the values are of this model and optimizer.
+
+        Args:
+            members: all parameters, in the order of the layout's shards.
+
+        Raises:
+            ConfigError, CommitError: they are not; what differs is named.
+        """
+
+    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
+        """Return the values of one unit; the master in the dtype that is trained."""
+        raise NotImplementedError
+
+    def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState | None:
+        """Put what belongs to the values into buffers and param groups; return how far training has come.
+
+        Returns:
+            None for a run that begins.
+        """
+        return None
+
+
+def local_bounds(param: Any) -> tuple[list[int], list[int]]:
+    """Return offsets and sizes of this rank's slice of a whole parameter, one per dimension."""
+    sizes = list(private.full_shape(param))
+    offsets = [0] * len(sizes)
+    rank, size = private.shard_rank_and_size(param)
+    dim = private.shard_dim(param)
+    rows = -(-sizes[dim] // size)
+    offsets[dim] = min(rank * rows, sizes[dim])
+    sizes[dim] = min(rows, sizes[dim] - offsets[dim])
+    return offsets, sizes
 
 
 def local_slice(param: Any, whole: torch.Tensor) -> torch.Tensor:
@@ -45,7 +98,21 @@ def module_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
 
 
-class ModuleInitialiser:
+class OwnValues(FirstValues):
+    """The values that a model has already."""
+
+    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
+        """Return copies of the local elements."""
+
+        def value_of(position: int, section: str) -> torch.Tensor | None:
+            if section != MASTER:
+                return None
+            return private.local_tensor(members[position].param).detach().reshape(-1).cpu()
+
+        return value_of
+
+
+class ModuleInitialiser(FirstValues):
     """Runs a model's own initialisation for one unit at a time."""
 
     def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
@@ -53,8 +120,8 @@ class ModuleInitialiser:
         # Children before parents, as `nn.Module.apply` does: a parent may overwrite what its children set.
         self._modules = [(name, module) for name, module in _post_order(model)]
 
-    def values(self, unit: str, members: Sequence[Member]) -> dict[int, torch.Tensor]:
-        """Return the local elements of every member (by position), flat, in its own dtype.
+    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
+        """Return what the modules of a unit set.
 
         Raises:
             UnsupportedError: a module has parameters but no way to initialise them.
@@ -70,10 +137,10 @@ class ModuleInitialiser:
                     f"nothing initialised {', '.join(missing)} of unit {unit}: give the model `_init_weights` or its "
                     "modules `reset_parameters`, or pass init=function to infinity.offload"
                 )
-            return {
-                position: local_slice(member.param, whole.detach()).clone()
-                for position, (member, whole) in enumerate(zip(members, wholes, strict=True))
-            }
+            found = [
+                local_slice(member.param, whole.detach()).clone() for member, whole in zip(members, wholes, strict=True)
+            ]
+            return lambda position, section: found[position] if section == MASTER else None
 
     def _reaches(self, module: nn.Module, owners: set[int]) -> bool:
         """Whether a module without parameters of its own may set those of its direct children."""
@@ -171,7 +238,7 @@ def _whole_parameters(members: Sequence[Member]) -> Iterator[list[torch.Tensor]]
             private.set_sharded_parameter(member.param)
 
 
-class PretrainedFolder:
+class PretrainedFolder(FirstValues):
     """A folder of safetensors, as `save_pretrained` writes it; tensors are read slice by slice."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -194,13 +261,13 @@ class PretrainedFolder:
                 found.update(dict.fromkeys(opened.keys(), file))
         return found
 
-    def values(self, unit: str, members: Sequence[Member]) -> dict[int, torch.Tensor]:
-        """Return the local elements of every member (by position), flat, in its own dtype.
+    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
+        """Return the tensors of the folder, which are read when they are asked for.
 
         Raises:
-            ConfigError: a tensor is missing or has another shape; both shapes are named.
+            ConfigError: when asked: a tensor is missing or has another shape; both shapes are named.
         """
-        return {position: self._value(member) for position, member in enumerate(members)}
+        return lambda position, section: self._value(members[position]) if section == MASTER else None
 
     def _value(self, member: Member) -> torch.Tensor:
         from safetensors import safe_open
@@ -216,18 +283,14 @@ class PretrainedFolder:
                 raise ConfigError(
                     f"{name} in {self._folder} has shape {shape}, the model needs {tuple(private.full_shape(param))}"
                 )
-            rank, size = private.shard_rank_and_size(param)
-            if private.shard_dim(param) == 0 and shape:
-                rows = -(-shape[0] // size)
-                value: torch.Tensor = part[min(rank * rows, shape[0]) : min((rank + 1) * rows, shape[0])]
-            else:
-                value = local_slice(param, opened.get_tensor(name))
+            bounds = zip(*local_bounds(param), strict=True)
+            value: torch.Tensor = part[tuple(slice(offset, offset + size) for offset, size in bounds)]
         dtype: torch.dtype = param.sharded_param.dtype
         return value.reshape(-1).to(dtype)
 
     def _candidates(self, member: Member) -> Iterator[str]:
         """Names to look for: the model's own, without up to two modules around it, with the base model's prefix."""
-        for name in member.names:
+        for name in map(private.unwrapped_name, member.names):
             yield name
             parts = name.split(".")
             yield from (".".join(parts[outer:]) for outer in (1, 2) if len(parts) > outer + 1)

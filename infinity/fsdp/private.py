@@ -34,6 +34,11 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield (name or "root") + (f"#{position}" if position else ""), group
 
 
+def unwrapped_name(name: str) -> str:
+    """Return a name as `get_state_dict` has it: without the modules that compilation and checkpointing put around."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def is_sharded_module(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on a module."""
     return isinstance(module, FSDPModule)

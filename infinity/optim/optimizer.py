@@ -73,7 +73,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         ledger: Ledger,
         run: Run,
         placement: str,
-        resumed_step: int | None,
+        steps: int,
+        committed: bool,
         names: dict[str, int],
     ) -> None:
         self._layout, self._frames, self._pager, self._content = layout, frames, pager, content
@@ -88,8 +89,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._settings_in_backward: list[dict[str, Any]] | None = None
         self._given = optimizer
         self._closed = False
-        self._committed = resumed_step is not None
-        self.steps = resumed_step or 0
+        self._committed = committed
+        self.steps = steps
         self.records: list[StepRecord] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # shared, so that schedulers made before still work

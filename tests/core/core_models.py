@@ -73,6 +73,23 @@ class Even(Toy):
         self.order = tuple(range(blocks))
 
 
+class Buffered(Toy):
+    """A persistent buffer that every forward changes and uses, and one that is no part of the state."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.seen.zero_()
+        self.scale.fill_(1.0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen += self.scale
+        return super().forward(tokens) * (1 + self.seen.clone() / 8)
+
+
 class Spare(Toy):
     """A parameter, and a whole unit, that no forward uses."""
 
@@ -139,6 +156,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "even": Even,
     "repeated": lambda: Toy(blocks=2, order=(0, 1, 0)),
     "spare": Spare,
+    "buffered": Buffered,
     "frozen": frozen,
 }
 

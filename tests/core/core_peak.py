@@ -12,6 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.checkpoint.dcp import DcpExport
+from infinity.checkpoint.reader import CommitReader
+from infinity.store.folder import RunFolder, find_runs
 
 WIDTH = 512
 ELEMENTS = 4 * WIDTH * WIDTH
@@ -31,33 +34,48 @@ class Layer(nn.Module):
 
 
 def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
-    """Train two steps: `mode` is ``nothing`` (only the imports), ``memory`` or ``paged``."""
+    """Do what `mode` says.
+
+    ``nothing`` (only the imports), ``memory`` or ``paged`` (train two steps), ``commit`` (that, and commit), ``export``
+    (that commit, to DCP) or ``load`` (begin a run with what was exported).
+    """
     torch.set_num_threads(1)
-    losses = [] if mode == "nothing" else train(mode, layers, host_bytes, Path(folder))
+    losses = []
+    if mode == "export":
+        export(Path(folder))
+    elif mode != "nothing":
+        losses = train(mode, layers, host_bytes, Path(folder))
     status = Path("/proc/self/status").read_text()
     peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     print(json.dumps({"peak": int(peak.split()[1]) * 1024, "losses": losses}))
+
+
+def export(folder: Path) -> None:
+    """Write the newest commit in files of a parameter each."""
+    run_id = find_runs([folder])[-1]
+    reader = CommitReader(RunFolder(run_id, (folder / run_id,)))
+    DcpExport(reader).write(folder / "dcp", file_bytes=4 * WIDTH * 2 * WIDTH)
 
 
 def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
     """Return the losses of two steps."""
     mesh, policy = infinity.mesh("cpu"), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     torch.manual_seed(0)
-    with torch.device("meta" if mode == "paged" else "cpu"):
+    with torch.device("cpu" if mode == "memory" else "meta"):
         model = nn.Sequential(*(Layer() for _ in range(layers)))
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    if mode == "paged":
+    if mode != "memory":
         config = {
             "storage": {"paths": [str(folder)]},
             "memory": {"host_bytes": host_bytes, "page_bytes": "256KiB"},
             "telemetry": {"runtime_dir": str(folder / "runtime")},
         }
-        optimizer = infinity.offload(model, optimizer, config)
+        optimizer = infinity.offload(model, optimizer, config, weights=folder / "dcp" if mode == "load" else None)
     losses = []
-    for step in range(2):
+    for step in range(0 if mode == "load" else 2):
         torch.manual_seed(step)
         x = torch.randn(8, WIDTH)
         loss = (model(x) - x).float().square().mean()
@@ -65,7 +83,9 @@ def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    if mode == "paged":
+    if mode == "commit":
+        optimizer.commit()
+    if mode != "memory":
         optimizer.close()
     return losses
 

@@ -30,6 +30,7 @@ SLOW = Fault(kind=FaultKind.SLOW, probability=0.3, seconds=0.003)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1, fused=True),
+    "adamw_tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(3e-3), fused=True),
     "adam_amsgrad": lambda p: torch.optim.Adam(p, lr=3e-3, amsgrad=True),
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-1),

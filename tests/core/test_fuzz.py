@@ -379,9 +379,10 @@ MANIFEST_LIES = {
     "no weights": (_set("weights", to=[]), "weights"),
     "an infinite weight": (_set("weights", 0, to=float("inf")), "weights: 0: inf is not a number"),
     "parameters among settings": (
-        lambda body: body["groups"][0].update(params=[]),
-        "groups: 0: a key: 'params' is not",
+        lambda body: body["groups"][0]["settings"].update(params=[]),
+        "groups: 0: settings: a key: 'params' is not",
     ),
+    "a group of no parameter": (_set("groups", 0, "params", to=[1 << 40]), "scalars or groups"),
 }
 
 

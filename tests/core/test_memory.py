@@ -50,6 +50,17 @@ def test_twice_the_layers_need_no_more_memory(tmp_path: Path) -> None:
     assert large - small < 6 * MIB
 
 
+def test_formats_are_streamed(tmp_path: Path) -> None:
+    """To write a folder of DCP takes a part of what is in it; to begin a run with it, not more than to train."""
+    layers = 16
+    of_training = peak("commit", layers, tmp_path)
+    exported = peak("export", layers, tmp_path) - peak("nothing", 0, tmp_path)
+    state = sum(file.stat().st_size for file in (tmp_path / "dcp").iterdir())
+    assert state > 12 * layers * core_peak.ELEMENTS
+    assert exported < state / 6
+    assert peak("load", layers, tmp_path) < of_training + state / 12
+
+
 @contextmanager
 def memory_group(limit: int) -> Iterator[Path]:
     """Make a memory cgroup; skip where that is not possible."""

@@ -7,6 +7,8 @@ import pytest
 import torch
 from core_train import batch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -91,6 +93,15 @@ def test_compute_dtype_is_that_of_the_policy() -> None:
         made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy(dtype))
         for group, param in params(made):
             assert private.compute_dtype(group, param) == (dtype or torch.float32)
+
+
+def test_wrappers_are_left_out_of_names() -> None:
+    """`_orig_mod` and `_checkpoint_wrapped_module`: the names are those of `get_state_dict`."""
+    inner = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), torch.compile(nn.LayerNorm(4)))
+    wrapped = torch.compile(inner)
+    names = [name for name, _ in wrapped.named_parameters()]
+    assert "_orig_mod.0._checkpoint_wrapped_module.weight" in names
+    assert [private.unwrapped_name(name) for name in names] == list(get_model_state_dict(wrapped))
 
 
 def test_local_tensor_and_shapes(model: nn.Module) -> None:

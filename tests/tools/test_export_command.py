@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tools_command import SMALL, Finished, run_here
+from torch.distributed.checkpoint import FileSystemReader
 
 
 @pytest.fixture
@@ -44,6 +45,19 @@ def test_another_step_and_dtype(committed: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_everything_for_plain_fsdp2(committed: Path, tmp_path: Path) -> None:
+    """Weights, moments and what `infinity train` had committed beside them, in several files."""
+    done = _export(committed, "--out", tmp_path / "dcp", "--to", "dcp", "--file-size", "300KiB", "--json")
+    assert done.status == 0, done.errors
+    assert str(tmp_path / "dcp" / ".metadata") in done.summary["files"]
+    assert len(done.summary["files"]) > 3
+    stored = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    assert {key.split(".")[0] for key in stored} == {"model", "optim", "infinity"}
+    done = _export(committed, "--out", tmp_path / "person", "--to", "dcp")
+    assert "step 2 of" in done.output
+    assert "config.json" not in done.output
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -51,6 +65,7 @@ def test_another_step_and_dtype(committed: Path, tmp_path: Path) -> None:
         (("--run", "20000101-000000-abcdef"), "no commit of 20000101-000000-abcdef"),
         (("--dtype", "fp64"), "'fp64' is not one of"),
         (("--to", "gguf"), "'gguf' is not known"),
+        (("--to", "dcp", "--dtype", "bf16"), "--dtype and --model-config are for --to safetensors"),
         (("--file-size", "many"), "--file-size"),
         (("--model-config", "missing.json"), "missing.json"),
     ],

@@ -1,8 +1,10 @@
-"""`infinity export`: a commit as a folder that `from_pretrained` loads."""
+"""`infinity export`: a commit as a folder that `from_pretrained` or `torch.distributed.checkpoint` loads."""
 
 from __future__ import annotations
 
 import json as json_format
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,23 +22,29 @@ _DTYPES = {"trained": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "floa
 def export(
     paths: Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")],
     out: Annotated[Path, typer.Option(help="New folder to write.")],
-    to: Annotated[str, typer.Option(help="Format: safetensors.")] = "safetensors",
+    to: Annotated[str, typer.Option(help="safetensors: the weights. dcp: the optimizer's state too.")] = "safetensors",
     run: Annotated[str, typer.Option(help="Run. [default: the newest that has a commit]")] = "",
     step: Annotated[int | None, typer.Option(min=0, help="Step of the commit. [default: the newest]")] = None,
-    dtype: Annotated[str, typer.Option(help="trained, fp32, bf16 or fp16.")] = "trained",
-    file_size: Annotated[str, typer.Option(help="Most weights per file; memory is that of one file.")] = "1GiB",
+    dtype: Annotated[str, typer.Option(help="Of safetensors: trained, fp32, bf16 or fp16.")] = "trained",
+    file_size: Annotated[str, typer.Option(help="Most bytes per file; memory is that of one file.")] = "1GiB",
     model_config: Annotated[
         Path | None,
-        typer.Option(help="config.json to put beside the weights. [default: the one that `infinity train` committed]"),
+        typer.Option(help="config.json to put beside safetensors. [default: the one that `infinity train` committed]"),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Write the weights of a commit as a folder that transformers' `from_pretrained` loads."""
+    """Write a commit as a folder: of weights, for transformers' `from_pretrained`, or of everything, for plain FSDP2.
+
+    The latter goes on from a folder of torch.distributed.checkpoint bit for bit: `dcp.load`, then `set_state_dict`.
+    """
     with failures():
-        if to != "safetensors":
-            raise ConfigError(f"--to {to!r} is not known; there is safetensors")
+        if to not in ("safetensors", "dcp"):
+            raise ConfigError(f"--to {to!r} is not known; there are safetensors and dcp")
         if dtype not in _DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+        if to == "dcp" and (dtype != "trained" or model_config is not None):
+            raise ConfigError("--dtype and --model-config are for --to safetensors; dcp has the state as it is trained")
+        from infinity.checkpoint.dcp import DcpExport
         from infinity.checkpoint.export import export_safetensors
         from infinity.checkpoint.reader import CommitReader
         from infinity.fsdp.content import torch_dtype
@@ -55,25 +63,24 @@ def export(
         config = _config(model_config, reader.extra)
         name = _DTYPES[dtype]
         console = Console(highlight=False)
-        with byte_progress(f"exporting step {reader.step}", silent=json) as bar:
+        write: Callable[..., list[Path]]
+        if to == "dcp":
+            export_dcp = DcpExport(reader)
+            total, write = export_dcp.nbytes, export_dcp.write
+        else:
             chosen_dtype = torch_dtype(name) if name else None
             total = sum(reader.nbytes(index, chosen_dtype) for index in range(len(reader.tensors)))
+            write = partial(export_safetensors, reader, config=config, dtype=chosen_dtype)
+        with byte_progress(f"exporting step {reader.step}", silent=json) as bar:
             task = bar.add_task("", total=total)
-            written = export_safetensors(
-                reader,
-                out,
-                config=config,
-                dtype=chosen_dtype,
-                file_bytes=file_bytes,
-                advance=lambda nbytes: bar.advance(task, nbytes),
-            )
+            written = write(out, file_bytes=file_bytes, advance=lambda nbytes: bar.advance(task, nbytes))
         if json:
             facts = {"run_id": chosen.run_id, "step": reader.step, "bytes": total}
             typer.echo(json_format.dumps({**facts, "files": [str(file) for file in written]}))
             return
         report = f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {len(written)} files"
         console.print(report, soft_wrap=True)
-        if config is None:
+        if to == "safetensors" and config is None:
             console.print("no config.json: the commit has none; name one with --model-config", style="yellow")
 
 
