@@ -1,9 +1,14 @@
-"""Step time of one model: infinity against FSDP2 in memory, FSDP2 with CPUOffloadPolicy and plain torch.
+"""Step time and bytes of one model: infinity and its two limits, FSDP2 in memory and with CPUOffloadPolicy, torch.
 
-All variants are alive at once, each in a process of its own, and take steps in turn; so what the machine does
-in the background hits all of them alike. Reported are medians and the median of the ratios round by round.
+All variants are alive at once, each in a process of its own, and take steps in turn; so what the machine does in the
+background hits all of them alike. Reported are medians, and medians of the ratios round by round:
 
-    python benchmarks/bench_step.py --model llama-100m --batch-tokens 512 --nvme DIR
+- `over_in_memory`: a variant's step over that of FSDP2 in memory.
+- `roofline_ratio`: infinity's step over the slower of its two limits, which are the same model with everything resident
+  (compute) and the transfers of the same plan without any computation (I/O).
+- `bytes_per_parameter` and `predicted_over_measured_bytes`, by placement and share of the state in the arena.
+
+    python benchmarks/bench_step.py --model llama-100m --tokens 256,1024,4096 --nvme DIR [--loop]
 """
 
 from __future__ import annotations
@@ -23,12 +28,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-VARIANTS = ("infinity", "infinity_resident", "fsdp_memory", "fsdp_cpu_offload", "torch_memory")
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+VARIANTS = ("infinity", "resident", "io_only", "fsdp_memory", "fsdp_cpu_offload", "torch_memory")
+PAGED = VARIANTS[:3]
+PLACEMENTS = ("in_backward", "in_forward", "after_backward")
+SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
+LEAST_PAGES, PAGE_BYTES = 12, 1 << 20
+WARM = 2
+"""Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
 
 
-def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
-    """Hold one variant; take a step per message and answer with its figures."""
+def build(options: argparse.Namespace, variant: str, folder: str, **sections: dict[str, Any]) -> tuple[Any, Any, int]:
+    """Return model, optimizer and the number of token values of a variant."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -38,57 +50,73 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
     source = find_model(options.model)
     model = on_meta(source)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if not variant.startswith("infinity"):
+    if variant not in PAGED:
         model.to_empty(device="cpu")
         torch.manual_seed(0)
         model.init_weights()
-    if variant == "torch_memory":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    else:
+    if variant != "torch_memory":
         offload = CPUOffloadPolicy(pin_memory=False) if variant == "fsdp_cpu_offload" else OffloadPolicy()
         mesh, policy = infinity.mesh(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for layer in (*layers_of(model), model):
             fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if variant in PAGED:
+        config = {"storage": {"paths": [folder]}, "run": {"keep": "never"}, **sections}
+        if variant == "resident":
+            parameters = sum(param.numel() for param in model.parameters())
+            config["memory"] = {"host_bytes": 18 * parameters + (1 << 29)}  # state, gradients and ends of pages
+        optimizer = infinity.offload(model, optimizer, config)
+    return model, optimizer, source.config.vocab_size
+
+
+def train_step(model: Any, optimizer: Any, tokens: Any, *, clip: bool = False, autocast: bool = False) -> float:
+    """Take a step; return its loss."""
+    import torch
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    if clip:
+        optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def replay(optimizer: Any) -> None:
+    """Do what the plan says with the pages, and nothing else: what is in them is lost."""
+    for access in optimizer.plan.trace:
+        with optimizer._pager.access(access):
+            pass
+    optimizer._pager.begin_step()
+
+
+def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
+    """Hold one variant; take a step of so many tokens per message and answer with its figures."""
+    import torch
+
+    sections = {"update": {"placement": options.update}, "memory": {"host_bytes": options.host_memory}}
+    model, optimizer, vocabulary = build(options, variant, folder, **sections)
     facts: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    if variant.startswith("infinity"):
-        everything = 20 * facts["parameters"] + (1 << 30)
-        optimizer = infinity.offload(
-            model,
-            optimizer,
-            {
-                "storage": {"paths": [folder]},
-                "memory": {"host_bytes": everything if variant == "infinity_resident" else options.host_memory},
-                "update": {"placement": options.update},
-            },
-        )
-        facts["host_bytes"] = optimizer.host_bytes
-        facts["state_bytes"] = optimizer.layout.state_bytes
+    if variant in PAGED:
+        facts |= {"host_bytes": optimizer.host_bytes, "state_bytes": optimizer.layout.state_bytes}
     pipe.send(facts)
-    step = 0
-    while pipe.recv():
-        torch.manual_seed(step)
-        tokens = torch.randint(0, source.config.vocab_size, (options.batch_tokens // options.seq, options.seq))
-        started = time.perf_counter()
-        if variant == "torch_memory":
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=tokens, labels=tokens).loss
+    number = 0
+    while count := pipe.recv():
+        torch.manual_seed(number)
+        tokens = torch.randint(0, vocabulary, (count // options.seq, options.seq))
+        began = time.perf_counter()
+        if variant == "io_only" and number >= WARM:
+            replay(optimizer)
+            pipe.send({"seconds": time.perf_counter() - began})
         else:
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        answer: dict[str, Any] = {"seconds": time.perf_counter() - started, "loss": loss.item()}
-        if variant.startswith("infinity"):
-            traffic, record = optimizer.plan.traffic, optimizer.records[-1]
-            answer |= {
-                "read": record.read_bytes, "written": record.written_bytes,
-                "predicted_read": traffic.read_bytes, "predicted_written": traffic.written_bytes,
-                "stall": record.stall_seconds, "placement": optimizer.update_placement,
-            }  # fmt: skip
-        pipe.send(answer)
-        step += 1
-    if variant.startswith("infinity"):
+            loss = train_step(model, optimizer, tokens, autocast=variant == "torch_memory")
+            answer: dict[str, Any] = {"seconds": time.perf_counter() - began, "loss": loss}
+            if variant == "infinity":
+                answer |= {"stall": optimizer.records[-1].stall_seconds, "placement": optimizer.update_placement}
+            pipe.send(answer)
+        number += 1
+    if variant in PAGED:
         optimizer.close()
 
 
@@ -97,8 +125,8 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Run all variants in turn and return the figures."""
+def measure_time(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Let all variants take steps in turn, for every number of tokens; return the figures of a drive."""
     from rich.progress import Progress
 
     context = mp.get_context("spawn")
@@ -107,7 +135,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for variant in options.variants:
         ours, theirs = context.Pipe()
-        home = Path(folder) / variant
+        home = folder / variant
         home.mkdir()
         process = context.Process(target=worker, args=(theirs, variant, options, str(home)))
         process.start()
@@ -115,43 +143,113 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         processes.append(process)
         pipes[variant] = ours
         facts[variant] = ours.recv()
-    steps: dict[str, list[dict[str, Any]]] = {variant: [] for variant in pipes}
+    steps: dict[int, dict[str, list[dict[str, Any]]]] = {
+        count: {variant: [] for variant in pipes} for count in options.tokens
+    }
+
+    def round_of(count: int) -> dict[str, dict[str, Any]]:
+        found = {}
+        for variant, pipe in pipes.items():
+            pipe.send(count)
+            found[variant] = pipe.recv()
+            progress.advance(task)
+        return found
+
     with Progress(transient=True) as progress:
-        task = progress.add_task("steps in turn", total=(options.rounds + 2) * len(pipes))
-        for _ in range(options.rounds + 2):
-            for variant, pipe in pipes.items():
-                pipe.send(True)
-                steps[variant].append(pipe.recv())
-                progress.advance(task)
+        rounds = WARM + len(options.tokens) * options.rounds
+        task = progress.add_task("steps in turn", total=rounds * len(pipes))
+        for _ in range(WARM):
+            round_of(options.tokens[0])
+        for _ in range(options.rounds):
+            for count in options.tokens:
+                for variant, row in round_of(count).items():
+                    steps[count][variant].append(row)
     for pipe in pipes.values():
-        pipe.send(False)
+        pipe.send(0)
     for process in processes:
         process.join()
-    return figures({variant: rows[2:] for variant, rows in steps.items()}, facts)
+    return {**facts["infinity"], "by_tokens": {str(count): figures(rows) for count, rows in steps.items()}}
 
 
-def figures(steps: dict[str, list[dict[str, Any]]], facts: dict[str, Any]) -> dict[str, Any]:
-    """Return medians, ratios against FSDP2 in memory, and traffic."""
-    seconds = {variant: [row["seconds"] for row in rows] for variant, rows in steps.items()}
+def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return medians and ratios of one number of tokens."""
+    seconds = {variant: [row["seconds"] for row in found] for variant, found in rows.items()}
+
+    def over(variant: str, below: list[float]) -> dict[str, float]:
+        return spread([mine / other for mine, other in zip(seconds[variant], below, strict=True)])
+
     result: dict[str, Any] = {
-        "parameters": facts["infinity"]["parameters"],
-        "state_bytes": facts["infinity"]["state_bytes"],
-        "host_bytes": facts["infinity"]["host_bytes"],
         "step_seconds": {variant: spread(values) for variant, values in seconds.items()},
+        "stall_share": spread([row["stall"] / row["seconds"] for row in rows["infinity"]]),
+        "update_placement": rows["infinity"][-1]["placement"],
         "samples": seconds,
     }
-    for variant, values in seconds.items():
-        if variant != "fsdp_memory" and "fsdp_memory" in seconds:
-            ratios = [mine / theirs for mine, theirs in zip(values, seconds["fsdp_memory"], strict=True)]
-            result.setdefault("over_in_memory", {})[variant] = spread(ratios)
-    rows = steps["infinity"]
-    moved = sum(row["read"] + row["written"] for row in rows)
-    predicted = sum(row["predicted_read"] + row["predicted_written"] for row in rows)
-    result["update_placement"] = rows[-1]["placement"]
-    result["bytes_per_parameter"] = moved / len(rows) / result["parameters"]
-    result["predicted_over_measured_bytes"] = predicted / moved if moved else 1.0
-    result["stall_share"] = spread([row["stall"] / row["seconds"] for row in rows])
+    if "fsdp_memory" in seconds:
+        others = [variant for variant in seconds if variant not in ("fsdp_memory", "io_only")]
+        result["over_in_memory"] = {variant: over(variant, seconds["fsdp_memory"]) for variant in others}
+    if {"resident", "io_only"} <= seconds.keys():
+        limits = [max(pair) for pair in zip(seconds["resident"], seconds["io_only"], strict=True)]
+        compute, io = (statistics.median(seconds[name]) for name in ("resident", "io_only"))
+        result["roofline_ratio"] = over("infinity", limits)
+        result["bound_by"] = "compute" if compute > 1.25 * io else "I/O" if io > 1.25 * compute else "both"
     return result
+
+
+def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Return measured, predicted and least bytes per step, by placement and share of the state in the arena."""
+    from rich.progress import Progress
+
+    cases = [(placement, share) for placement in PLACEMENTS for share in SHARES]
+    context = mp.get_context("spawn")
+    found = []
+    with Progress(transient=True) as progress:
+        for placement, share in progress.track(cases, description="bytes by arena"):
+            ours, theirs = context.Pipe()
+            with tempfile.TemporaryDirectory(dir=folder) as home:
+                process = context.Process(target=count_bytes, args=(theirs, options, home, placement, share))
+                process.start()
+                theirs.close()
+                found.append(ours.recv())
+                process.join()
+    return found
+
+
+def count_bytes(pipe: Connection, options: argparse.Namespace, folder: str, placement: str, share: float) -> None:
+    """Take a few steps of few tokens; send what was moved."""
+    import torch
+
+    from infinity.layout import Role
+
+    state = (14 if placement == "in_backward" else 18) * options.parameters
+    memory = {"host_bytes": max(LEAST_PAGES * PAGE_BYTES, int(share * state)), "page_bytes": PAGE_BYTES}
+    model, optimizer, vocabulary = build(options, "infinity", folder, update={"placement": placement}, memory=memory)
+    layout, steps = optimizer.layout, 6
+    for number in range(3 + steps):
+        tokens = torch.randint(0, vocabulary, (1, options.seq))
+        train_step(model, optimizer, tokens, clip=placement != "in_backward")
+        if number == 2:
+            before = optimizer.run.ledger.total_bytes
+    moved = {op: nbytes - before[op] for op, nbytes in optimizer.run.ledger.total_bytes.items()}
+    traffic, parameters = optimizer.plan.traffic, layout.parameters
+    weights, gradients = layout.bytes_of(Role.PARAM), layout.bytes_of(Role.GRAD) * (placement != "in_backward")
+    reads = 2 if placement == "in_forward" else 3  # transfers of a weight: read for each pass, written once
+    rest = layout.state_bytes - weights + gradients
+    cached = optimizer.host_bytes
+    first = min(cached, weights)
+    least = reads * (weights - first) + 2 * max(0, rest - (cached - first))
+    pipe.send(
+        {
+            "placement": placement,
+            "share": cached / (layout.state_bytes + gradients),
+            "bytes_per_parameter": sum(moved.values()) / steps / parameters,
+            "predicted": (traffic.read_bytes + traffic.written_bytes) / parameters,
+            "predicted_over_measured_bytes": (traffic.read_bytes + traffic.written_bytes) * steps / sum(moved.values())
+            if sum(moved.values())
+            else 1.0,
+            "least": max(0, least) / parameters,
+        }
+    )
+    optimizer.close()
 
 
 def machine() -> dict[str, Any]:
@@ -161,56 +259,119 @@ def machine() -> dict[str, Any]:
             "cores": os.cpu_count(), "python": platform.python_version()}  # fmt: skip
 
 
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw step time against tokens with both limits, and bytes against the arena with the bound."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    devices = result["devices"]
+    figure = Figure(figsize=(5.5 * (len(devices) + 1), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    plots = figure.subplots(1, len(devices) + 1)
+    styles = {"resident": ("compute only", "#888888", "--"), "io_only": ("I/O only", "#888888", ":"),
+              "infinity": ("infinity", "#4477aa", "-"), "fsdp_memory": ("FSDP2 in memory", "#ee6677", "-")}  # fmt: skip
+    for axes, (device, found) in zip(plots, devices.items(), strict=False):
+        counts = [int(count) for count in found["by_tokens"]]
+        for variant, (label, colour, line) in styles.items():
+            if variant in result["config"]["variants"]:
+                medians = [found["by_tokens"][str(n)]["step_seconds"][variant]["median"] for n in counts]
+                axes.plot(counts, medians, line, color=colour, marker="o", markersize=4, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens per step")
+        axes.set_ylabel("seconds per step")
+        axes.set_title(f"{result['config']['model']}, {device}")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    axes = plots[-1]
+    colours = dict(zip(PLACEMENTS, ("#4477aa", "#228833", "#ccbb44"), strict=True))
+    for placement, colour in colours.items():
+        rows = sorted((row for row in result["bytes"] if row["placement"] == placement), key=lambda row: row["share"])
+        shares = [100 * row["share"] for row in rows]
+        axes.plot(shares, [row["bytes_per_parameter"] for row in rows], "o", color=colour, label=placement)
+        axes.plot(shares, [row["least"] for row in rows], "-", color=colour, linewidth=1)
+    axes.set_xlabel("arena, % of the state (lines: least possible)")
+    axes.set_ylabel("NVMe bytes per parameter and step")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=120)
+
+
 def show(result: dict[str, Any]) -> None:
-    """Print the table."""
+    """Print the tables."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"{result['parameters'] / 1e6:.0f} M parameters, {result['config']['batch_tokens']} tokens a step"
-    )
-    for name in ("variant", "s/step (median)", "min", "max", "over FSDP2 in memory"):
-        table.add_column(name, justify="left" if name == "variant" else "right")
-    for variant, row in result["step_seconds"].items():
-        ratio = result.get("over_in_memory", {}).get(variant)
-        table.add_row(variant, *(f"{row[key]:.2f}" for key in ("median", "min", "max")),
-                      f"{ratio['median']:.2f}" if ratio else "1")  # fmt: skip
     console = Console()
+    for device, found in result["devices"].items():
+        table = Table(title=f"{result['config']['model']}, {found['parameters'] / 1e6:.0f} M parameters, {device}")
+        for name in ("tokens", "variant", "s/step (median)", "min", "max", "over FSDP2 in memory", "roofline"):
+            table.add_column(name, justify="left" if name == "variant" else "right")
+        for count, row in found["by_tokens"].items():
+            for variant, seconds in row["step_seconds"].items():
+                ratio = row.get("over_in_memory", {}).get(variant)
+                roofline = row.get("roofline_ratio") if variant == "infinity" else None
+                table.add_row(count, variant, *(f"{seconds[key]:.2f}" for key in ("median", "min", "max")),
+                              f"{ratio['median']:.2f}" if ratio else "",
+                              f"{roofline['median']:.2f} ({row['bound_by']})" if roofline else "")  # fmt: skip
+        console.print(table)
+    table = Table(title="NVMe bytes per parameter and step")
+    for name in ("placement", "arena, % of state", "measured", "predicted/measured", "least possible"):
+        table.add_column(name, justify="left" if name == "placement" else "right")
+    for row in result["bytes"]:
+        table.add_row(row["placement"], f"{100 * row['share']:.0f}", f"{row['bytes_per_parameter']:.2f}",
+                      f"{row['predicted_over_measured_bytes']:.4f}", f"{row['least']:.2f}")  # fmt: skip
     console.print(table)
-    console.print(
-        f"infinity: {result['update_placement']}, {result['bytes_per_parameter']:.2f} bytes per parameter and step, "
-        f"predicted/measured {result['predicted_over_measured_bytes']:.3f}, "
-        f"stalled {result['stall_share']['median']:.0%} of the time"
-    )
 
 
 def main() -> None:
-    """Measure and write results/step.json."""
-    from infinity.units import parse_size
+    """Measure, write results/step.json and step.png."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.loopdev import LoopDeviceError, loop_device
+    from infinity.units import GIB, parse_size
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-100m")
-    parser.add_argument("--batch-tokens", type=int, default=1024)
+    parser.add_argument("--tokens", default="256,1024,4096", help="tokens per step: what is bound by I/O, and what not")
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--host-memory", default="256MiB", help="host arena of infinity")
     parser.add_argument("--update", default="auto")
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds, after two that are not")
-    parser.add_argument("--variants", default="infinity,infinity_resident,fsdp_memory,fsdp_cpu_offload")
+    parser.add_argument("--rounds", type=int, default=5, help=f"counted rounds, after {WARM} that are not")
+    parser.add_argument("--variants", default="infinity,resident,io_only,fsdp_memory,fsdp_cpu_offload")
     parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
-    parser.add_argument("--out", default=str(RESULTS / "step.json"))
+    parser.add_argument("--loop", action="store_true", help="also on XFS on a loop device in memory (root only)")
+    parser.add_argument("--no-bytes", action="store_true", help="do not count bytes by placement and arena")
+    parser.add_argument("--out", type=Path, default=RESULTS / "step.json")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.host_memory = parse_size(options.host_memory, name="--host-memory")
     options.variants = options.variants.split(",")
+    options.tokens = [int(count) for count in options.tokens.split(",")]
     if unknown := set(options.variants) - set(VARIANTS):
         sys.exit(f"unknown variants {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     if "infinity" not in options.variants:
         sys.exit("--variants must contain infinity")
+    if bad := [count for count in options.tokens if count % options.seq]:
+        sys.exit(f"--tokens {bad[0]} is not a multiple of --seq {options.seq}")
+    left_out = ("nvme", "out", "json")
+    result = {"config": {k: v for k, v in vars(options).items() if k not in left_out}, **machine(), "devices": {}}
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme or "."))
-        result = {"config": {k: v for k, v in vars(options).items() if k not in ("nvme", "out", "json")}, **machine()}
-        result |= measure(options, folder)
-    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme or "."))
+        )
+        (folder / "time").mkdir()
+        result["devices"]["drive"] = measure_time(options, folder / "time")
+        if options.loop:
+            try:
+                fast = stack.enter_context(loop_device(10 * GIB))
+            except LoopDeviceError as error:
+                sys.exit(f"--loop: {error}")
+            result["devices"]["loop device in memory"] = measure_time(options, fast)
+        options.parameters = result["devices"]["drive"]["parameters"]
+        result["bytes"] = [] if options.no_bytes else measure_bytes(options, folder)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, options.out.with_suffix(".png"))
     if options.json:
         print(json.dumps(result))
     else:

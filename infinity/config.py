@@ -69,6 +69,9 @@ class UpdateConfig:
         "it, `after_backward` in `step()`. `auto` takes in_backward when the first step shows that nothing global is "
         "needed (no clipping, one backward per step), else in_forward.",
     )
+    cores: int = _setting(
+        1, "Cores that updates may take, on a thread beside the training thread; 0: they run on that thread.", minimum=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

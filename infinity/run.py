@@ -57,6 +57,7 @@ from infinity.memory.arena import Arena, return_freed_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
 from infinity.optim.step import StepState
+from infinity.optim.worker import UpdateWorker
 from infinity.peers import Peers
 from infinity.ranks import Ranks
 from infinity.schedule.pager import Pager
@@ -346,7 +347,11 @@ class _Run:
         groups = {
             shard: group_of[id(param)] for shard, param in enumerate(attachment.parameters) if id(param) in group_of
         }
-        state = StepState(layout, self.pager, kernel, group_of=groups.__getitem__, phase=self.ledger.phase)
+        worker = UpdateWorker(self.settings.update.cores, self.pager.fail)
+        self._closers.append(worker.close)
+        state = StepState(
+            layout, self.pager, kernel, group_of=groups.__getitem__, phase=self.ledger.phase, worker=worker
+        )
         if self._found is not None:
             self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
         elif source is not None:

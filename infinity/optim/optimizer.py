@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from infinity.optim.update import snapshot
 from infinity.peers import Peers
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan, make_plan
-from infinity.schedule.trace import Event, Placement, eligible_for_backward, expand, expand_pending
+from infinity.schedule.trace import Access, Event, Placement, eligible_for_backward, expand, expand_pending
 from infinity.store.folder import RunFolder
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger, StepRecord
@@ -245,6 +246,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def drain(self) -> None:
         """Wait until nothing is in flight, so that the byte counters stand still; to be followed by `close`."""
         self._check_open()
+        self._step_state.close()
         self._pager.drain()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -259,6 +261,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not self._closed:
             self._closed = True
             self._run.peers.leave(error or sys.exception())
+            self._step_state.close()
             self._pager.drain()
             self._run.close(committed=self._committed)
 
@@ -310,12 +313,16 @@ class PagedOptimizer(torch.optim.Optimizer):
                 )
             self._placed = "in_backward" if early else "in_forward"
         if events != self._events:
-            self._step_state.placement = Placement.of(self._placed, events)
+            placement = Placement.of(self._placed, events)
+            apart = replace(placement, ahead=False)
+            plans = {choice: self._make_plan(events, choice) for choice in (placement, apart)}
+            self._step_state.placement = min(plans, key=lambda choice: plans[choice].traffic.total_bytes)
+            self._plans = {"pending": plans[self._step_state.placement]}
 
     def _follow(self, events: tuple[Event, ...]) -> None:
         """Let the pager go on with the next step; where this one looked otherwise, plan the next one like it."""
         if events != self._events:
-            self._events, self._plans = events, {}
+            self._events = events
             self._plan = self._plan_from("pending")
             self._pager.install(self._plan)
             self._ledger.predicted(self._plan.traffic.read_bytes, self._plan.traffic.written_bytes)
@@ -336,15 +343,18 @@ class PagedOptimizer(torch.optim.Optimizer):
             prefix = expand_pending(events, layout, placement) if start == "settling" else ()
             if start != "pending":
                 prefix += expand(events, layout, placement, pending=False)
-            self._plans[start] = make_plan(expand(events, layout, placement), layout, self._frames, prefix=prefix)
+            self._plans[start] = self._make_plan(events, placement, prefix)
         return self._plans[start]
 
+    def _make_plan(self, events: tuple[Event, ...], placement: Placement, prefix: tuple[Access, ...] = ()) -> Plan:
+        trace = expand(events, self._layout, placement)
+        return make_plan(trace, self._layout, self._frames, prefix=prefix)
+
     def settle(self) -> None:
-        """Run the updates that are left to the next forward; done before anybody looks at weights or states."""
-        if self._step_state.pending:
-            if self._pager.between_steps:
-                self._pager.install(self._plan_from("settling"))
-            self._step_state.settle()
+        """Have all updates done, those too that are left to the next forward: before anybody looks at the state."""
+        if self._step_state.pending and self._pager.between_steps:
+            self._pager.install(self._plan_from("settling"))
+        self._step_state.settle()
 
     def _settings(self) -> list[dict[str, Any]]:
         return [snapshot(group) for group in self.param_groups]

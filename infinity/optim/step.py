@@ -3,14 +3,18 @@
 The step is a walk over the accesses that `schedule.trace` describes; `optim.update` does the arithmetic inside them.
 
 [Note: updates in forward] `finish` only fixes what the update needs: which shards have gradients, the clip factor and
-the settings of their groups. Each unit is updated when the next forward gathers it, before its weights are copied
-out. Whoever wants to see the state in between calls `settle`.
+the settings of their groups. Each unit is updated in the next forward, before it is gathered (`Placement.due`). Whoever
+wants to see the state in between calls `settle`.
+
+[Note: updates on another thread] An update takes its place in the plan, page by page, when it is due (a lease); the
+arithmetic runs on the worker's thread, in the same order. Whoever needs one of the pages earlier waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +23,13 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.fsdp import private
 from infinity.fsdp.content import section, torch_dtype
-from infinity.layout import Layout, Page, overlapping
+from infinity.layout import Layout, Page, Segment, overlapping
 from infinity.optim.kernel import Scalars, UpdateKernel
 from infinity.optim.update import Update, snapshot
-from infinity.schedule.pager import Pager
+from infinity.optim.worker import UpdateWorker
+from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.trace import (
+    Access,
     Event,
     EventKind,
     Mode,
@@ -55,8 +61,9 @@ class StepState:
         *,
         group_of: Callable[[int], Mapping[str, Any]],
         phase: Callable[[str], Any],
+        worker: UpdateWorker,
     ) -> None:
-        self._layout, self._pager, self._kernel = layout, pager, kernel
+        self._layout, self._pager, self._kernel, self._worker = layout, pager, kernel, worker
         self._group_of, self._phase = group_of, phase
         self._trainable = [
             sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.unit_shards
@@ -67,8 +74,9 @@ class StepState:
         self.updated_elements = 0
         self._unit = -1
         self._arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+        self._arrived: torch.cuda.Event | None = None  # where the device has the gradients that came last
         self._pending = _Pending()
-        self._gathers: dict[int, None] = {}  # units in the order in which a step first gathers them
+        self._due: dict[int, int] = {}  # unit -> the one to be updated when it is gathered
         self._reset()
 
     def _reset(self) -> None:
@@ -83,11 +91,12 @@ class StepState:
     # Gradients #
 
     def gathered(self, unit: int) -> None:
-        """Note that a training pass gathers a unit; update it first, where that was left to this moment."""
+        """Note that a training pass gathers a unit; update what was left to this moment."""
         self.close_arrivals()
         self.events.append(Event(EventKind.GATHER, unit))
-        if unit in self._pending.shards:
-            self._apply_pending(unit)
+        for due in (unit, self._due.get(unit, unit)):
+            if due in self._pending.shards:
+                self._apply_pending(due)
 
     def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Take over a reduced gradient, shape of the local shard, dtype of the parameter."""
@@ -96,6 +105,8 @@ class StepState:
             self.close_arrivals()
             self._unit = unit
         self._arrivals[shard] = (param, grad)
+        if grad.is_cuda:
+            self._arrived = torch.cuda.current_stream(grad.device).record_event()
         if len(self._arrivals) == self._trainable[unit]:
             self.close_arrivals()
 
@@ -114,10 +125,9 @@ class StepState:
         with torch.no_grad():
             if unit in self.placement.in_backward:
                 self._done.add(unit)
-                grads = {shard: grad.reshape(-1).cpu() for shard, (_, grad) in arrivals.items()}
-                settings = {shard: self._group_of(shard) for shard in grads}
+                grads = {shard: grad.reshape(-1) for shard, (_, grad) in arrivals.items()}
                 with self._phase("update"):
-                    self._update(unit, settings, grads=grads)
+                    self._update(unit, self._settings_now(grads), grads=grads)
             else:
                 self._store(unit, arrivals)
 
@@ -125,6 +135,8 @@ class StepState:
         stored = self._stored.pop(unit, None)
         accesses = store_gradient_accesses(self._layout, unit, first=stored is None)
         stored = stored or set()
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
         totals = {shard: grad for shard, (_, grad) in arrivals.items()}
         self._walk_gradients(accesses, {s: g for s, g in totals.items() if s in stored}, totals)
         for shard, (param, total) in arrivals.items():
@@ -242,7 +254,6 @@ class StepState:
         """Close the step; return its events. To be followed by `finish`."""
         self.close_arrivals()
         self.events.append(Event(EventKind.STEP))
-        self._gathers = dict.fromkeys(event.unit for event in self.events if event.kind is EventKind.GATHER)
         return tuple(self.events)
 
     def finish(self) -> bool:
@@ -251,21 +262,31 @@ class StepState:
         Returns:
             Whether there was an update: none where the norm of the gradients was not finite.
         """
-        self.settle()  # what this step did not gather
+        for unit in list(self._pending.shards):  # what this step did not gather
+            self._apply_pending(unit)
         if self._skip:
             self._discard_stored()
             self._reset()
             return False
-        shards = [shard for present in self._stored.values() for shard in present]
-        groups = {id(group): group for group in map(self._group_of, shards)}
-        fixed = {key: snapshot(group) for key, group in groups.items()}  # schedulers change them after the step
-        settings: dict[int, Mapping[str, Any]] = {shard: fixed[id(self._group_of(shard))] for shard in shards}
+        self._due = self.placement.due(self.events)
+        settings = self._settings_now(shard for present in self._stored.values() for shard in present)
         self._pending = _Pending(self._stored, settings, self._scale)
         self._reset()
         for unit in update_order(self._pending.shards):
-            if unit not in self.placement.in_forward:
+            if unit not in self._due.values():
                 self._apply_pending(unit)
         return True
+
+    def _settings_now(self, shards: Iterable[int]) -> dict[int, Mapping[str, Any]]:
+        """Return the settings of shards as they are now: schedulers change them before the update runs."""
+        fixed: dict[int, Mapping[str, Any]] = {}
+        found = {}
+        for shard in shards:
+            group = self._group_of(shard)
+            if id(group) not in fixed:
+                fixed[id(group)] = snapshot(group)
+            found[shard] = fixed[id(group)]
+        return found
 
     @property
     def pending(self) -> bool:
@@ -273,9 +294,11 @@ class StepState:
         return bool(self._pending.shards)
 
     def settle(self) -> None:
-        """Run the updates that wait for the next forward, in the order in which it would."""
-        for unit in [unit for unit in self._gathers if unit in self._pending.shards]:
-            self._apply_pending(unit)
+        """Run the updates that wait for the next forward, in the order in which it would; wait until all have run."""
+        for unit in self._due.values():
+            if unit in self._pending.shards:
+                self._apply_pending(unit)
+        self._worker.drain()
 
     def _apply_pending(self, unit: int) -> None:
         settings = {shard: self._pending.settings[shard] for shard in self._pending.shards.pop(unit)}
@@ -291,12 +314,25 @@ class StepState:
         scale: torch.Tensor | None = None,
     ) -> None:
         """Update the shards of a unit that have `settings`, from `grads` or, scaled, from the GRAD pages."""
-        update = Update(self._layout, self._kernel, settings, self.scalars, grads, scale)
+        update = Update(self._layout, self._kernel, settings, self.scalars, grads, self._arrived, scale)
+        beside = self._worker.beside
         for index in self._layout.unit_segments[unit]:
             segment = self._layout.segments[index]
             for position, item in enumerate(segment.ranges):
                 access = range_access(segment, position, gradients_paged=grads is None)
-                with self._pager.access(access) as contents:
-                    update.run(segment, item, access, contents)
+                lease = self._pager.lease(access, beside=beside)
+                self._worker.submit(partial(self._run, update, lease, segment, item, access))
+        self._worker.submit(partial(self._finish, update))
+
+    @staticmethod
+    def _run(update: Update, lease: Lease, segment: Segment, item: Page, access: Access) -> None:
+        with lease as contents:
+            update.run(segment, item, access, contents)
+
+    def close(self) -> None:
+        """End the worker; updates that have not begun are dropped."""
+        self._worker.close()
+
+    def _finish(self, update: Update) -> None:
         self.scalars.update(update.after)
         self.updated_elements += update.elements

@@ -25,7 +25,8 @@ class Update:
     """The update of one unit.
 
     `settings` has those of its group for every shard that has a gradient; `before` the scalars of shards at the start
-    of the step. Gradients are in `grads` by shard, flat, or else in GRAD pages, of which all are multiplied by `scale`.
+    of the step. Gradients are in `grads` by shard, flat, on the device, which has them behind `arrived`; or else in
+    GRAD pages, of which all are multiplied by `scale`.
     """
 
     layout: Layout
@@ -33,6 +34,7 @@ class Update:
     settings: Mapping[int, Mapping[str, Any]]
     before: Mapping[int, Scalars]
     grads: Mapping[int, torch.Tensor] | None = None
+    arrived: torch.cuda.Event | None = None
     scale: torch.Tensor | None = None
     after: dict[int, Scalars] = field(default_factory=dict)
     """Scalars of the shards after the step."""
@@ -47,6 +49,7 @@ class Update:
             access: what `range_access` returns for it.
             contents: the pages of the access, uint8.
         """
+        self._fetch_gradients()
         held = dict(zip((self.layout.pages[use.page] for use in access), contents, strict=True))
         params = {page: section(c, page, self.layout, "") for page, c in held.items() if page.role is Role.PARAM}
         waiting = {page: section(c, page, self.layout, "") for page, c in held.items() if page.role is Role.GRAD}
@@ -72,6 +75,15 @@ class Update:
             for page, values in params.items():
                 low, high = max(page.start, item.start), min(page.stop, item.stop)
                 values[low - page.start : high - page.start].copy_(states[MASTER][low - item.start : high - item.start])
+
+    def _fetch_gradients(self) -> None:
+        """Bring gradients from the device, on a stream of their own: nobody but this thread waits for the copies."""
+        if self.grads and self.arrived is not None:
+            stream = torch.cuda.Stream(next(iter(self.grads.values())).device)  # type: ignore[no-untyped-call]
+            stream.wait_event(self.arrived)
+            with torch.cuda.stream(stream):
+                self.grads = {shard: grad.cpu() for shard, grad in self.grads.items()}
+            self.arrived = None
 
     def _cuts(self, segment: Segment, item: Page, params: Sequence[Page]) -> list[tuple[int, int, int]]:
         """Return (shard, first, last) for the slices of shards with a gradient, in elements of the segment.

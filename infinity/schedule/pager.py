@@ -6,8 +6,10 @@ Without a frame its content is in the store. Three counters keep a frame in plac
 (uses inside the plan's window) and residency. A frame is given up when all three are gone: at once if
 the content is clean or dead, after the write if it is dirty.
 
-[Note: threads] `access`, `plan` and `flush` belong to the training thread. Completions arrive on the store's
-threads and only touch state under `_changed`'s lock. Content is never copied under the lock.
+[Note: threads] `access`, `lease`, `install` and `flush` belong to the training thread. Completions arrive on the
+store's threads and only touch state under `_changed`'s lock. Content is never copied under the lock. A lease takes its
+place in the plan, and its frames, when it is made; another thread holds the pages later. Until it has let go, the
+training thread waits for these pages.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode, Use
 
 _LAST_SECONDS = 5.0
-_WAITS = {"read": "a page to be read", "write": "a page to be written", "arena": "a free frame of the arena"}
+_WAITS = {
+    "read": "a page to be read",
+    "write": "a page to be written",
+    "arena": "a free frame of the arena",
+    "update": "the update of a page",
+}
 
 
 class PageReaderWriter(Protocol):
@@ -65,7 +72,7 @@ class PagerObserver(Protocol):
     """Who is told what the pager did (telemetry)."""
 
     def stalled(self, cause: str, seconds: float) -> None:
-        """The training thread waited; `cause` is ``read``, ``write`` or ``arena``."""
+        """The training thread waited; `cause` is ``read``, ``write``, ``arena`` or ``update``."""
 
     def fetched(self, result: str) -> None:
         """A page was needed; `result` is ``hit``, ``late`` or ``miss``."""
@@ -84,6 +91,7 @@ class _Slot:
     dirty: bool = False
     pins: int = 0
     claims: int = 0
+    leases: int = 0
 
 
 @dataclass
@@ -102,6 +110,21 @@ class _Following:
     @property
     def reach(self) -> int:
         return self.plan.reach_at(self.position)
+
+
+class Lease:
+    """Pages that are held on another thread, once they are there, for the length of a `with` block."""
+
+    def __init__(self, pager: Pager, uses: Access, *, planned: bool, beside: bool) -> None:
+        self._pager, self._uses, self._planned, self._beside = pager, uses, planned, beside
+
+    def __enter__(self) -> list[torch.Tensor]:
+        """Wait for the pages; return them as `Pager.access` does. Raises what that raises."""
+        return self._pager._hold(self._uses, beside=self._beside)
+
+    def __exit__(self, *exception: object) -> None:
+        """Let go of the pages."""
+        self._pager._give_back(self._uses, planned=self._planned)
 
 
 class Pager:
@@ -133,6 +156,7 @@ class Pager:
         self._leaving: deque[tuple[DeviceEvent, Access]] = deque()
         self._reads = 0
         self._writes = 0
+        self._leases = 0
 
     # What the training loop calls #
 
@@ -156,6 +180,41 @@ class Pager:
             yield [self._tensor(use.page) for use in uses]
         finally:
             self._end(uses, planned, leaves() if leaves else None)
+
+    def lease(self, uses: Access, *, beside: bool) -> Lease:
+        """Take the place of `uses` in the plan now, to hold the pages later; leases are used in order.
+
+        Args:
+            uses: as for `access`.
+            beside: whether another thread holds them, whose waits are no stalls of the training thread.
+
+        Raises:
+            StorageError, StallError: as `access`.
+        """
+        with self._changed:
+            planned = self._admit(uses, True)
+            self._leases += 1
+            for use in uses:
+                self._slots[use.page].leases += 1
+            if planned:
+                self._advance(uses)
+        return Lease(self, uses, planned=planned, beside=beside)
+
+    def _hold(self, uses: Access, *, beside: bool) -> list[torch.Tensor]:
+        with self._changed:
+            self._await_content(uses, beside=beside)
+        return [self._tensor(use.page) for use in uses]
+
+    def _give_back(self, uses: Access, *, planned: bool) -> None:
+        with self._changed:
+            self._leases -= 1
+            for use in uses:
+                slot = self._slots[use.page]
+                slot.leases -= 1
+                slot.pins -= 1
+                self._mark(use)
+            self._settle_uses(uses, planned)
+            self._changed.notify_all()
 
     def install(self, plan: Plan | None) -> None:
         """Follow a plan from the start of the next step on; None serves everything on demand."""
@@ -193,6 +252,7 @@ class Pager:
     def flush(self) -> None:
         """Write every modified page and wait until nothing is in flight."""
         with self._changed:
+            self._wait(lambda: not self._leases, "update")
             while self._let_go(wait=True):
                 pass
             while True:
@@ -211,6 +271,7 @@ class Pager:
             for page in pages:
                 slot = self._slots[page]
                 # Its extent may be used again at once: nothing may be on its way to or from it.
+                self._wait(lambda slot=slot: not slot.leases, "update")  # type: ignore[misc]
                 self._wait(lambda slot=slot: not (slot.writing or slot.reading), "write")  # type: ignore[misc]
                 slot.dirty = False
                 if slot.frame >= 0 and not slot.pins:
@@ -259,27 +320,44 @@ class Pager:
 
     def _begin(self, uses: Access, planned: bool) -> bool:
         with self._changed:
-            self._check()
-            self._let_go(wait=False)
-            following = self._following if planned else None
-            if following is not None and following.expected != uses:
-                self._diverge(self._describe(following.expected, uses))
-                following = None
-            for use in uses:
-                self._slots[use.page].pins += 1
+            planned = self._admit(uses, planned)
             try:
                 for use in uses:
-                    self._bring(use)
-                for use in uses:
                     slot = self._slots[use.page]
-                    self._wait(lambda slot=slot: not slot.reading, "read")  # type: ignore[misc]
-                    if use.mode.modifies:
-                        self._wait(lambda slot=slot: not slot.writing, "write")  # type: ignore[misc]
+                    self._wait(lambda slot=slot: not slot.leases, "update")  # type: ignore[misc]
+                self._await_content(uses, beside=False)
             except BaseException:
                 for use in uses:
                     self._slots[use.page].pins -= 1
                 raise
-            return following is not None
+            return planned
+
+    def _admit(self, uses: Access, planned: bool) -> bool:
+        """Pin the pages in frames; return whether the plan expected them."""
+        self._check()
+        self._let_go(wait=False)
+        following = self._following if planned else None
+        if following is not None and following.expected != uses:
+            self._diverge(self._describe(following.expected, uses))
+            following = None
+        for use in uses:
+            self._slots[use.page].pins += 1
+        try:
+            for use in uses:
+                self._bring(use)
+        except BaseException:
+            for use in uses:
+                self._slots[use.page].pins -= 1
+            raise
+        return following is not None
+
+    def _await_content(self, uses: Access, *, beside: bool) -> None:
+        """Wait until pages are read, and those to be modified are not on their way to the store."""
+        for use in uses:
+            slot = self._slots[use.page]
+            self._wait(lambda slot=slot: not slot.reading, "read", beside=beside)  # type: ignore[misc]
+            if use.mode.modifies:
+                self._wait(lambda slot=slot: not slot.writing, "write", beside=beside)  # type: ignore[misc]
 
     def _bring(self, use: Use) -> None:
         slot = self._slots[use.page]
@@ -295,27 +373,39 @@ class Pager:
 
     def _end(self, uses: Access, planned: bool, event: DeviceEvent | None) -> None:
         with self._changed:
-            following = self._following if planned else None
             if event is not None:
                 self._leaving.append((event, uses))
             for use in uses:
-                slot = self._slots[use.page]
-                slot.pins -= event is None
-                if use.mode.modifies:
-                    slot.dirty = True
-                elif use.mode is Mode.CONSUME:
-                    slot.dirty = False
-                    self._store.discard(use.page)
-            if following is not None:
-                following.position += 1
-                for use in uses:
-                    slot = self._slots[use.page]
-                    slot.claims = max(0, slot.claims - 1)
-                self._claim_window()
+                self._slots[use.page].pins -= event is None
+                self._mark(use)
+            if planned:
+                self._advance(uses)
+            self._settle_uses(uses, planned)
+
+    def _settle_uses(self, uses: Access, planned: bool) -> None:
+        """Give up what nobody keeps; without a plan, pages stay until their frame is wanted."""
+        for use in uses:
+            if planned or use.mode is Mode.CONSUME:
+                self._settle(use.page, dead=use.mode is Mode.CONSUME)
+        self._pump()
+
+    def _mark(self, use: Use) -> None:
+        """Note what a use that has ended means for the content of its page."""
+        if use.mode.modifies:
+            self._slots[use.page].dirty = True
+        elif use.mode is Mode.CONSUME:
+            self._slots[use.page].dirty = False
+            self._store.discard(use.page)
+
+    def _advance(self, uses: Access) -> None:
+        """Go on to the next access of the plan."""
+        following = self._following
+        if following is not None:
+            following.position += 1
             for use in uses:
-                if following is not None or use.mode is Mode.CONSUME:
-                    self._settle(use.page, dead=use.mode is Mode.CONSUME)
-            self._pump()
+                slot = self._slots[use.page]
+                slot.claims = max(0, slot.claims - 1)
+            self._claim_window()
 
     def _let_go(self, *, wait: bool) -> bool:
         """Unpin frames that device copies have left, oldest first; return whether there was one."""
@@ -426,13 +516,23 @@ class Pager:
                 continue
             if not self._writes:
                 self._write_some()
-            if not self._writes and not self._steal() and not self._reads:
+            idle = not (self._writes or self._leases)  # frames that come back by themselves are waited for
+            if idle and not self._steal() and not self._reads:
                 raise InfinityError(
                     f"all {self._arena.frames} frames of the arena are in use at once; set memory.host_bytes higher"
                 )
             if not self._free:
-                reads, writes = self._reads, self._writes
-                self._wait(lambda r=reads, w=writes: bool(self._free) or self._reads < r or self._writes < w, "arena")  # type: ignore[misc]
+                before = (self._reads, self._writes, self._leases)
+                self._wait(
+                    lambda before=before: (
+                        bool(self._free)  # type: ignore[misc]
+                        or any(
+                            now < then
+                            for now, then in zip((self._reads, self._writes, self._leases), before, strict=True)
+                        )
+                    ),
+                    "arena",
+                )
 
     def _write_some(self) -> None:
         """Start writing a few dirty pages that nobody keeps."""
@@ -506,12 +606,13 @@ class Pager:
         if self._failure is not None:
             raise self._failure
 
-    def _wait(self, ready: Callable[[], bool], cause: str) -> None:
+    def _wait(self, ready: Callable[[], bool], cause: str, *, beside: bool = False) -> None:
         if ready():
             return
         started = time.perf_counter()
         finished = self._changed.wait_for(lambda: ready() or self._failure is not None, self._timeout)
-        self._observer.stalled(cause, time.perf_counter() - started)
+        if not beside:
+            self._observer.stalled(cause, time.perf_counter() - started)
         self._check()
         if not finished:
             self._note(StallError(f"waited {self._timeout:.0f} s for {_WAITS[cause]}; {self._store.oldest_request()}"))

@@ -44,6 +44,11 @@ class Traffic:
         """Bytes written per step."""
         return sum(self.written.values())
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes read and written per step."""
+        return self.read_bytes + self.written_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:

@@ -8,6 +8,7 @@ changing the placement needs no new recording.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,10 +64,15 @@ Access = tuple[Use, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where units are updated: in backward, on their way into the next forward, or (all others) in `step()`."""
+    """Where units are updated: in backward, ahead of their use in the next forward, or (all others) in `step()`.
+
+    `ahead` says whether a unit is updated in forward one unit before it is gathered (the first one in `step()`), so
+    that this can run beside the computation of that unit; else just before it is gathered, which needs fewer frames.
+    """
 
     in_backward: frozenset[int] = frozenset()
     in_forward: frozenset[int] = frozenset()
+    ahead: bool = True
 
     @classmethod
     def of(cls, name: str, events: Sequence[Event]) -> Placement:
@@ -81,6 +87,12 @@ class Placement:
             {event.unit for event in events if event.kind is kind} for kind in (EventKind.GATHER, EventKind.GRADIENTS)
         )
         return cls(in_backward=early, in_forward=frozenset(gathered & trained - early))
+
+    def due(self, events: Iterable[Event]) -> dict[int, int]:
+        """Return which unit is to be updated when a unit is first gathered; those updated in `step()` are not there."""
+        gathered = dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER)
+        order = [unit for unit in gathered if unit in self.in_forward]
+        return dict(itertools.pairwise(order)) if self.ahead else {unit: unit for unit in order}
 
 
 def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
@@ -113,12 +125,13 @@ def expand(
     """
     accesses: list[Access] = []
     arrived: dict[int, int] = {}
-    waiting = set(placement.in_forward) if pending else set()
+    due = placement.due(events)
+    later = set(due.values())
+    waiting = dict(due) if pending else {}
     for event in events:
         if event.kind is EventKind.GATHER:
             if event.unit in waiting:
-                waiting.remove(event.unit)
-                accesses.extend(update_accesses(layout, event.unit, gradients_paged=True))
+                accesses.extend(update_accesses(layout, waiting.pop(event.unit), gradients_paged=True))
             accesses.extend(gather_accesses(layout, event.unit))
         elif event.kind is EventKind.GRADIENTS:
             if event.unit in placement.in_backward:
@@ -129,18 +142,16 @@ def expand(
                 accesses.extend(store_gradient_accesses(layout, event.unit, first=first))
         else:
             for unit in update_order(arrived):
-                if unit not in placement.in_forward:
+                if unit not in later:
                     accesses.extend(update_accesses(layout, unit, gradients_paged=True))
     return tuple(accesses)
 
 
 def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
     """Return the accesses of all updates that wait for the next forward, when they are not to wait any longer."""
-    order = dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER)
     return tuple(
         access
-        for unit in order
-        if unit in placement.in_forward
+        for unit in placement.due(events).values()
         for access in update_accesses(layout, unit, gradients_paged=True)
     )
 

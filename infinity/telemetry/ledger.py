@@ -110,7 +110,12 @@ class Ledger:
         self._transfers[source, target].add(nbytes)
 
     def stalled(self, cause: str, seconds: float) -> None:
-        """Count a wait of the training thread."""
+        """Count a wait of the training thread; one for an update on another thread counts as update."""
+        if cause == "update":
+            self._update_seconds += seconds
+            self._phases["update"].add(seconds)
+            self._since += seconds
+            return
         self._stalls[self._phase, cause].add(seconds)
         self._stalled[cause] += seconds
         if self._phase == "update":

@@ -19,7 +19,10 @@ from core_session import EVERY, Session
 from core_train import Switch, faulty
 
 from infinity import peers
+from infinity.checkpoint.manifest import published_in, read_manifest
+from infinity.errors import CorruptPageError
 from infinity.io import Fault, FaultKind, Op
+from infinity.store.pages import read_version
 
 PLACE = r"(read|write) of \d+ bytes at offset \d+ of \S+\.pages"
 CORRUPT = rf"CorruptPageError: {PLACE} failed: .*page \S+ is corrupt: checksum"
@@ -220,3 +223,16 @@ def _disturbed(case: Case | None, folder: Path, storage: dict[str, Any], swallow
             if not (swallowed and case):
                 raise
             time.sleep(8)
+
+
+def damaged_pages(folder: Path) -> int:
+    """Return how many committed pages are not what they were: a misdirected write lies in the place of something."""
+    found = 0
+    for run in (folder / "nvme0").glob("*/commits"):
+        for name in published_in(run):
+            for page, version in read_manifest(run / name.file_name).pages.items():
+                try:
+                    read_version(run.with_name(f"rank{name.rank:05d}.pages"), page, version, str(page))
+                except CorruptPageError:
+                    found += 1
+    return found

@@ -99,6 +99,7 @@ class Paging:
     delays: bool = False
     paths: int = 1
     page: int = PAGE
+    cores: int = 1
 
 
 @dataclass
@@ -265,7 +266,7 @@ def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]
     tree: dict[str, Any] = {
         "storage": {"paths": [str(path) for path in paths], "engine": paging.engine},
         "memory": {"host_bytes": host, "page_bytes": paging.page},
-        "update": {"placement": paging.placement},
+        "update": {"placement": paging.placement, "cores": paging.cores},
         "telemetry": {"runtime_dir": str(folder / "runtime")},
     }
     for section, values in sections.items():

@@ -28,17 +28,20 @@ def final(recipe: Recipe, paging: Paging, folder: Path) -> tuple[list[float], di
 
 
 def test_step_leaves_the_update_to_the_next_forward(tmp_path: Path) -> None:
-    """`step()` moves no page; the norm is known; what the step counts is there once the update has run."""
-    with offloaded(RECIPE, FORWARD, tmp_path) as (model, optimizer):
+    """`step()` knows the norm, and begins with the first unit; the others are updated once somebody wants to see."""
+    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
         train(RECIPE, model, optimizer, Outcome())
         core_models.loss_of(model, batch(model, 7)).backward()
         norm = optimizer.clip_grad_norm_(0.5)
         assert torch.isfinite(norm)
-        updated = optimizer._step_state.updated_elements
-        optimizer.step()
-        assert optimizer._step_state.updated_elements == updated
         optimizer.settle()
-        assert optimizer._step_state.updated_elements == updated + optimizer.layout.parameters
+        before = optimizer._step_state.updated_elements
+        optimizer.step()
+        assert optimizer._step_state.pending
+        optimizer._step_state._worker.drain()
+        assert 0 < optimizer._step_state.updated_elements - before < optimizer.layout.parameters
+        optimizer.settle()
+        assert optimizer._step_state.updated_elements - before == optimizer.layout.parameters
 
 
 def test_the_plan_is_followed_whatever_happens_between_steps(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from threading import Event, Lock
 
 import pytest
@@ -117,16 +117,26 @@ class Bench:
         self.frames = frames
         self.newest: dict[int, bytes] = {}
         self._number = 0
+        self._worker = ThreadPoolExecutor(1)
+        self._jobs: list[Future[None]] = []
         for page in layout.pages:
             if page.role is not Role.GRAD:
                 self.access((Use(page.index, Mode.WRITE),), planned=False)
 
     def access(self, uses: Access, *, planned: bool = True) -> None:
         """Use pages as the training loop does: check what is read, replace what is modified."""
-        with self.pager.access(uses, planned=planned) as contents:
+        self._use(self.pager.access(uses, planned=planned), uses)
+
+    def lease(self, uses: Access) -> None:
+        """Do the same on another thread, which takes its time."""
+        self._jobs.append(self._worker.submit(self._use, self.pager.lease(uses, beside=True), uses, 0.001))
+
+    def _use(self, held: AbstractContextManager[list[torch.Tensor]], uses: Access, seconds: float = 0) -> None:
+        with held as contents:
             for (page, mode), content in zip(uses, contents, strict=True):
                 if mode.fetches:
                     assert content[:8].numpy().tobytes() == self.newest[page], f"page {page} is not the newest"
+                time.sleep(random.random() * seconds)
                 if mode.modifies:
                     self._number += 1
                     self.newest[page] = self._number.to_bytes(8)
@@ -134,13 +144,21 @@ class Bench:
                 if mode is Mode.CONSUME:
                     del self.newest[page]
 
-    def all_of(self, accesses: Iterable[Access]) -> None:
-        """Make accesses one after the other."""
+    def drain(self) -> None:
+        """Wait for the other thread, and hear of its failures."""
+        for job in self._jobs:
+            job.result(20)
+        self._jobs.clear()
+
+    def all_of(self, accesses: Iterable[Access], leased: float = 0) -> None:
+        """Make accesses one after the other, a share of those that modify on the other thread."""
         for access in accesses:
-            self.access(access)
+            modifies = any(use.mode.modifies for use in access)
+            (self.lease if modifies and random.random() < leased else self.access)(access)
 
     def drop_gradients(self) -> None:
         """What `zero_grad` does before a step."""
+        self.drain()
         waiting = [page for page in self.newest if self.layout.pages[page].role is Role.GRAD]
         self.pager.discard(waiting)
         for page in waiting:
@@ -149,6 +167,7 @@ class Bench:
     def check(self) -> None:
         """Flush, then look at everything."""
         self.pager.flush()
+        self.drain()
         assert self.store.wrong == []
         for page, content in self.newest.items():
             assert self.store.content[page] == content
@@ -162,6 +181,7 @@ def bench(layout: Layout, frames: int, seed: int = 0, timeout: float = 20) -> It
     try:
         yield made
     finally:
+        made._worker.shutdown(cancel_futures=True)
         made.store.close()
 
 
@@ -178,13 +198,13 @@ def benches(draw: st.DrawFn) -> tuple[Layout, Plan]:
 
 
 @settings(max_examples=60, deadline=None, phases=NO_SHRINK)
-@given(benches(), st.integers(0, 1000))
-def test_every_use_sees_the_newest_content(drawn: tuple[Layout, Plan], seed: int) -> None:
+@given(benches(), st.integers(0, 1000), st.sampled_from([0, 0.5, 1]))
+def test_every_use_sees_the_newest_content(drawn: tuple[Layout, Plan], seed: int, leased: float) -> None:
     """Recorded, then planned; no page changes under a write, and the store ends with the newest of all."""
     layout, plan = drawn
     with bench(layout, plan.frames, seed) as it:
         for cycle in range(5):
-            it.all_of(plan.trace)
+            it.all_of(plan.trace, leased)
             if cycle == 0:
                 it.pager.install(plan)
             it.pager.begin_step()
@@ -208,7 +228,7 @@ def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: s
                     it.access((Use(chance.choice(kept), Mode.READ),), planned=chance.random() < 0.2)
                 if chance.random() < 0.02:
                     it.pager.flush()
-                it.access(access)
+                it.all_of([access], 0.5)
             if stops < len(plan.trace):
                 it.drop_gradients()
             it.pager.begin_step()

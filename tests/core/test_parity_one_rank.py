@@ -67,6 +67,7 @@ CASES = {
         {
             "paths": Paging(arena="least", paths=3),
             "threads": Paging(arena="least", engine="threads"),
+            "no-worker": Paging(arena="least", cores=0),
             "large-pages": Paging(arena="least", page=192 << 10),
         },
     ),

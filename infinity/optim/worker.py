@@ -1,0 +1,53 @@
+"""The thread on which updates run, beside the training thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+
+class UpdateWorker:
+    """Runs updates one after the other, on a thread that takes `cores` of the CPU, or at once where that is 0.
+
+    `failed` is told of the first error, from that thread.
+    """
+
+    def __init__(self, cores: int, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self._last: Future[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        if cores:
+            self._thread = ThreadPoolExecutor(1, "infinity-update", torch.set_num_threads, (cores,))
+            self._thread.submit(lambda: None).result()
+            torch.set_num_threads(torch.get_num_threads())  # what threads of torch's own begin with, again
+
+    @property
+    def beside(self) -> bool:
+        """Whether updates run on a thread of their own."""
+        return self._thread is not None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job`, behind those that were submitted before. Raises its error if it runs at once."""
+        if self._thread is None:
+            job()
+        else:
+            self._last = self._thread.submit(self._run, job)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            with torch.no_grad():
+                job()
+        except Exception as error:
+            self._failed(error)
+
+    def drain(self) -> None:
+        """Wait until all jobs have run; a failure is raised by whoever looks at a page next."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Drop what has not begun, and end the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
