@@ -37,7 +37,7 @@ def micro_batches(model: nn.Module, count: int) -> None:
     the model are whole. A layer's tensor arguments whose first dimension is that of its first tensor argument are
     sliced along it, all others (masks and rotary embeddings of batch 1, numbers) are passed as they are; its outputs
     are concatenated along the first dimension. With gradients, each slice is computed again in backward, with the
-    random state that it had. Without, nothing is kept or computed twice.
+    random state that it had (buffers that its forward changes are changed twice). Without, nothing is kept.
 
     Causal language models of transformers that are given `labels` run head and loss slice by slice too, divide the sum
     by the number of labels of the whole batch (or `num_items_in_batch`), and return no logits. In other models, put
@@ -55,14 +55,16 @@ def micro_batches(model: nn.Module, count: int) -> None:
         raise ConfigError(f"micro_batches needs a number of 1 or more, got {count}")
     layers = {name: module for name, module in model.named_modules() if name and private.is_sharded_module(module)}
     if not private.is_sharded_module(model) or not layers:
-        raise UnsupportedError("micro_batches needs a sharded model: call fully_shard on its layers and on itself first")
+        raise UnsupportedError(
+            "micro_batches needs a sharded model: call fully_shard on its layers and on itself first"
+        )
     for name, module in model.named_modules():
         if private.recomputes(module):
             raise UnsupportedError(
                 f"{name or 'the model'} recomputes its activations already, as micro_batches does; leave activation "
                 "checkpointing off"
             )
-    for name, layer in layers.items():
+    for name in layers:
         inner = next((other for other in layers if other.startswith(f"{name}.")), None)
         if inner is not None:
             raise UnsupportedError(f"micro_batches needs units side by side, but {name} contains {inner}")
@@ -130,7 +132,7 @@ class SlicedForward:
                 "equally"
             )
         rows = [
-            leaf.split(batch // self.count)
+            torch.split(leaf, batch // self.count)
             if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (batch,)
             else (leaf,) * self.count
             for leaf in leaves

@@ -85,7 +85,9 @@ def test_one_slice_is_the_whole_batch_to_the_bit(model: str, policy: str) -> Non
     sliced = in_memory(Recipe(model=model, policy=policy, steps=4, slices=1))
     assert sliced.losses == whole.losses
     assert all(
-        torch.equal(value, sliced.state[name][kind]) for name, states in whole.state.items() for kind, value in states.items()
+        torch.equal(value, sliced.state[name][kind])
+        for name, states in whole.state.items()
+        for kind, value in states.items()
     )
 
 
@@ -145,7 +147,10 @@ def test_layers_and_head_add_up_as_a_loop_does_on_two_ranks(policy: str, pair: R
 @pytest.mark.parametrize("count", [2, 8])
 def test_slices_are_close_to_the_whole_batch(count: int) -> None:
     """In fp32 what differs is the order in which rows of the batch are added up."""
-    (loss, found), (whole, expected) = gradients("llama", "fp32", count, "sliced"), gradients("llama", "fp32", 1, "whole")
+    (loss, found), (whole, expected) = (
+        gradients("llama", "fp32", count, "sliced"),
+        gradients("llama", "fp32", 1, "whole"),
+    )
     assert loss == pytest.approx(whole, rel=1e-6)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
@@ -188,34 +193,31 @@ def test_logits_of_the_whole_batch_never_exist(gradients: bool) -> None:
     assert largest(8, gradients=gradients) <= max(tokens // 8 * vocabulary, root)
 
 
-def kept(slices: int) -> int:
-    """Return the bytes of all tensors that autograd keeps after a forward over 8 sequences, weights left out."""
-    model = core_models.build("llama", policy="fp32")
+def kept(slices: int, layers: int) -> int:
+    """Return the bytes that autograd keeps after a forward over 8 sequences, without parameters."""
+    model = core_models.shard(core_models.llama(layers=layers), "fp32")
     if slices:
         infinity.micro_batches(model, slices)
     found: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if id(tensor) not in weights and storage.data_ptr() not in weights:
+        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor  # so it stays alive, and no other has its place
 
-    tokens = batch(model, 0, sequences=8)
-    core_models.loss_of(model, tokens).backward()  # so that the weights have their memory
-    weights: set[int] = set()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = core_models.loss_of(model, tokens)
+        loss = core_models.loss_of(model, batch(model, 0, sequences=8))
     loss.backward()
     return sum(found.values())
 
 
-def test_only_inputs_of_units_are_kept() -> None:
-    """Of the layers, whatever the number of slices; the embedding and the last norm keep some tensors of that size."""
+@pytest.mark.parametrize("slices", [1, 2, 8])
+def test_only_inputs_of_units_are_kept(slices: int) -> None:
+    """A layer more is one tensor of the whole batch more, whatever the number of slices; without, more than ten."""
     inputs = 8 * 24 * 64 * 4
-    plain, one, eight = kept(0), kept(1), kept(8)
-    assert one == eight
-    assert eight < 11 * inputs < plain / 5
+    assert kept(slices, layers=4) - kept(slices, layers=1) == 3 * inputs
+    assert kept(0, layers=4) - kept(0, layers=1) > 30 * inputs
 
 
 def moved(recipe: Recipe, placement: str, folder: Path) -> tuple[list[int], int]:
@@ -237,10 +239,10 @@ def test_bytes_per_step_do_not_depend_on_the_number_of_slices(placement: str, tm
     for count in (1, 4, 16):
         recipe = Recipe(model="even", sequences=16, slices=count, steps=16)
         found, planned[count] = moved(recipe, placement, tmp_path)
-        assert sum(found) / len(found) == pytest.approx(planned[count], rel=0.03)
+        assert 0.85 * planned[count] < sum(found) / len(found) < 1.03 * planned[count]  # as in test_traffic.py
     assert planned[1] == planned[4] == planned[16]
     _, loop = moved(Recipe(model="even", sequences=4, micro=4, steps=6), "in_forward", tmp_path)
-    assert loop > 1.5 * planned[4]
+    assert loop > 1.8 * planned[4]
 
 
 # What is refused, and what else works #
