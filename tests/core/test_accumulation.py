@@ -156,6 +156,58 @@ def test_slices_are_close_to_the_whole_batch(count: int) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
 
 
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES = {
+    "Gemma2Config": {**SHAPE, "num_key_value_heads": 2, "head_dim": 16},  # something is done to the logits
+    "MixtralConfig": {**SHAPE, "num_key_value_heads": 2, "num_local_experts": 4},  # experts that some slices do not use
+    "OPTConfig": {
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 64,
+    },
+    "MambaConfig": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},  # no attention
+}
+
+
+def of_family(config: str, **values: Any) -> nn.Module:
+    """Return a sharded causal language model of another architecture, without dropout."""
+    import transformers
+
+    torch.manual_seed(0)
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    made = getattr(transformers, config)(vocab_size=300, **tokens, **FAMILIES[config], **values)
+    model = transformers.AutoModelForCausalLM.from_config(made).eval()
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=infinity.mesh("cpu"), mp_policy=core_models.POLICIES["fp32"])
+    return fully_shard(model, mesh=infinity.mesh("cpu"), mp_policy=core_models.POLICIES["fp32"])
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """Return the layers of a model of transformers."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=lambda m: sum(1 for _ in m.modules()))
+
+
+@pytest.mark.parametrize("config", FAMILIES)
+def test_other_families_of_models(config: str) -> None:
+    """Head and loss are the model's own, whatever it does between them."""
+    losses, found = [], []
+    for slices in (0, 4):
+        model = of_family(config)
+        if slices:
+            infinity.micro_batches(model, slices)
+        tokens = batch(model, 0, sequences=4)
+        result = model(input_ids=tokens, labels=tokens)
+        assert (result.logits is None) is (slices > 0)
+        result.loss.backward()
+        losses.append(result.loss.item())
+        found.append({name: local(param.grad) for name, param in model.named_parameters()})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-7)
+
+
 # Memory and traffic #
 
 
@@ -295,6 +347,16 @@ def test_masks_and_positional_arguments() -> None:
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_it_may_be_called_after_offload(tmp_path: Path) -> None:
+    """And changes what the next step does."""
+    sliced, plain = Recipe(**SLICED), Recipe(sequences=4, steps=6)
+    outcome = Outcome()
+    with offloaded(plain, Paging(arena="least"), tmp_path) as (model, optimizer):
+        infinity.micro_batches(model, 4)
+        train(plain, model, optimizer, outcome)
+    assert outcome.losses == in_memory(sliced).losses
+
+
 def test_a_later_call_changes_the_number() -> None:
     """And does not slice slices."""
     model = core_models.build("llama")
@@ -347,6 +409,14 @@ def test_a_scalar_output_is_refused() -> None:
     infinity.micro_batches(model, 2)
     with pytest.raises(UnsupportedError, match="return one value per sequence"):
         model(torch.ones(2, 3))
+
+
+def test_the_loss_of_routers_is_refused() -> None:
+    """It is no sum over slices."""
+    model = of_family("MixtralConfig", output_router_logits=True)
+    infinity.micro_batches(model, 2)
+    with pytest.raises(UnsupportedError, match="output_router_logits=False"):
+        core_models.loss_of(model, batch(model, 0))
 
 
 def test_models_that_cannot_be_sliced_are_refused() -> None:
