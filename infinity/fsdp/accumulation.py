@@ -68,10 +68,11 @@ def micro_batches(model: nn.Module, count: int) -> None:
         inner = next((other for other in layers if other.startswith(f"{name}.")), None)
         if inner is not None:
             raise UnsupportedError(f"micro_batches needs units side by side, but {name} contains {inner}")
-    for layer in layers.values():
-        _replace_forward(layer, SlicedForward(layer, count))
+    forwards = [SlicedForward(layer, count) for layer in layers.values()]
     if _is_causal_lm(model):
-        _replace_forward(model, SlicedCausalLM(model, count, layers))
+        forwards.append(SlicedCausalLM(model, count, layers))
+    for forward in forwards:
+        _replace_forward(forward.module, forward)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
