@@ -8,16 +8,22 @@ from infinity.errors import InfinityError
 from infinity.hugepages import use_for_tensors
 
 if TYPE_CHECKING:
+    from infinity.fsdp.accumulation import micro_batches
     from infinity.optim.optimizer import PagedOptimizer
     from infinity.run import mesh, offload
 
 __version__ = "0.1.0"
-__all__ = ["Config", "InfinityError", "PagedOptimizer", "load_config", "mesh", "offload"]
+__all__ = ["Config", "InfinityError", "PagedOptimizer", "load_config", "mesh", "micro_batches", "offload"]
 
 use_for_tensors()
 
 # Loaded at first use: the daemon and the telemetry import this package and must not pay for torch.
-_HOMES = {"PagedOptimizer": "infinity.optim.optimizer", "mesh": "infinity.run", "offload": "infinity.run"}
+_HOMES = {
+    "PagedOptimizer": "infinity.optim.optimizer",
+    "mesh": "infinity.run",
+    "micro_batches": "infinity.fsdp.accumulation",
+    "offload": "infinity.run",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
@@ -23,15 +25,19 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11 has at most one group per state
-            single = state._fsdp_param_group
-            groups = [single] if single is not None else []
-        for position, group in enumerate(groups):
+        for position, group in enumerate(_groups_of(module)):
             if id(group) not in seen:
                 seen.add(id(group))
                 yield (name or "root") + (f"#{position}" if position else ""), group
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has at most one group per state
+        single = state._fsdp_param_group
+        groups = [single] if single is not None else []
+    return groups
 
 
 def unwrapped_name(name: str) -> str:
@@ -42,6 +48,11 @@ def unwrapped_name(name: str) -> str:
 def is_sharded_module(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on a module."""
     return isinstance(module, FSDPModule)
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether a module computes its activations again in backward, by torch's wrapper or a switch of transformers."""
+    return isinstance(module, CheckpointWrapper) or bool(getattr(module, "gradient_checkpointing", False))
 
 
 def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
@@ -188,6 +199,26 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor:
     """Return the local part of a reduced gradient."""
     grad = param.grad
     return grad._local_tensor if isinstance(grad, DTensor) else grad  # type: ignore[return-value]
+
+
+def add_up_gradients(module: Any) -> None:
+    """Let the gradients of a module be added up in the reduce dtype as they come in, until they are reduced.
+
+    What FSDP2 does after each backward without reduction, here after each `AccumulateGrad`.
+
+    Args:
+        module: `fully_shard` was called on it, and it is gathered.
+    """
+    for group in _groups_of(module):
+        for param in group.fsdp_params:
+            gathered = param._unsharded_param
+            if gathered.requires_grad and not gathered._post_accumulate_grad_hooks:
+                gathered.register_post_accumulate_grad_hook(partial(_add_up, param))
+
+
+def _add_up(param: Any, gathered: torch.Tensor) -> None:
+    param.accumulate_unsharded_grad_if_needed()
+    param.to_accumulated_grad_if_needed()
 
 
 def total_norm(local_norms: list[tuple[nn.Parameter, torch.Tensor]], norm_type: float) -> torch.Tensor:

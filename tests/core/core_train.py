@@ -80,6 +80,8 @@ class Recipe:
     policy: str = "bf16"
     clip: float | None = None
     micro: int = 1
+    sequences: int = 2
+    slices: int = 0
     checkpointing: bool = False
     groups: bool = False
     evaluate: bool = False
@@ -114,6 +116,16 @@ class Outcome:
     moved: int = 0
 
 
+def build(recipe: Recipe) -> nn.Module:
+    """Return the recipe's model, sharded."""
+    model = core_models.build(
+        recipe.model, policy=recipe.policy, checkpointing=recipe.checkpointing, reshard=recipe.reshard
+    )
+    if recipe.slices:
+        infinity.micro_batches(model, recipe.slices)
+    return model
+
+
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     """Return the recipe's optimizer over what is trained."""
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -124,11 +136,11 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS[recipe.optimizer]([{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 1e-3}])
 
 
-def batch(model: nn.Module, seed: int) -> torch.Tensor:
-    """Return tokens of shape (2, 24), different on every rank."""
+def batch(model: nn.Module, seed: int, sequences: int = 2) -> torch.Tensor:
+    """Return tokens of shape (sequences, 24), different on every rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randint(0, core_models.vocabulary_of(model), (2, 24), generator=generator)
+    return torch.randint(0, core_models.vocabulary_of(model), (sequences, 24), generator=generator)
 
 
 def train(
@@ -146,7 +158,7 @@ def train(
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step in range(first, recipe.steps):
         for part in range(recipe.micro):
-            loss = core_models.loss_of(model, batch(model, 10 * step + part)) / recipe.micro
+            loss = core_models.loss_of(model, batch(model, 10 * step + part, recipe.sequences)) / recipe.micro
             loss.backward()
             outcome.losses.append(loss.item())
         if recipe.clip is not None:
@@ -156,7 +168,7 @@ def train(
             scheduler.step()
         optimizer.zero_grad()
         if recipe.evaluate and step % 3 == 1:
-            outcome.evaluations.append(evaluate(model))
+            outcome.evaluations.append(evaluate(model, recipe.sequences))
 
 
 def _clip(optimizer: torch.optim.Optimizer, model: nn.Module, most: float) -> float:
@@ -167,11 +179,11 @@ def _clip(optimizer: torch.optim.Optimizer, model: nn.Module, most: float) -> fl
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
-def evaluate(model: nn.Module) -> float:
+def evaluate(model: nn.Module, sequences: int = 2) -> float:
     """Return the loss of a batch without gradients."""
     model.eval()
     with torch.no_grad():
-        loss = core_models.loss_of(model, batch(model, 999)).item()
+        loss = core_models.loss_of(model, batch(model, 999, sequences)).item()
     model.train()
     return loss
 
@@ -217,9 +229,7 @@ def in_memory(recipe: Recipe) -> Outcome:
 
 @functools.cache
 def _in_memory(recipe: Recipe) -> Outcome:
-    model = core_models.build(
-        recipe.model, policy=recipe.policy, checkpointing=recipe.checkpointing, reshard=recipe.reshard
-    )
+    model = build(recipe)
     if recipe.optimizer in NO_DTENSOR:
         optimizer = LocalOptimizer(list(model.parameters()), OPTIMIZERS[recipe.optimizer])
     else:
@@ -246,9 +256,7 @@ def offloaded(
     recipe: Recipe, paging: Paging, folder: Path, **sections: dict[str, Any]
 ) -> Iterator[tuple[nn.Module, infinity.PagedOptimizer]]:
     """Yield an offloaded model and its optimizer."""
-    model = core_models.build(
-        recipe.model, policy=recipe.policy, checkpointing=recipe.checkpointing, reshard=recipe.reshard
-    )
+    model = build(recipe)
     optimizer = make_optimizer(recipe, model)
     config = settings(folder, paging, host_bytes(paging, model, optimizer, folder), **sections)
     with (

@@ -189,6 +189,34 @@ def test_gradients_arrive_once_per_backward_after_reduction(model: nn.Module) ->
     assert all(param.grad is None for param in model.parameters())
 
 
+def test_gradients_are_added_up_in_the_reduce_dtype_until_they_are_reduced(model: nn.Module) -> None:
+    """`_unsharded_param`, `accumulate_unsharded_grad_if_needed`, `to_accumulated_grad_if_needed`."""
+    core_models.loss_of(model, batch(model, 0))  # lazy init
+    block = model.blocks[0]
+    block.unshard()
+    private.add_up_gradients(block)
+    private.add_up_gradients(block)  # only once
+    (group,) = private._groups_of(block)
+    for param in private.fsdp_params(group):
+        gathered = param._unsharded_param
+        assert len(gathered._post_accumulate_grad_hooks) == 1
+        for value in (1.0, 2.0**-10):  # their sum is none of bf16
+            gathered.backward(torch.full_like(gathered, value))
+        assert gathered.dtype == torch.bfloat16
+        assert gathered.grad is None
+        assert param.unsharded_accumulated_grad.dtype == torch.float32
+        assert (param.unsharded_accumulated_grad == 1 + 2.0**-10).all()
+
+
+def test_modules_that_recompute_are_known() -> None:
+    """`CheckpointWrapper` of torch, `gradient_checkpointing` of transformers."""
+    assert private.recomputes(checkpoint_wrapper(nn.Linear(2, 2)))
+    assert not private.recomputes(nn.Linear(2, 2))
+    for on in (True, False):
+        found = core_models.build("llama", checkpointing=on)
+        assert all(private.recomputes(layer) is on for layer in core_models.layers_of(found))
+
+
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_the_total_norm_is_that_of_torch(model: nn.Module, norm_type: float) -> None:
     """Built from local norms as DTensors with `_NormPartial`: the same bits."""

@@ -77,6 +77,20 @@ def test_two_ranks(tmp_path):
     assert json.loads(verified.output)["pages"] > 0
 
 
+def test_micro_batches_change_memory_and_nothing_else():
+    options = [*SMALL, "--dtype", "fp32", "--steps", "4"]
+    whole = run_here(*options, "--json", "--out", "a").summary
+    done = run_here(*options, "--micro-tokens", "32", "--activation-checkpointing", "--out", "b")
+    assert "128 tokens, 4 micro-batches per rank" in done.output
+    sliced = json.loads(Path("b/summary.json").read_text())
+    assert (whole["micro_batches"], sliced["micro_batches"]) == (1, 4)
+    assert sliced["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    assert sliced["update_placement"] == "in_backward"
+    for op in ("read", "written"):
+        key = f"predicted_{op}_bytes_per_step"
+        assert sliced[key] == whole[key] > 0
+
+
 def test_pretrained_folder_starts_where_the_model_in_memory_starts(tmp_path):
     import transformers
 
@@ -104,6 +118,8 @@ def test_pretrained_folder_starts_where_the_model_in_memory_starts(tmp_path):
         (["--data", "missing"], 2, "'missing' is no file or folder"),
         (["--model", "tinny"], 2, "did you mean tiny?"),
         (["--batch-tokens", "100"], 2, "try 96"),
+        (["--micro-tokens", "48"], 2, "possible: 32, 64, 128"),
+        (["--micro-tokens", "96"], 2, "cannot share the 128 tokens per rank"),
         (["--host-memory", "64KiB"], 2, "the host arena is too small"),
         (["--resume"], 2, "no commit to resume from"),
         (["--seq", "8192", "--batch-tokens", "8192"], 2, "4096 positions"),

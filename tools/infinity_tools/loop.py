@@ -46,6 +46,7 @@ class TrainOptions:
     data: tuple[Path, ...]
     out: Path | None
     batch_tokens: int
+    micro_tokens: int | None
     seq: int
     steps: int
     lr: float
@@ -91,7 +92,10 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         dtype = best_dtype() if options.dtype == "auto" else options.dtype
         model = on_meta(source)
         parameters = count_parameters(model)
-        shard(model, mesh, bf16=dtype == "bf16", checkpointing=options.activation_checkpointing)
+        sliced = options.micro_tokens is not None  # which recomputes activations, too
+        shard(model, mesh, bf16=dtype == "bf16", checkpointing=options.activation_checkpointing and not sliced)
+        if sliced:
+            infinity.micro_batches(model, _micro_batches(options, ranks))
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
         scheduler_factor = _schedule(options)
         view.doing(f"placing {short(parameters)} parameters on NVMe")
@@ -295,12 +299,26 @@ def _check_batch(options: TrainOptions, source: ModelSource, ranks: Ranks) -> No
             f"--batch-tokens {options.batch_tokens} makes {sequences} sequences of {options.seq} tokens, which "
             f"{ranks.world_size} ranks cannot share equally; try {options.seq * ranks.world_size}"
         )
+    if options.micro_tokens is not None and (
+        options.micro_tokens % options.seq or options.batch_tokens % (options.micro_tokens * ranks.world_size)
+    ):
+        each = sequences // ranks.world_size
+        possible = ", ".join(str(number * options.seq) for number in range(1, each + 1) if each % number == 0)
+        raise ConfigError(
+            f"--micro-tokens {options.micro_tokens} cannot share the {options.batch_tokens // ranks.world_size} tokens "
+            f"per rank equally in sequences of {options.seq}; possible: {possible}"
+        )
     vocabulary = source.config.vocab_size
     if vocabulary < _BYTE_VALUES and tokenizer_of(source.weights) is None:
         raise ConfigError(f"the model knows {vocabulary} tokens, but the text has {_BYTE_VALUES} different bytes")
     longest = getattr(source.config, "max_position_embeddings", None)
     if longest is not None and options.seq > longest:
         raise ConfigError(f"--seq {options.seq} is above the {longest} positions of the model")
+
+
+def _micro_batches(options: TrainOptions, ranks: Ranks) -> int:
+    """Return the number of micro-batches of a rank in a step."""
+    return options.batch_tokens // (options.micro_tokens * ranks.world_size) if options.micro_tokens else 1
 
 
 def _with_folders(out: Path, settings: Config) -> Config:
@@ -367,6 +385,7 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
         world_size=ranks.world_size,
         first_step=training.first_step,
         tokens_per_step=training.options.batch_tokens,
+        micro_batches=_micro_batches(training.options, ranks),
         sequence_length=training.options.seq,
         losses=tuple(training.losses),
         io_engine=optimizer.run.stats.header.info["io_engine"],

@@ -28,6 +28,7 @@ class RunFacts:
     world_size: int
     first_step: int
     tokens_per_step: int
+    micro_batches: int
     sequence_length: int
     losses: tuple[float, ...]
     io_engine: str
@@ -112,9 +113,12 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     ended = [("ended", "early, by a signal")] if s["interrupted"] else []
     retries = s["nvme_retries_total"]
     retried = [("retried", f"{retries} transfers; look after the drives")] if retries else []
+    micro = s["micro_batches"]
+    batch = [("batch", f"{s['tokens_per_step']} tokens, {micro} micro-batches per rank")] if micro > 1 else []
     return [
         *ended,
         ("loss", f"{losses[0]:.4f} at step {s['first_step']}, {losses[-1]:.4f} at step {last}"),
+        *batch,
         ("step", f"{seconds:.3g} s, {short(s['tokens_per_second'])} tokens/s"),
         (
             "of it",

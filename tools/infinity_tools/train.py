@@ -42,6 +42,16 @@ def train(
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens per step, over all ranks.", rich_help_panel=_DATA)
     ] = 512,
+    micro_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens that a rank computes at a time. Each layer runs the whole batch in slices of so many tokens "
+            "before the next layer starts, and computes them again in backward: memory for activations is that of one "
+            "slice and the inputs of layers, and a larger --batch-tokens moves no more state. [default: all at once]",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
     seq: Annotated[int, typer.Option(min=2, help="Tokens per sequence.", rich_help_panel=_DATA)] = 256,
     seed: Annotated[
         int | None, typer.Option(help="Of first values and of batches. [default: 0]", rich_help_panel=_DATA)
@@ -196,6 +206,7 @@ def train(
             data=tuple(data or ()),
             out=out,
             batch_tokens=batch_tokens,
+            micro_tokens=micro_tokens,
             seq=seq,
             steps=steps,
             lr=lr,
