@@ -52,7 +52,7 @@ from infinity.fsdp.materialize import (
     ResumedState,
 )
 from infinity.io import Ticket, open_engine
-from infinity.layout import Page, Role, StateFormat
+from infinity.layout import Layout, Page, Role, StateFormat
 from infinity.memory.arena import Arena, return_freed_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
@@ -66,6 +66,7 @@ from infinity.store.folder import FolderLock, RunFolder, find_runs, new_run_id, 
 from infinity.store.pages import PageStore
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
+from infinity.telemetry.timeline import Timeline
 from infinity.units import MIB, format_size
 
 _log = logging.getLogger("infinity")
@@ -226,7 +227,8 @@ class _Run:
         self.arena = Arena(budget.frames, layout.page_bytes, device=device)
         self.engine, _ = open_engine(settings.storage)
         self.stats = _stats_page(settings, ranks, folder.run_id, self.engine.name)
-        self.ledger = Ledger(self.stats)
+        self.timeline = _timeline(settings, ranks, layout)
+        self.ledger = Ledger(self.stats, self.timeline)
         self.engine.register(self.arena.memory)
         self.store = PageStore(
             layout.pages,
@@ -316,6 +318,7 @@ class _Run:
             gathering=gathering,
             copied=self.ledger.copied,
             settle=lambda: paged.settle(),
+            part=self.ledger.part,
         )
         self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
@@ -337,7 +340,10 @@ class _Run:
         )
         self.ranks.together("describing the run", lambda: write_description(self.folder.commits, described))
         attachment = Attachment(
-            sharded, content, gradient_arrived=lambda shard, param, grad: paged.gradient_arrived(shard, param, grad)
+            sharded,
+            content,
+            gradient_arrived=lambda shard, param, grad: paged.gradient_arrived(shard, param, grad),
+            part=self.ledger.part,
         )
         self._closers.append(attachment.detach)
         attachment.remap(optimizer)
@@ -346,7 +352,14 @@ class _Run:
         groups = {
             shard: group_of[id(param)] for shard, param in enumerate(attachment.parameters) if id(param) in group_of
         }
-        state = StepState(layout, self.pager, kernel, group_of=groups.__getitem__, phase=self.ledger.phase)
+        state = StepState(
+            layout,
+            self.pager,
+            kernel,
+            group_of=groups.__getitem__,
+            phase=self.ledger.phase,
+            part=self.ledger.part,
+        )
         if self._found is not None:
             self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
         elif source is not None:
@@ -439,6 +452,9 @@ class _Run:
             retries,
             error,
         )
+        if self.timeline is not None and error is None:
+            started, ended = ticket.submitted, ticket.completed
+            self.timeline.moved(ticket.op.value, path, page.index, ticket.length, started, ended)
 
     def close(self, *, committed: bool) -> None:
         """Release files, memory and lock; remove the run when nothing of it is to be kept."""
@@ -448,6 +464,11 @@ class _Run:
         self.engine.close()
         self.arena.close()
         self.stats.close(remove=True)
+        if self.timeline is not None:
+            try:
+                self.timeline.write()
+            except OSError as error:
+                _log.warning("no timeline in %s: %s", self.timeline.file, error.strerror)
         keep = self.settings.run.keep
         if keep == "never" or (keep == "auto" and not committed):
             for file in self.files:
@@ -505,6 +526,13 @@ def _agree_on_shares(settings: Config, ranks: Ranks) -> list[float]:
     host = socket.gethostname()
     by_host = {name: shares for name, shares in ranks.collect((host, measured)) if shares is not None}
     return by_host.get(host, [1.0] * len(settings.storage.paths))
+
+
+def _timeline(settings: Config, ranks: Ranks, layout: Layout) -> Timeline | None:
+    wanted = settings.telemetry
+    if not wanted.timeline:
+        return None
+    return Timeline(Path(wanted.timeline), rank=ranks.rank, limit=wanted.timeline_events, page_name=layout.page_name)
 
 
 def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str) -> Stats:

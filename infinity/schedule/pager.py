@@ -64,8 +64,8 @@ class DeviceEvent(Protocol):
 class PagerObserver(Protocol):
     """Who is told what the pager did (telemetry)."""
 
-    def stalled(self, cause: str, seconds: float) -> None:
-        """The training thread waited; `cause` is ``read``, ``write`` or ``arena``."""
+    def stalled(self, cause: str, page: int, seconds: float) -> None:
+        """The training thread waited; `cause` is ``read``, ``write`` or ``arena``; `page` what it needed, or -1."""
 
     def fetched(self, result: str) -> None:
         """A page was needed; `result` is ``hit``, ``late`` or ``miss``."""
@@ -203,7 +203,7 @@ class Pager:
                         self._start_write(page)
                 if not self._writes:
                     return
-                self._wait(lambda: not self._writes, "write")
+                self._wait(lambda: not self._writes, "write", -1)
 
     def discard(self, pages: Sequence[int]) -> None:
         """Drop the content of pages that nobody will read again."""
@@ -211,7 +211,7 @@ class Pager:
             for page in pages:
                 slot = self._slots[page]
                 # Its extent may be used again at once: nothing may be on its way to or from it.
-                self._wait(lambda slot=slot: not (slot.writing or slot.reading), "write")  # type: ignore[misc]
+                self._wait(lambda slot=slot: not (slot.writing or slot.reading), "write", page)  # type: ignore[misc]
                 slot.dirty = False
                 if slot.frame >= 0 and not slot.pins:
                     self._release_frame(page)
@@ -272,9 +272,9 @@ class Pager:
                     self._bring(use)
                 for use in uses:
                     slot = self._slots[use.page]
-                    self._wait(lambda slot=slot: not slot.reading, "read")  # type: ignore[misc]
+                    self._wait(lambda slot=slot: not slot.reading, "read", use.page)  # type: ignore[misc]
                     if use.mode.modifies:
-                        self._wait(lambda slot=slot: not slot.writing, "write")  # type: ignore[misc]
+                        self._wait(lambda slot=slot: not slot.writing, "write", use.page)  # type: ignore[misc]
             except BaseException:
                 for use in uses:
                     self._slots[use.page].pins -= 1
@@ -432,7 +432,11 @@ class Pager:
                 )
             if not self._free:
                 reads, writes = self._reads, self._writes
-                self._wait(lambda r=reads, w=writes: bool(self._free) or self._reads < r or self._writes < w, "arena")  # type: ignore[misc]
+                self._wait(
+                    lambda r=reads, w=writes: bool(self._free) or self._reads < r or self._writes < w,  # type: ignore[misc]
+                    "arena",
+                    page,
+                )
 
     def _write_some(self) -> None:
         """Start writing a few dirty pages that nobody keeps."""
@@ -506,12 +510,12 @@ class Pager:
         if self._failure is not None:
             raise self._failure
 
-    def _wait(self, ready: Callable[[], bool], cause: str) -> None:
+    def _wait(self, ready: Callable[[], bool], cause: str, page: int) -> None:
         if ready():
             return
         started = time.perf_counter()
         finished = self._changed.wait_for(lambda: ready() or self._failure is not None, self._timeout)
-        self._observer.stalled(cause, time.perf_counter() - started)
+        self._observer.stalled(cause, page, time.perf_counter() - started)
         self._check()
         if not finished:
             self._note(StallError(f"waited {self._timeout:.0f} s for {_WAITS[cause]}; {self._store.oldest_request()}"))
