@@ -149,7 +149,9 @@ def _most_useful(trace: Sequence[Access], layout: Layout, number: int, streaming
                 least = found[chosen]
             moved = _transfers(trace, reach, frozenset())
             saved = {page: (reads + writes) * layout.pages[page].nbytes for page, (reads, writes) in moved.items()}
-            order = {page: (-saved[page], layout.pages[page].role is not Role.PARAM, direction * page) for page in saved}
+            order = {
+                page: (-saved[page], layout.pages[page].role is not Role.PARAM, direction * page) for page in saved
+            }
             chosen = frozenset(sorted(order, key=order.__getitem__)[:number])
     return min(found, key=found.__getitem__)
 
