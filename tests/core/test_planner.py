@@ -191,7 +191,8 @@ def waiting(plan: Plan, layout: Layout, events: Sequence[Event], placement: Plac
                 continue
             if position >= len(plan.trace):
                 here = len(frozenset().union(*streams[before + 1 : position + 1])) <= plan.streaming_frames
-                found += (here - (event_of[before % len(plan.trace)] == event)) * layout.pages[page].nbytes
+                again = before >= len(plan.trace) and event_of[before - len(plan.trace)] == event
+                found += (here - again) * layout.pages[page].nbytes
     return found
 
 

@@ -73,6 +73,17 @@ def test_measured_bytes_are_the_planned_ones(model: str, arena: str, placement: 
     assert (seen["read"] == 0) == (seen["written"] == 0) == (arena == "all")
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("share", [10, 25, 50, 75, 90])
+def test_measured_bytes_equal_the_planned_ones_at_every_share(share: int, placement: str, tmp_path: Path) -> None:
+    """Within 1 %, not a byte less: arenas of a tenth to nine tenths of the state."""
+    paging = Paging(arena=f"{share}%", placement=placement)
+    seen = traffic(Recipe(model="even", steps=WARM), paging, str(tmp_path))
+    assert close(seen["read"], seen["planned_read"]), seen
+    assert close(seen["written"], seen["planned_written"]), seen
+    assert seen["planned_read"] > 0
+
+
 @pytest.mark.parametrize("recipe", [Recipe(model="toy", steps=WARM, micro=2), Recipe(model="repeated", steps=WARM)])
 def test_measured_bytes_are_the_planned_ones_in_other_loops(recipe: Recipe, tmp_path: Path) -> None:
     """Accumulation, and a module that is used twice."""
