@@ -70,6 +70,9 @@ class PagerObserver(Protocol):
     def fetched(self, result: str) -> None:
         """A page was needed; `result` is ``hit``, ``late`` or ``miss``."""
 
+    def spared(self, nbytes: int) -> None:
+        """A planned read was not needed: the page comes back while it is still being written."""
+
     def diverged(self, detail: str) -> None:
         """The step departed from the plan's trace."""
 
@@ -344,8 +347,11 @@ class Pager:
             for use in following.plan.access(following.cursor):
                 slot = self._slots[use.page]
                 slot.claims += 1
-                if slot.claims == 1 and slot.frame < 0 and use.mode.fetches:
-                    following.waiting.append(use.page)
+                if slot.claims == 1 and use.mode.fetches:
+                    if slot.frame < 0:
+                        following.waiting.append(use.page)
+                    elif slot.writing:
+                        self._observer.spared(self._layout.pages[use.page].nbytes)
         self._pump()
 
     def _pump(self) -> None:

@@ -82,6 +82,7 @@ class Ledger:
         self._phases = {phase: stats.counter("step_phase_seconds_total", phase=phase) for phase in PHASES}
         self._parts = {part: stats.counter("step_part_seconds_total", part=part) for part in PARTS}
         self._pool_wait = stats.counter("pool_wait_seconds_total")
+        self._spared = stats.counter("prefetch_spared_bytes_total")
         self._divergences = stats.counter("plan_divergences_total")
         self._steps = stats.counter("steps_total")
         self._skipped = stats.counter("steps_skipped_total")
@@ -137,6 +138,10 @@ class Ledger:
     def fetched(self, result: str) -> None:
         """Count a page that was needed: ``hit``, ``late`` or ``miss``."""
         self._fetches[result].add()
+
+    def spared(self, nbytes: int) -> None:
+        """Count a planned read that was not needed."""
+        self._spared.add(nbytes)
 
     def diverged(self, detail: str) -> None:
         """Count a departure from the plan; the first one is logged."""

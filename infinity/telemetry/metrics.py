@@ -166,6 +166,11 @@ METRICS: Final[tuple[Metric, ...]] = (
         Label(name="result", values=FETCH_RESULTS),
     ),
     _rank(
+        "prefetch_spared_bytes_total",
+        "counter",
+        "Bytes that the plan reads and nobody had to: the page came back while it was still being written.",
+    ),
+    _rank(
         "stall_seconds_total",
         "counter",
         "Seconds the training thread stood still, by phase and by cause.",

@@ -103,6 +103,9 @@ class Silence:
     def fetched(self, result: str) -> None:
         """Not looked at."""
 
+    def spared(self, nbytes: int) -> None:
+        """Not looked at."""
+
     def diverged(self, detail: str) -> None:
         self.departures += 1
 
