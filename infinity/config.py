@@ -108,6 +108,12 @@ class TelemetryConfig:
         "",
         "Folder of the stats pages that `infinityd` reads. Empty: `infinity-runtime` in the system's temporary folder.",
     )
+    timeline: str = _setting(
+        "",
+        "File that each rank writes at its end for ui.perfetto.dev: when which page was moved, which unit gathered and "
+        "updated, and what was waited for. Ranks above 0 put their number into the name. Empty: none.",
+    )
+    timeline_events: int = _setting(200_000, "How many of the latest events the timeline keeps.", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)

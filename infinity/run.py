@@ -52,7 +52,7 @@ from infinity.fsdp.materialize import (
     ResumedState,
 )
 from infinity.io import Ticket, open_engine
-from infinity.layout import Page, Role, StateFormat
+from infinity.layout import Layout, Page, Role, StateFormat
 from infinity.memory.arena import Arena, return_freed_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
@@ -67,6 +67,7 @@ from infinity.store.folder import FolderLock, RunFolder, find_runs, new_run_id, 
 from infinity.store.pages import PageStore
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
+from infinity.telemetry.timeline import Timeline
 from infinity.units import MIB, format_size
 
 _log = logging.getLogger("infinity")
@@ -227,7 +228,8 @@ class _Run:
         self.arena = Arena(budget.frames, layout.page_bytes, device=device)
         self.engine, _ = open_engine(settings.storage)
         self.stats = _stats_page(settings, ranks, folder.run_id, self.engine.name)
-        self.ledger = Ledger(self.stats)
+        self.timeline = _timeline(settings, ranks, layout)
+        self.ledger = Ledger(self.stats, self.timeline)
         self.engine.register(self.arena.memory)
         self.store = PageStore(
             layout.pages,
@@ -317,6 +319,7 @@ class _Run:
             gathering=gathering,
             copied=self.ledger.copied,
             settle=lambda: paged.settle(),
+            part=self.ledger.part,
         )
         self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
@@ -338,7 +341,10 @@ class _Run:
         )
         self.ranks.together("describing the run", lambda: write_description(self.folder.commits, described))
         attachment = Attachment(
-            sharded, content, gradient_arrived=lambda shard, param, grad: paged.gradient_arrived(shard, param, grad)
+            sharded,
+            content,
+            gradient_arrived=lambda shard, param, grad: paged.gradient_arrived(shard, param, grad),
+            part=self.ledger.part,
         )
         self._closers.append(attachment.detach)
         attachment.remap(optimizer)
@@ -350,7 +356,13 @@ class _Run:
         worker = UpdateWorker(self.settings.update.cores, self.pager.fail)
         self._closers.append(worker.close)
         state = StepState(
-            layout, self.pager, kernel, group_of=groups.__getitem__, phase=self.ledger.phase, worker=worker
+            layout,
+            self.pager,
+            kernel,
+            group_of=groups.__getitem__,
+            phase=self.ledger.phase,
+            part=self.ledger.part,
+            worker=worker,
         )
         if self._found is not None:
             self.resumed = restore(self._found, self.folder, sharded.model, optimizer.param_groups)
@@ -444,6 +456,9 @@ class _Run:
             retries,
             error,
         )
+        if self.timeline is not None and error is None:
+            started, ended = ticket.submitted, ticket.completed
+            self.timeline.moved(ticket.op.value, path, page.index, ticket.length, started, ended)
 
     def close(self, *, committed: bool) -> None:
         """Release files, memory and lock; remove the run when nothing of it is to be kept."""
@@ -453,6 +468,11 @@ class _Run:
         self.engine.close()
         self.arena.close()
         self.stats.close(remove=True)
+        if self.timeline is not None:
+            try:
+                self.timeline.write()
+            except OSError as error:
+                _log.warning("no timeline in %s: %s", self.timeline.file, error.strerror)
         keep = self.settings.run.keep
         if keep == "never" or (keep == "auto" and not committed):
             for file in self.files:
@@ -510,6 +530,13 @@ def _agree_on_shares(settings: Config, ranks: Ranks) -> list[float]:
     host = socket.gethostname()
     by_host = {name: shares for name, shares in ranks.collect((host, measured)) if shares is not None}
     return by_host.get(host, [1.0] * len(settings.storage.paths))
+
+
+def _timeline(settings: Config, ranks: Ranks, layout: Layout) -> Timeline | None:
+    wanted = settings.telemetry
+    if not wanted.timeline:
+        return None
+    return Timeline(Path(wanted.timeline), rank=ranks.rank, limit=wanted.timeline_events, page_name=layout.page_name)
 
 
 def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str) -> Stats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,6 +112,7 @@ class Attachment:
         source: ShardSource,
         *,
         gradient_arrived: Callable[[int, nn.Parameter, torch.Tensor], None],
+        part: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._handles: list[Any] = []
         self.parameters: list[nn.Parameter] = []
@@ -122,6 +124,7 @@ class Attachment:
                 self.parameters.append(self._attach(index, group, member, source, gradient_arrived))
                 index += 1
         private.reuse_reduce_buffers(sharded.groups)
+        private.watch_collectives(sharded.groups, lambda: part("collective"))
         for module in sharded.model.modules():
             if private.is_sharded_module(module):
                 self._handles.append(module.register_forward_pre_hook(self._note_grad_mode, prepend=True))

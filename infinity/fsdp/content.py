@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -53,7 +54,8 @@ class ShardContent:
     """Loads, saves and gathers shards; implements what a `PagedShard` asks for.
 
     `gathering(shard)` is called before the pages of a shard are copied out for an all-gather, `copied(source
-    tier, target tier, bytes)` after; `settle()` before a shard is loaded or saved for anybody else.
+    tier, target tier, bytes)` after; `settle()` before a shard is loaded or saved for anybody else. `part(part, what,
+    name=...)` is entered for the length of a part of the ledger.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class ShardContent:
         gathering: Callable[[int], bool],
         copied: Callable[[str, str, int], None],
         settle: Callable[[], None],
+        part: Callable[..., AbstractContextManager[None]],
     ) -> None:
-        self._layout, self._load_limit, self._copied = layout, load_limit, copied
+        self._layout, self._load_limit, self._copied, self._part = layout, load_limit, copied, part
         self._open: tuple[Pager, Callable[[int], bool], Callable[[], None]] | None = (pager, gathering, settle)
 
     def close(self) -> None:
@@ -85,9 +88,10 @@ class ShardContent:
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the compute-dtype elements of a shard, padding included, into a flat tensor."""
         placed = self._layout.shards[shard]
-        planned = self._opened()[1](shard)
-        with torch.no_grad():
-            self._copy_param(placed, destination, planned=planned)
+        with self._part("python", placed.spec.name, name="gather"):
+            planned = self._opened()[1](shard)
+            with torch.no_grad():
+                self._copy_param(placed, destination, planned=planned)
         self._copied("host", "device", destination.numel() * destination.itemsize)
 
     def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
@@ -97,7 +101,8 @@ class ShardContent:
             leaves = partial(_copies_issued, destination.device)
             with self._pager.access(use, planned=planned, leaves=leaves) as (content,):
                 source = section(content, page, self._layout, "")[first - page.start : last - page.start]
-                destination[first - placed.start : last - placed.start].copy_(source, non_blocking=True)
+                with self._part("copy"):
+                    destination[first - placed.start : last - placed.start].copy_(source, non_blocking=True)
 
     def load(self, shard: int) -> torch.Tensor:
         """Return the real elements of a shard in the dtype it is trained in.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -187,6 +188,33 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> None:
     for group in groups:
         if group.device.type == "cpu" and type(group._reduce_scatter_comm) is DefaultReduceScatter:
             group._reduce_scatter_comm = shared
+
+
+def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let groups run their all-gathers and reduce-scatters inside of `during()`.
+
+    A group whose collective somebody has replaced keeps that one. The all-reduce of HSDP cannot be reached.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    class Watched:
+        def __init__(self, comm: Any) -> None:
+            self._comm = comm
+            self.allocate = comm.allocate
+
+        def __call__(self, *args: Any, **settings: Any) -> Any:
+            with during():
+                return self._comm(*args, **settings)
+
+    class WatchedAllGather(Watched, DefaultAllGather): ...
+
+    class WatchedReduceScatter(Watched, DefaultReduceScatter): ...
+
+    for group in groups:
+        if type(group._all_gather_comm) is DefaultAllGather:
+            group._all_gather_comm = WatchedAllGather(group._all_gather_comm)
+        if isinstance(group._reduce_scatter_comm, DefaultReduceScatter):
+            group._reduce_scatter_comm = WatchedReduceScatter(group._reduce_scatter_comm)
 
 
 def _is_unused(buffer: torch.Tensor) -> bool:

@@ -40,6 +40,10 @@ class Run(Protocol):
         """This rank's counters."""
 
     @property
+    def ledger(self) -> Ledger:
+        """Where this rank's time and bytes are booked."""
+
+    @property
     def peers(self) -> Peers:
         """The other ranks."""
 
@@ -115,6 +119,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._given.__dict__["_opt_called"] = True  # a scheduler made on that one looks there for steps
         if not state.has_gradients:
             return loss
+        self._ledger.enter("other")
         self._check_settings()
         events = state.end()
         self._choose_placement(events, state.clipped)
@@ -150,7 +155,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
         """
         self._check_open()
-        return self._step_state.clip(float(max_norm), float(norm_type), error_if_nonfinite, self._order)
+        with self._ledger.phase("update", "norm"):
+            return self._step_state.clip(float(max_norm), float(norm_type), error_if_nonfinite, self._order)
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: the state lies on NVMe.
@@ -284,11 +290,12 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def gathering(self, shard: int, training: bool) -> bool:
         """Note that a shard's pages are about to be copied out; return whether the plan knows of it."""
+        placed = self._layout.shards[shard]
+        unit = self._layout.units[placed.unit].name
+        self._ledger.enter("backward" if private.in_backward() else "forward", unit)
         if not training:
             self.settle()
             return False
-        self._ledger.enter("backward" if private.in_backward() else "forward")
-        placed = self._layout.shards[shard]
         if self._layout.unit_shards[placed.unit][0] == shard:
             self._step_state.gathered(placed.unit)
         return True
@@ -296,9 +303,10 @@ class PagedOptimizer(torch.optim.Optimizer):
     def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Take over a reduced gradient."""
         self._ledger.enter("backward")
-        if self._placed == "in_backward" and self._settings_in_backward is None:
-            self._settings_in_backward = self._settings()
-        self._step_state.gradient_arrived(shard, param, grad)
+        with self._ledger.part("python", name="gradient"):
+            if self._placed == "in_backward" and self._settings_in_backward is None:
+                self._settings_in_backward = self._settings()
+            self._step_state.gradient_arrived(shard, param, grad)
 
     # Planning #
 

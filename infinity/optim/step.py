@@ -13,11 +13,13 @@ arithmetic runs on the worker's thread, in the same order. Whoever needs one of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from infinity.errors import InfinityError
@@ -60,11 +62,12 @@ class StepState:
         kernel: UpdateKernel,
         *,
         group_of: Callable[[int], Mapping[str, Any]],
-        phase: Callable[[str], Any],
+        phase: Callable[..., AbstractContextManager[None]],
+        part: Callable[[str], AbstractContextManager[None]],
         worker: UpdateWorker,
     ) -> None:
         self._layout, self._pager, self._kernel, self._worker = layout, pager, kernel, worker
-        self._group_of, self._phase = group_of, phase
+        self._group_of, self._phase, self._part = group_of, phase, part
         self._trainable = [
             sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.unit_shards
         ]
@@ -126,7 +129,7 @@ class StepState:
             if unit in self.placement.in_backward:
                 self._done.add(unit)
                 grads = {shard: grad.reshape(-1) for shard, (_, grad) in arrivals.items()}
-                with self._phase("update"):
+                with self._phase("update", self._layout.units[unit].name):
                     self._update(unit, self._settings_now(grads), grads=grads)
             else:
                 self._store(unit, arrivals)
@@ -138,9 +141,11 @@ class StepState:
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
         totals = {shard: grad for shard, (_, grad) in arrivals.items()}
-        self._walk_gradients(accesses, {s: g for s, g in totals.items() if s in stored}, totals)
-        for shard, (param, total) in arrivals.items():
-            self._norms[shard] = (param, torch.linalg.vector_norm(total, 2.0))
+        with self._part("copy"):
+            self._walk_gradients(accesses, {s: g for s, g in totals.items() if s in stored}, totals)
+        with self._part("update"):
+            for shard, (param, total) in arrivals.items():
+                self._norms[shard] = (param, torch.linalg.vector_norm(total, 2.0))
         self._stored[unit] = stored | set(arrivals)  # at the end: arrival order
 
     def _walk_gradients(self, accesses: Any, added: dict[int, torch.Tensor], totals: dict[int, torch.Tensor]) -> None:
@@ -217,7 +222,9 @@ class StepState:
             norms = {s: (p, torch.linalg.vector_norm(self.gradient(s), norm_type)) for s, (p, _) in norms.items()}
         if not norms:
             return torch.tensor(0.0)
-        total = private.total_norm([norms[shard] for shard in order if shard in norms], norm_type)
+        ordered = [norms[shard] for shard in order if shard in norms]
+        with self._part("collective" if dist.get_world_size() > 1 else "update"):
+            total = private.total_norm(ordered, norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
@@ -302,7 +309,7 @@ class StepState:
 
     def _apply_pending(self, unit: int) -> None:
         settings = {shard: self._pending.settings[shard] for shard in self._pending.shards.pop(unit)}
-        with self._phase("update"), torch.no_grad():
+        with self._phase("update", self._layout.units[unit].name), torch.no_grad():
             self._update(unit, settings, scale=self._pending.scale)
 
     def _update(

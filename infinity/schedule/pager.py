@@ -71,11 +71,19 @@ class DeviceEvent(Protocol):
 class PagerObserver(Protocol):
     """Who is told what the pager did (telemetry)."""
 
-    def stalled(self, cause: str, seconds: float) -> None:
-        """The training thread waited; `cause` is ``read``, ``write``, ``arena`` or ``update``."""
+    def stalled(self, cause: str, page: int, seconds: float) -> None:
+        """The training thread waited.
+
+        Args:
+            cause: ``read``, ``write``, ``arena`` or ``update``.
+            page: what it needed, or -1.
+        """
 
     def fetched(self, result: str) -> None:
         """A page was needed; `result` is ``hit``, ``late`` or ``miss``."""
+
+    def spared(self, nbytes: int) -> None:
+        """A planned read was not needed: the page comes back while it is still being written."""
 
     def diverged(self, detail: str) -> None:
         """The step departed from the plan's trace."""
@@ -252,7 +260,7 @@ class Pager:
     def flush(self) -> None:
         """Write every modified page and wait until nothing is in flight."""
         with self._changed:
-            self._wait(lambda: not self._leases, "update")
+            self._wait(lambda: not self._leases, "update", -1)
             while self._let_go(wait=True):
                 pass
             while True:
@@ -263,7 +271,7 @@ class Pager:
                         self._start_write(page)
                 if not self._writes:
                     return
-                self._wait(lambda: not self._writes, "write")
+                self._wait(lambda: not self._writes, "write", -1)
 
     def discard(self, pages: Sequence[int]) -> None:
         """Drop the content of pages that nobody will read again."""
@@ -271,8 +279,8 @@ class Pager:
             for page in pages:
                 slot = self._slots[page]
                 # Its extent may be used again at once: nothing may be on its way to or from it.
-                self._wait(lambda slot=slot: not slot.leases, "update")  # type: ignore[misc]
-                self._wait(lambda slot=slot: not (slot.writing or slot.reading), "write")  # type: ignore[misc]
+                self._wait(lambda slot=slot: not slot.leases, "update", page)  # type: ignore[misc]
+                self._wait(lambda slot=slot: not (slot.writing or slot.reading), "write", page)  # type: ignore[misc]
                 slot.dirty = False
                 if slot.frame >= 0 and not slot.pins:
                     self._release_frame(page)
@@ -324,7 +332,7 @@ class Pager:
             try:
                 for use in uses:
                     slot = self._slots[use.page]
-                    self._wait(lambda slot=slot: not slot.leases, "update")  # type: ignore[misc]
+                    self._wait(lambda slot=slot: not slot.leases, "update", use.page)  # type: ignore[misc]
                 self._await_content(uses, beside=False)
             except BaseException:
                 for use in uses:
@@ -355,9 +363,9 @@ class Pager:
         """Wait until pages are read, and those to be modified are not on their way to the store."""
         for use in uses:
             slot = self._slots[use.page]
-            self._wait(lambda slot=slot: not slot.reading, "read", beside=beside)  # type: ignore[misc]
+            self._wait(lambda slot=slot: not slot.reading, "read", use.page, beside=beside)  # type: ignore[misc]
             if use.mode.modifies:
-                self._wait(lambda slot=slot: not slot.writing, "write", beside=beside)  # type: ignore[misc]
+                self._wait(lambda slot=slot: not slot.writing, "write", use.page, beside=beside)  # type: ignore[misc]
 
     def _bring(self, use: Use) -> None:
         slot = self._slots[use.page]
@@ -434,8 +442,11 @@ class Pager:
             for use in following.plan.access(following.cursor):
                 slot = self._slots[use.page]
                 slot.claims += 1
-                if slot.claims == 1 and slot.frame < 0 and use.mode.fetches:
-                    following.waiting.append(use.page)
+                if slot.claims == 1 and use.mode.fetches:
+                    if slot.frame < 0:
+                        following.waiting.append(use.page)
+                    elif slot.writing:
+                        self._observer.spared(self._layout.pages[use.page].nbytes)
         self._pump()
 
     def _pump(self) -> None:
@@ -532,6 +543,7 @@ class Pager:
                         )
                     ),
                     "arena",
+                    page,
                 )
 
     def _write_some(self) -> None:
@@ -606,13 +618,13 @@ class Pager:
         if self._failure is not None:
             raise self._failure
 
-    def _wait(self, ready: Callable[[], bool], cause: str, *, beside: bool = False) -> None:
+    def _wait(self, ready: Callable[[], bool], cause: str, page: int, *, beside: bool = False) -> None:
         if ready():
             return
         started = time.perf_counter()
         finished = self._changed.wait_for(lambda: ready() or self._failure is not None, self._timeout)
         if not beside:
-            self._observer.stalled(cause, time.perf_counter() - started)
+            self._observer.stalled(cause, page, time.perf_counter() - started)
         self._check()
         if not finished:
             self._note(StallError(f"waited {self._timeout:.0f} s for {_WAITS[cause]}; {self._store.oldest_request()}"))

@@ -130,11 +130,30 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, prefix: S
 
 
 def _most_useful(trace: Sequence[Access], layout: Layout, number: int, streaming: int) -> frozenset[int]:
-    """Return the pages that save most bytes, each in one frame: those that move most when they only stream."""
-    moved = _transfers(trace, _windows((), trace, frozenset(), streaming), frozenset())
-    saved = {page: (reads + writes) * layout.pages[page].nbytes for page, (reads, writes) in moved.items()}
-    weights_first = sorted(saved, key=lambda page: (-saved[page], layout.pages[page].role is not Role.PARAM, page))
-    return frozenset(weights_first[: max(0, number)])
+    """Return the pages that save most bytes, each in one frame: those that move most when they stream.
+
+    What streams through the turns of a step without moving depends on the window, and the window on what stays. So the
+    choice is made again for the window that it leads to, as long as that moves fewer bytes; and of pages that save the
+    same, those of the first units are tried, and those of the last.
+    """
+    found: dict[frozenset[int], int] = {}
+    for direction in (1, -1):
+        chosen: frozenset[int] = frozenset()
+        least = float("inf")
+        while True:
+            reach = _windows((), trace, chosen, streaming)
+            if chosen or not number:
+                found[chosen] = predict(trace, reach, chosen, layout).total_bytes
+                if found[chosen] >= least:
+                    break
+                least = found[chosen]
+            moved = _transfers(trace, reach, frozenset())
+            saved = {page: (reads + writes) * layout.pages[page].nbytes for page, (reads, writes) in moved.items()}
+            order = {
+                page: (-saved[page], layout.pages[page].role is not Role.PARAM, direction * page) for page in saved
+            }
+            chosen = frozenset(sorted(order, key=order.__getitem__)[:number])
+    return min(found, key=found.__getitem__)
 
 
 def _windows(

@@ -1,7 +1,9 @@
 """The ledger of a run: where every second of a step went, and every byte.
 
-The training thread is in one phase at a time; a stall is a stretch of it in which the thread stood still.
-What is left of a step after stalls and updates is compute (collectives and Python included).
+[Note: parts] The training thread is in one *phase* of the step and in one *part* of the ledger at any moment. The
+phase says when (forward, backward, ...), the part what the thread does; where nobody has said, the phase decides
+(`_PART_OF`). A stall is taken out of the part in which the thread stood still. Every switch closes one stretch of time
+and begins the next at the same instant, so the parts of a step add up to its seconds by construction.
 """
 
 from __future__ import annotations
@@ -13,35 +15,49 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 
-from infinity.telemetry.metrics import CAUSES, FETCH_RESULTS, OPS, PHASES, ROLES, error_reason
+from infinity.telemetry.metrics import CAUSES, FETCH_RESULTS, OPS, PARTS, PHASES, ROLES, error_reason
 from infinity.telemetry.stats import Stats
+from infinity.telemetry.timeline import Timeline
 
 _log = logging.getLogger("infinity")
+
+_PART_OF = {"forward": "compute", "backward": "compute", "update": "update", "commit": "python", "other": "python"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step of this rank: seconds that add up to `seconds`, and NVMe bytes."""
+    """One step of this rank: parts of the training thread's time, which add up to `seconds`, and NVMe bytes.
+
+    A step begins where the one before (or a commit) ended. `compute` is forward and backward outside of all else;
+    `collective` all-gathers, reduce-scatters and the reduction of the norm; `copy` weights out of pages and gradients
+    into them; `update` clipping and the optimizer; the stalls are waits for a page to be read, for one to be written,
+    and for a free frame; `python` is the user's loop between `step()` and the next forward, and our bookkeeping.
+    """
 
     step: int
     seconds: float
     compute_seconds: float
+    collective_seconds: float
+    copy_seconds: float
     update_seconds: float
     read_stall_seconds: float
     write_stall_seconds: float
+    arena_stall_seconds: float
+    python_seconds: float
     read_bytes: int
     written_bytes: int
 
     @property
     def stall_seconds(self) -> float:
         """Seconds in which the training thread stood still."""
-        return self.read_stall_seconds + self.write_stall_seconds
+        return self.read_stall_seconds + self.write_stall_seconds + self.arena_stall_seconds
 
 
 class Ledger:
     """Counts what the pager and the store do, by phase; fills the rank's stats page."""
 
-    def __init__(self, stats: Stats) -> None:
+    def __init__(self, stats: Stats, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline
         self._bytes = {
             (op, role, device): stats.counter("io_bytes_total", op=op, state=role, device=device)
             for op in OPS
@@ -64,7 +80,9 @@ class Ledger:
         }
         self._fetches = {result: stats.counter("prefetch_fetches_total", result=result) for result in FETCH_RESULTS}
         self._phases = {phase: stats.counter("step_phase_seconds_total", phase=phase) for phase in PHASES}
+        self._parts = {part: stats.counter("step_part_seconds_total", part=part) for part in PARTS}
         self._pool_wait = stats.counter("pool_wait_seconds_total")
+        self._spared = stats.counter("prefetch_spared_bytes_total")
         self._divergences = stats.counter("plan_divergences_total")
         self._steps = stats.counter("steps_total")
         self._skipped = stats.counter("steps_skipped_total")
@@ -80,11 +98,9 @@ class Ledger:
         self._stats = stats
         self._lock = Lock()
         self._warned = False
-        self._phase = "other"
-        self._since = self._step_start = time.perf_counter()
-        self._update_seconds = 0.0
-        self._update_stall = 0.0
-        self._stalled = dict.fromkeys(CAUSES, 0.0)
+        self._phase, self._part, self._unit = "other", "", ""
+        self._since = self._phase_since = self._step_start = time.perf_counter()
+        self._spent = dict.fromkeys(PARTS, 0.0)
         self._moved = dict.fromkeys(OPS, 0)
         self._moved_before = dict.fromkeys(OPS, 0)
 
@@ -109,23 +125,29 @@ class Ledger:
         """Count a copy of the training thread between the tiers ``host`` and ``device``."""
         self._transfers[source, target].add(nbytes)
 
-    def stalled(self, cause: str, seconds: float) -> None:
-        """Count a wait of the training thread; one for an update on another thread counts as update."""
+    def stalled(self, cause: str, page: int, seconds: float) -> None:
+        """Count a wait of the training thread that has just ended; `page` is what it needed, or -1.
+
+        One for an update on another thread (`cause` is ``update``) is no stall: it is update.
+        """
+        self._spent[self._part or _PART_OF[self._phase]] -= seconds
+        if self._timeline is not None:
+            self._timeline.stalled(cause, page, seconds)
         if cause == "update":
-            self._update_seconds += seconds
-            self._phases["update"].add(seconds)
-            self._since += seconds
+            self._spent["update"] += seconds
             return
         self._stalls[self._phase, cause].add(seconds)
-        self._stalled[cause] += seconds
-        if self._phase == "update":
-            self._update_stall += seconds
+        self._spent[f"{cause}_stall"] += seconds
         if cause == "arena":
             self._pool_wait.add(seconds)
 
     def fetched(self, result: str) -> None:
         """Count a page that was needed: ``hit``, ``late`` or ``miss``."""
         self._fetches[result].add()
+
+    def spared(self, nbytes: int) -> None:
+        """Count a planned read that was not needed."""
+        self._spared.add(nbytes)
 
     def diverged(self, detail: str) -> None:
         """Count a departure from the plan; the first one is logged."""
@@ -144,23 +166,49 @@ class Ledger:
 
     # Phases and steps #
 
-    def enter(self, phase: str) -> str:
-        """Switch to a phase; return the one before."""
-        now = time.perf_counter()
-        self._phases[self._phase].add(now - self._since)
-        if self._phase == "update":
-            self._update_seconds += now - self._since
-        before, self._phase, self._since = self._phase, phase, now
-        return before
+    def enter(self, phase: str, unit: str = "") -> None:
+        """Switch to a phase; `unit` is what is computed from now on."""
+        self._switch(phase, self._part)
+        self._unit = unit
 
     @contextmanager
-    def phase(self, phase: str) -> Iterator[None]:
-        """Be in a phase for the length of a block."""
-        before = self.enter(phase)
+    def phase(self, phase: str, what: str = "") -> Iterator[None]:
+        """Be in a phase for the length of a block; `what` says in the timeline for which unit."""
+        before = self._phase, self._part
+        self._switch(phase, "")
+        start = self._since
         try:
             yield
         finally:
-            self.enter(before)
+            self._switch(*before)
+            if self._timeline is not None:
+                self._timeline.span("thread", phase, what, start, self._since)
+
+    @contextmanager
+    def part(self, part: str, what: str = "", *, name: str = "") -> Iterator[None]:
+        """Be in a part for the length of a block; the timeline shows it as `name`, by default that of the part."""
+        before = self._part
+        self._switch(self._phase, part)
+        start = self._since
+        try:
+            yield
+        finally:
+            self._switch(self._phase, before)
+            if self._timeline is not None:
+                self._timeline.span("thread", name or part, what, start, self._since)
+
+    def _switch(self, phase: str, part: str) -> None:
+        now = time.perf_counter()
+        self._phases[self._phase].add(now - self._since)
+        spent = self._part or _PART_OF[self._phase]
+        self._spent[spent] += now - self._since
+        if self._timeline is not None:
+            if spent == "compute" and not self._part:
+                self._timeline.span("thread", "compute", self._unit, self._since, now)
+            if phase != self._phase:
+                self._timeline.span("phase", self._phase, "", self._phase_since, now)
+                self._phase_since = now
+        self._phase, self._part, self._since = phase, part, now
 
     def predicted(self, read: int, written: int) -> None:
         """Publish what the plan predicts for one step, in bytes."""
@@ -178,28 +226,30 @@ class Ledger:
             held: bytes in the arena by role.
             inflight: page transfers under way by operation.
         """
-        self.enter("other")
-        now = time.perf_counter()
-        seconds = now - self._step_start
+        self._switch("other", self._part)
+        seconds = self._since - self._step_start
         with self._lock:
             moved = dict(self._moved)
-        read_stall = self._stalled["read"]
-        write_stall = self._stalled["write"] + self._stalled["arena"]
-        update = self._update_seconds - self._update_stall
+        spent = self._spent
         record = StepRecord(
             step=step,
             seconds=seconds,
-            compute_seconds=max(0.0, seconds - update - read_stall - write_stall),
-            update_seconds=update,
-            read_stall_seconds=read_stall,
-            write_stall_seconds=write_stall,
+            compute_seconds=spent["compute"],
+            collective_seconds=spent["collective"],
+            copy_seconds=spent["copy"],
+            update_seconds=spent["update"],
+            read_stall_seconds=spent["read_stall"],
+            write_stall_seconds=spent["write_stall"],
+            arena_stall_seconds=spent["arena_stall"],
+            python_seconds=spent["python"],
             read_bytes=moved["read"] - self._moved_before["read"],
             written_bytes=moved["write"] - self._moved_before["write"],
         )
-        self._moved_before = moved
-        self._step_start = now
-        self._update_seconds = self._update_stall = 0.0
-        self._stalled = dict.fromkeys(CAUSES, 0.0)
+        for part, counter in self._parts.items():
+            counter.add(max(0.0, spent[part]))
+        if self._timeline is not None:
+            self._timeline.span("phase", f"step {step}", "", self._step_start, self._since)
+        self._begin_step(moved)
         self._steps.add()
         self._step_duration.observe(seconds)
         self._last_step.set(time.time())
@@ -214,12 +264,16 @@ class Ledger:
 
     def restart_step(self) -> None:
         """Begin the books of a step now: what came before (set-up, a commit) belongs to none."""
-        self.enter("other")
-        self._step_start = time.perf_counter()
-        self._update_seconds = self._update_stall = 0.0
-        self._stalled = dict.fromkeys(CAUSES, 0.0)
+        self._switch("other", self._part)
         with self._lock:
-            self._moved_before = dict(self._moved)
+            self._begin_step(dict(self._moved))
+
+    def _begin_step(self, moved: dict[str, int]) -> None:
+        if self._timeline is not None:
+            self._timeline.span("phase", self._phase, "", self._phase_since, self._since)
+        self._moved_before = moved
+        self._step_start = self._phase_since = self._since
+        self._spent = dict.fromkeys(PARTS, 0.0)
 
     def committed(self, seconds: float) -> None:
         """Count a durable commit."""

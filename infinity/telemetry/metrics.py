@@ -62,7 +62,10 @@ STATES: Final = ("param", "master", "grad", "update", "other")
 ROLES: Final = ("param", "update", "grad")
 OPS: Final = ("read", "write")
 PHASES: Final = ("forward", "backward", "update", "commit", "other")
-CAUSES: Final = ("read", "write", "arena", "collective")
+CAUSES: Final = ("read", "write", "arena")
+PARTS: Final = (
+    "compute", "collective", "copy", "update", "read_stall", "write_stall", "arena_stall", "python",
+)  # fmt: skip
 FETCH_RESULTS: Final = ("hit", "late", "miss")
 FRAME_STATUSES: Final = ("free", "resident", "streaming", "writing")
 ERROR_REASONS: Final = ("eio", "enospc", "corrupt", "timeout", "other")
@@ -75,6 +78,7 @@ _ROLE = Label(name="state", values=ROLES)
 _TIER = Label(name="tier", values=TIERS)
 _PHASE = Label(name="phase", values=PHASES)
 _CAUSE = Label(name="cause", values=CAUSES)
+_PART = Label(name="part", values=PARTS)
 _DEVICE = Label(name="device")
 _COLLECTOR = Label(name="collector", values=COLLECTORS)
 
@@ -162,6 +166,11 @@ METRICS: Final[tuple[Metric, ...]] = (
         Label(name="result", values=FETCH_RESULTS),
     ),
     _rank(
+        "prefetch_spared_bytes_total",
+        "counter",
+        "Bytes that the plan reads and nobody had to: the page came back while it was still being written.",
+    ),
+    _rank(
         "stall_seconds_total",
         "counter",
         "Seconds the training thread stood still, by phase and by cause.",
@@ -176,7 +185,16 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Seconds of one optimizer step, from end to end.",
         buckets=_STEP_BUCKETS,
     ),
-    _rank("step_phase_seconds_total", "counter", "Seconds of all steps, split by phase.", _PHASE),
+    _rank(
+        "step_part_seconds_total",
+        "counter",
+        "Seconds of all completed steps by what the training thread did (docs/architecture.md); the parts add up to "
+        "the sum of `infinity_step_duration_seconds`.",
+        _PART,
+    ),
+    _rank(
+        "step_phase_seconds_total", "counter", "Seconds by phase, commits and the time between steps included.", _PHASE
+    ),
     _rank(
         "step_last_completed_timestamp_seconds",
         "gauge",

@@ -300,6 +300,8 @@ def host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimize
     if paging.arena == "least":
         return least
     elements = sum(local(param).numel() for param in model.parameters())
+    if paging.arena.endswith("%"):  # of the state, of 14 bytes per element
+        return max(least, elements * 14 * int(paging.arena[:-1]) // 100 // paging.page * paging.page)
     return max(least, elements * 6 // paging.page * paging.page)
 
 

@@ -97,10 +97,13 @@ class Silence:
     def __init__(self) -> None:
         self.departures = 0
 
-    def stalled(self, cause: str, seconds: float) -> None:
+    def stalled(self, cause: str, page: int, seconds: float) -> None:
         """Not looked at."""
 
     def fetched(self, result: str) -> None:
+        """Not looked at."""
+
+    def spared(self, nbytes: int) -> None:
         """Not looked at."""
 
     def diverged(self, detail: str) -> None:

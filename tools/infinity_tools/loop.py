@@ -273,7 +273,8 @@ class Training:
         if self.ranks.world_size == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
+        with self.optimizer.run.ledger.part("collective"):
+            dist.all_reduce(total)
         return [float(value) for value in total]
 
     def _commit(self) -> None:

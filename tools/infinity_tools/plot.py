@@ -12,9 +12,13 @@ from matplotlib.ticker import MaxNLocator
 
 _PARTS = (
     ("compute", "compute_seconds", "#4477aa"),
+    ("update", "update_seconds", "#228833"),
+    ("copy", "copy_seconds", "#66ccee"),
+    ("collective", "collective_seconds", "#aa3377"),
+    ("python", "python_seconds", "#bbbbbb"),
     ("read stall", "read_stall_seconds", "#ee6677"),
     ("write stall", "write_stall_seconds", "#ccbb44"),
-    ("update", "update_seconds", "#228833"),
+    ("arena stall", "arena_stall_seconds", "#ee8833"),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from infinity.telemetry.ledger import StepRecord
+from infinity.telemetry.metrics import PARTS
 from infinity.units import format_size
 from infinity_tools.measure import WARM_STEPS, RankReport
 from infinity_tools.progress import rate, short
@@ -81,8 +83,7 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
         "nvme_written_bytes_total": total(lambda r: r.written_bytes_total),
         "nvme_retries_total": total(lambda r: r.retries_total),
         "stall_seconds_per_step": seconds(lambda r: r.stall_seconds),
-        "compute_seconds_per_step": seconds(lambda r: r.compute_seconds),
-        "update_seconds_per_step": seconds(lambda r: r.update_seconds),
+        **{f"{part}_seconds_per_step": seconds(attrgetter(f"{part}_seconds")) for part in PARTS},
         "step_records": [asdict(record) for record in records],
     }
 
@@ -109,7 +110,8 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     last = s["first_step"] + len(losses) - 1
     state, arena, outside = s["state_bytes"], s["host_memory_bytes"], s["process_memory_bytes_outside_arena"]
     traffic = s["nvme_read_bytes_per_step"] + s["nvme_written_bytes_per_step"]
-    spent = sum(s[f"{part}_seconds_per_step"] for part in ("compute", "update", "stall"))
+    parts = {part: s[f"{part}_seconds_per_step"] for part in PARTS}
+    shares = {part.replace("_", " "): spent / sum(parts.values()) for part, spent in parts.items()}
     ended = [("ended", "early, by a signal")] if s["interrupted"] else []
     retries = s["nvme_retries_total"]
     retried = [("retried", f"{retries} transfers; look after the drives")] if retries else []
@@ -122,9 +124,9 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("step", f"{seconds:.3g} s, {short(s['tokens_per_second'])} tokens/s"),
         (
             "of it",
-            f"compute {s['compute_seconds_per_step'] / spent:.0%}, update {s['update_seconds_per_step'] / spent:.0%}, "
-            f"stall {s['stall_seconds_per_step'] / spent:.0%} (updates: {s['update_placement']})",
+            ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.005),
         ),
+        ("updates", s["update_placement"]),
         ("state on NVMe", f"{format_size(state)} of {short(s['parameters'])} parameters"),
         ("host arena", f"{format_size(arena)}, {arena / state:.0%} of the state" if state else format_size(arena)),
         ("peak resident", f"{format_size(s['peak_rss_bytes'])}, {format_size(outside)} outside the arena"),

@@ -158,6 +158,13 @@ def train(
         float,
         typer.Option(help="Seconds to go on serving them after the summary is written.", rich_help_panel=_OUTPUT),
     ] = 0.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what happened when to this file, as JSON for ui.perfetto.dev; other ranks add their number.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON and nothing else.", rich_help_panel=_OUTPUT)
     ] = False,
@@ -197,6 +204,7 @@ def train(
             "run.resume_step": resume_step,
             "run.retained_commits": retained_commits,
             "run.keep": keep,
+            "telemetry.timeline": str(trace) if trace else None,
         }
         settings = load_config(config).with_values(
             **{name: value for name, value in changes.items() if value is not None}
