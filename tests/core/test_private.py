@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import core_models
 import pytest
 import torch
@@ -10,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 
 import infinity
@@ -76,6 +81,35 @@ def test_gradients_are_reduced_in_the_same_memory_again() -> None:
     again = [comm.allocate((250, 4), dtype=torch.float32, device=cpu) for _ in range(2)]
     assert places & {tensor.data_ptr() for tensor in again}
     assert len(comm._buffers) == 2
+
+
+def test_collectives_are_watched() -> None:
+    """`_all_gather_comm`, `_reduce_scatter_comm`: called inside of what was given; what a user replaced stays."""
+    open_now, seen = [], []
+
+    class Comm(DefaultAllGather):
+        def __call__(self, *args: Any, **settings: Any) -> None:
+            seen.append(list(open_now))
+
+    @contextmanager
+    def during() -> Iterator[None]:
+        open_now.append("collective")
+        yield
+        open_now.pop()
+
+    groups = [group for _, group in private.parameter_groups(core_models.build("toy"))]
+    groups[0]._all_gather_comm = own = Comm()
+    private.reuse_reduce_buffers(groups)
+    reused = groups[0]._reduce_scatter_comm
+    private.watch_collectives(groups, during)
+    assert groups[0]._all_gather_comm is own
+    for comm in (groups[1]._all_gather_comm, groups[1]._reduce_scatter_comm):
+        comm._comm = Comm()
+        comm()
+    assert seen == [["collective"], ["collective"]]
+    assert not open_now
+    assert groups[0]._reduce_scatter_comm.allocate == reused.allocate
+    assert isinstance(groups[1]._all_gather_comm, DefaultAllGather), "else set_symm_mem_for_comm refuses it"
 
 
 def test_offload_policy_is_seen() -> None:

@@ -10,10 +10,13 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 from tools_command import SMALL, environment, run_here, run_process
+
+from infinity.telemetry.metrics import PARTS
 
 KEYS = {
     "run_id", "parameters", "world_size", "steps", "tokens_per_step", "losses", "step_seconds", "tokens_per_second",
@@ -41,6 +44,42 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == summary["losses"]
     assert not list((tmp_path / "o/nvme").iterdir())  # nothing was committed, so nothing is kept
+
+
+def test_seconds_add_up_to_the_step(tmp_path):
+    """Every step of `summary.json`, within 2 %, and the means over the steps."""
+    summary = run_here(*SMALL, "--steps", "6", "--max-grad-norm", "1", "--json", "--out", "o").summary
+    for record in summary["step_records"]:
+        assert sum(record[f"{part}_seconds"] for part in PARTS) == pytest.approx(record["seconds"], rel=0.02)
+    means = sum(summary[f"{part}_seconds_per_step"] for part in PARTS)
+    assert means == pytest.approx(fmean(record["seconds"] for record in summary["step_records"][2:]), rel=0.02)
+
+
+def test_trace_is_complete_also_after_ctrl_c(tmp_path):
+    """Two ranks, two processes in the trace; bytes as in the summary; valid JSON."""
+    done = run_process(tmp_path, *SMALL, "--steps", "3", "--out", "o", "--trace", "t.json", ranks=2)
+    assert done.status == 0, done.errors
+    summary = json.loads((tmp_path / "o/summary.json").read_text())
+    trees = [json.loads((tmp_path / name).read_text()) for name in ("t.json", "t.rank1.json")]
+    events = [event for tree in trees for event in tree["traceEvents"]]
+    assert {event["pid"] for event in events} == {0, 1}
+    for op, key in (("read", "nvme_read_bytes_total"), ("write", "nvme_written_bytes_total")):
+        assert sum(e["args"]["bytes"] for e in events if e.get("cat") == f"nvme0 {op}") == summary[key]
+    command = [sys.executable, "-m", "infinity_tools", *SMALL, "--steps", "100000", "--out", "p", "--trace", "u.json"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(tmp_path / "tmp"), stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            while "step 1/" not in process.stderr.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 128 + signal.SIGINT
+        finally:
+            process.kill()
+    spans = [event for event in json.loads((tmp_path / "u.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    steps = [event["name"] for event in spans if event["name"].startswith("step ")]
+    assert steps == [f"step {number}" for number in range(1, len(steps) + 1)]
 
 
 def test_resumed_run_repeats_the_uninterrupted_one_to_the_bit():

@@ -51,9 +51,9 @@ def _time(axes: Axes, steps: list[int], records: list[dict[str, Any]]) -> None:
         axes.bar(steps, heights, bottom=base, width=width, color=colour, label=name)
         base = [low + height for low, height in zip(base, heights, strict=True)]
     axes.set_title("seconds per step")
-    axes.set_ylim(0, 1.25 * max(base, default=1.0))
+    axes.set_ylim(0, 1.3 * max(base, default=1.0))
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
-    axes.legend(ncols=4, loc="upper center", frameon=False)
+    axes.legend(ncols=4, loc="upper center", frameon=False, fontsize="small", columnspacing=1.2)
