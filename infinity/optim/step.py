@@ -42,6 +42,7 @@ class _Pending:
     shards: dict[int, set[int]] = field(default_factory=dict)  # by unit
     settings: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by shard
     scale: torch.Tensor | None = None
+    step: int = 0
 
 
 class StepState:
@@ -64,6 +65,7 @@ class StepState:
         self.placement = Placement()
         self.events: list[Event] = []
         self.scalars: dict[int, Scalars] = {}
+        self.step = 0
         self.updated_elements = 0
         self._unit = -1
         self._arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
@@ -117,7 +119,7 @@ class StepState:
                 grads = {shard: grad.reshape(-1).cpu() for shard, (_, grad) in arrivals.items()}
                 settings = {shard: self._group_of(shard) for shard in grads}
                 with self._phase("update"):
-                    self._update(unit, settings, grads=grads)
+                    self._update(unit, settings, self.step, grads=grads)
             else:
                 self._store(unit, arrivals)
 
@@ -136,7 +138,7 @@ class StepState:
         for access in accesses:
             page = self._layout.pages[access[0].page]
             with self._pager.access(access) as (content,):
-                values = section(content, page, self._layout, "")
+                values = section(content, page, self._layout)
                 for shard, held, part in self._slices(page, totals):
                     if shard in added:
                         part.add_(values[held].to(part.device))
@@ -231,7 +233,7 @@ class StepState:
         for page, _, _ in overlapping(segment.grad_pages, placed.start, placed.start + placed.spec.numel):
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
                 for _, held, part in self._slices(page, {shard: flat}):
-                    part.copy_(section(content, page, self._layout, "")[held])
+                    part.copy_(section(content, page, self._layout)[held])
         if self._scale is not None:
             flat.mul_(self._scale)
         return flat
@@ -252,6 +254,7 @@ class StepState:
             Whether there was an update: none where the norm of the gradients was not finite.
         """
         self.settle()  # what this step did not gather
+        self.step += 1
         if self._skip:
             self._discard_stored()
             self._reset()
@@ -260,7 +263,7 @@ class StepState:
         groups = {id(group): group for group in map(self._group_of, shards)}
         fixed = {key: snapshot(group) for key, group in groups.items()}  # schedulers change them after the step
         settings: dict[int, Mapping[str, Any]] = {shard: fixed[id(self._group_of(shard))] for shard in shards}
-        self._pending = _Pending(self._stored, settings, self._scale)
+        self._pending = _Pending(self._stored, settings, self._scale, self.step - 1)
         self._reset()
         for unit in update_order(self._pending.shards):
             if unit not in self.placement.in_forward:
@@ -280,18 +283,19 @@ class StepState:
     def _apply_pending(self, unit: int) -> None:
         settings = {shard: self._pending.settings[shard] for shard in self._pending.shards.pop(unit)}
         with self._phase("update"), torch.no_grad():
-            self._update(unit, settings, scale=self._pending.scale)
+            self._update(unit, settings, self._pending.step, scale=self._pending.scale)
 
     def _update(
         self,
         unit: int,
         settings: Mapping[int, Mapping[str, Any]],
+        step: int,
         *,
         grads: dict[int, torch.Tensor] | None = None,
         scale: torch.Tensor | None = None,
     ) -> None:
         """Update the shards of a unit that have `settings`, from `grads` or, scaled, from the GRAD pages."""
-        update = Update(self._layout, self._kernel, settings, self.scalars, grads, scale)
+        update = Update(self._layout, self._kernel, settings, self.scalars, step, grads, scale)
         for index in self._layout.unit_segments[unit]:
             segment = self._layout.segments[index]
             for position, item in enumerate(segment.ranges):

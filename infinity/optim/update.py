@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from infinity.fsdp.content import section
-from infinity.layout import MASTER, Layout, Page, Role, Segment
+from infinity.fsdp.content import put, read_section, row_of, section, stored
+from infinity.layout import MASTER, SHARD_ALIGNMENT, Layout, Page, Role, Segment
 from infinity.optim.kernel import Piece, Scalars, UpdateKernel
 from infinity.schedule.trace import Access
+from infinity.units import align_up
 
 
 def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,13 +26,15 @@ class Update:
     """The update of one unit.
 
     `settings` has those of its group for every shard that has a gradient; `before` the scalars of shards at the start
-    of the step. Gradients are in `grads` by shard, flat, or else in GRAD pages, of which all are multiplied by `scale`.
+    of the step, whose number is `step`. Gradients are in `grads` by shard, flat, or else in GRAD pages, of which all are
+    multiplied by `scale`.
     """
 
     layout: Layout
     kernel: UpdateKernel
     settings: Mapping[int, Mapping[str, Any]]
     before: Mapping[int, Scalars]
+    step: int
     grads: Mapping[int, torch.Tensor] | None = None
     scale: torch.Tensor | None = None
     after: dict[int, Scalars] = field(default_factory=dict)
@@ -47,18 +50,26 @@ class Update:
             access: what `range_access` returns for it.
             contents: the pages of the access, uint8.
         """
-        held = dict(zip((self.layout.pages[use.page] for use in access), contents, strict=True))
-        params = {page: section(c, page, self.layout, "") for page, c in held.items() if page.role is Role.PARAM}
-        waiting = {page: section(c, page, self.layout, "") for page, c in held.items() if page.role is Role.GRAD}
+        fmt = segment.format
+        held = {self.layout.pages[use.page]: content for use, content in zip(access, contents, strict=True)}
+        params = {page: section(c, page, self.layout) for page, c in held.items() if page.role is Role.PARAM}
+        waiting = {page: section(c, page, self.layout) for page, c in held.items() if page.role is Role.GRAD}
         states = {
-            name: section(held[item], item, self.layout, name)
-            for name, _ in segment.format.sections
-            if segment.update_pages
+            name: row_of(held[item], item, rows[0])
+            for name, rows in fmt.rows.items()
+            if name not in fmt.encoded and rows[0].role is Role.UPDATE
         }
+        decoded: list[tuple[int, str, torch.Tensor]] = []
         by_group: dict[int, tuple[Mapping[str, Any], list[Piece]]] = {}
         for shard, low, high in self._cuts(segment, item, tuple(params)):
             grad = self._gradient(shard, low, high, waiting)
             views = {name: view[low - item.start : high - item.start] for name, view in states.items()}
+            for name in fmt.encoded:
+                values = read_section(
+                    segment, name, low, align_up(high, SHARD_ALIGNMENT), lambda page, copy: copy(held[page])
+                )
+                decoded.append((low, name, values))
+                views[name] = values[: high - low]
             master = views.pop(MASTER, None)
             if master is None:
                 page = next(page for page in params if page.start <= low < page.stop)
@@ -68,10 +79,15 @@ class Update:
         for group, pieces in by_group.values():
             self.after.update(self.kernel.update(pieces, group, self.before))
             self.elements += sum(piece.master.numel() for piece in pieces)
+        for low, name, values in decoded:
+            for row, items in stored(fmt, name, values, self.step):
+                for page, content in held.items():
+                    if page.role is row.role:
+                        put(content, page, row, low, items)
         if MASTER in states:
-            for page, values in params.items():
+            for page, weights in params.items():
                 low, high = max(page.start, item.start), min(page.stop, item.stop)
-                values[low - page.start : high - page.start].copy_(states[MASTER][low - item.start : high - item.start])
+                weights[low - page.start : high - page.start].copy_(states[MASTER][low - item.start : high - item.start])
 
     def _cuts(self, segment: Segment, item: Page, params: Sequence[Page]) -> list[tuple[int, int, int]]:
         """Return (shard, first, last) for the slices of shards with a gradient, in elements of the segment.
