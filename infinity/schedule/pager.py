@@ -3,7 +3,7 @@
 [Note: states of a page] A page has at most one frame. With a frame it is READING (a fetch is under way), or
 its content is valid; it may be dirty (newer than the store) and it may be being written at the same time.
 Without a frame its content is in the store. Three counters keep a frame in place: pins (in use now), claims
-(uses inside the plan's window) and residency. A frame is given up when all three are gone: at once if
+(uses inside the plan's window, or the last one of a page that is kept for the next) and residency. A frame is given up when all three are gone: at once if
 the content is clean or dead, after the write if it is dirty.
 
 [Note: threads] `access`, `plan` and `flush` belong to the training thread. Completions arrive on the store's
@@ -307,10 +307,10 @@ class Pager:
                     slot.dirty = False
                     self._store.discard(use.page)
             if following is not None:
-                following.position += 1
                 for use in uses:
                     slot = self._slots[use.page]
-                    slot.claims = max(0, slot.claims - 1)
+                    slot.claims = max(0, slot.claims - (not following.plan.keeps(following.position, use.page)))
+                following.position += 1
                 self._claim_window()
             for use in uses:
                 if following is not None or use.mode is Mode.CONSUME:
@@ -343,7 +343,7 @@ class Pager:
             following.cursor += 1
             for use in following.plan.access(following.cursor):
                 slot = self._slots[use.page]
-                slot.claims += 1
+                slot.claims += not following.plan.has_kept(following.cursor, use.page)  # else its last use left its own
                 if slot.claims == 1 and slot.frame < 0 and use.mode.fetches:
                     following.waiting.append(use.page)
         self._pump()

@@ -43,8 +43,9 @@ def window(trace: Sequence[Access], resident: frozenset[int], streaming: int, po
 
 
 def walk(plan: Plan, layout: Layout) -> Walk:
-    """Walk some cycles from a cold start: a page is in memory while a use of it lies in the window."""
+    """Walk some cycles from a cold start: a page is in memory while a use of it lies in the window, or if it is kept."""
     trace, seen = plan.trace, Walk()
+    waiting: set[int] = set()  # kept since a use that is over
     held: dict[int, bool] = {}  # page -> modified since its last write
     kept: dict[int, bool] = {}  # resident pages; never written in a steady step
     for position in range(CYCLES * len(trace)):
@@ -55,7 +56,7 @@ def walk(plan: Plan, layout: Layout) -> Walk:
             for use in trace[place % len(trace)]:
                 if use.page not in plan.resident:
                     wanted.setdefault(use.page, use.mode)
-        for page in [page for page in held if page not in wanted]:
+        for page in [page for page in held if page not in wanted and page not in waiting]:
             if held.pop(page):
                 seen.written[cycle] += layout.pages[page].nbytes
         for page, mode in wanted.items():
@@ -75,6 +76,9 @@ def walk(plan: Plan, layout: Layout) -> Walk:
                 frames[page] = True
             elif mode is Mode.CONSUME:
                 frames[page] = False
+            waiting.discard(page)
+            if (position % len(trace), page) in plan.kept.since:
+                waiting.add(page)
     return seen
 
 
@@ -98,7 +102,8 @@ def test_a_plan_stays_within_its_frames(drawn: tuple[Plan, Layout]) -> None:
     """Resident pages, the window and the frames for writing fit the arena; no use finds its page missing."""
     plan, layout = drawn
     seen = walk(plan, layout) if plan.streaming_frames else None
-    assert len(plan.resident) + plan.streaming_frames + plan.writing_frames <= plan.frames
+    assert len(plan.resident) + plan.streaming_frames + plan.kept.frames + plan.writing_frames <= plan.frames
+    assert len(plan.kept.since) == len(plan.kept.until)
     if seen is not None:
         assert seen.most_frames + plan.writing_frames <= plan.frames
         assert seen.unfetched == []
