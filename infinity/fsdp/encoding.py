@@ -78,38 +78,43 @@ def _to_codes(blocks: torch.Tensor, step: int | None) -> tuple[torch.Tensor, tor
     mantissa are kept: 8 steps to the octave, finer near zero, which is exact. Blocks without a negative number have
     no sign bit but twice as many octaves, 32; their scale is stored with a minus.
     """
-    low, high = torch.aminmax(blocks, dim=1, keepdim=True)
+    low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
     unsigned = low >= 0
     most = torch.maximum(high, -low) * (16 / 15 - 2**-20)  # the greatest code is 15/16
     scale = ((most.view(torch.int32) & _EXPONENT).view(torch.float32) * 2).clamp_min_(_LEAST_SCALE)
-    least = _least(unsigned)
-    bits = (blocks.abs() / scale).add_(least).view(torch.int32)
+    least, sign = torch.where(unsigned, _LEAST_UNSIGNED, _LEAST_SIGNED), torch.where(unsigned, 0, 128).int()
+    bits = (blocks / scale).abs_().add_(least).view(torch.int32)
     bits += 1 << (_MANTISSA - 1) if step is None else _noise(bits, _MANTISSA, step)
-    codes = (bits >> _MANTISSA).sub_(least.view(torch.int32) >> _MANTISSA)
-    codes = codes.clamp_max_(127 + 128 * unsigned.int()).add_(128 * (blocks < 0).int())
+    codes = bits.bitwise_right_shift_(_MANTISSA).sub_(least.view(torch.int32) >> _MANTISSA)
+    codes = torch.minimum(codes, 255 - sign).add_((blocks.view(torch.int32) >> 31).bitwise_and_(sign))
     return codes.to(torch.uint8).view(-1), torch.where(unsigned, -scale, scale).to(torch.bfloat16).view(-1)
+
+
+def _values_of_codes() -> torch.Tensor:
+    """Return what the 256 codes of a block with negative numbers stand for, then those of one without, negated."""
+    codes = torch.arange(256, dtype=torch.int32)
+    signed, unsigned = (
+        (((codes & mask) << _MANTISSA) + torch.tensor(least).view(torch.int32)).view(torch.float32) - least
+        for mask, least in ((127, _LEAST_SIGNED), (255, _LEAST_UNSIGNED))
+    )
+    return torch.cat([signed[:128], -signed[128:], -unsigned])
+
+
+_VALUES = _values_of_codes()
 
 
 def _from_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     scale = scales.float().view(-1, 1)
-    least = _least(scale < 0)
-    wide = codes.view(-1, SHARD_ALIGNMENT).int()
-    negative = (wide > 127) & (scale > 0)
-    bits = (wide - 128 * negative.int() << _MANTISSA) + least.view(torch.int32)
-    values = bits.view(torch.float32).sub_(least).mul_(scale.abs())
-    return torch.where(negative, -values, values).view(-1)
-
-
-def _least(unsigned: torch.Tensor) -> torch.Tensor:
-    return torch.where(unsigned, _LEAST_UNSIGNED, _LEAST_SIGNED)
+    index = codes.view(-1, SHARD_ALIGNMENT).int().add_(256 * (scale < 0).int())
+    return _VALUES.index_select(0, index.view(-1)).view_as(index).mul_(scale).view(-1)
 
 
 def _noise(bits: torch.Tensor, width: int, step: int) -> torch.Tensor:
     """Return `width` random bits for each element: a hash of its bits and the step (lowbias32 of C. Wellons)."""
     mixed = bits ^ _signed(step * 0x9E3779B9)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        mixed = (mixed ^ (mixed >> shift)).mul_(_signed(factor))
-    return (mixed ^ (mixed >> 16)) & ((1 << width) - 1)
+        mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))
+    return mixed.bitwise_xor_(mixed >> 16).bitwise_and_((1 << width) - 1)
 
 
 def _signed(value: int) -> int:

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from infinity.fsdp.content import put, read_section, row_of, section, stored
-from infinity.layout import MASTER, SHARD_ALIGNMENT, Layout, Page, Role, Segment
+from infinity.layout import MASTER, RANGE_ALIGNMENT, SHARD_ALIGNMENT, Layout, Page, Role, Segment
 from infinity.optim.kernel import Piece, Scalars, UpdateKernel
 from infinity.schedule.trace import Access
 from infinity.units import align_up
+
+_DECODED = 128 * RANGE_ALIGNMENT
+"""Most elements that are decoded at once: what an update needs beside the pages is bounded, and fits a cache."""
 
 
 def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,15 +62,35 @@ class Update:
             for name, rows in fmt.rows.items()
             if name not in fmt.encoded and rows[0].role is Role.UPDATE
         }
+        most = _DECODED if fmt.encoded else item.count
+        for start in range(item.start, item.stop, most):
+            self._run(segment, item, start, min(start + most, item.stop), held, params, waiting, states)
+        if MASTER in states:
+            for page, weights in params.items():
+                low, high = max(page.start, item.start), min(page.stop, item.stop)
+                weights[low - page.start : high - page.start].copy_(states[MASTER][low - item.start : high - item.start])
+
+    def _run(
+        self,
+        segment: Segment,
+        item: Page,
+        start: int,
+        stop: int,
+        held: Mapping[Page, torch.Tensor],
+        params: Mapping[Page, torch.Tensor],
+        waiting: Mapping[Page, torch.Tensor],
+        states: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Update elements [start, stop): in the pages, or, sections that are stored otherwise, decoded."""
+        fmt = segment.format
         decoded: list[tuple[int, str, torch.Tensor]] = []
         by_group: dict[int, tuple[Mapping[str, Any], list[Piece]]] = {}
-        for shard, low, high in self._cuts(segment, item, tuple(params)):
+        for shard, low, high in self._cuts(segment, start, stop, tuple(params)):
             grad = self._gradient(shard, low, high, waiting)
             views = {name: view[low - item.start : high - item.start] for name, view in states.items()}
             for name in fmt.encoded:
-                values = read_section(
-                    segment, name, low, align_up(high, SHARD_ALIGNMENT), lambda page, copy: copy(held[page])
-                )
+                end = align_up(high, SHARD_ALIGNMENT)
+                values = read_section(segment, name, low, end, lambda page, copy: copy(held[page]))
                 decoded.append((low, name, values))
                 views[name] = values[: high - low]
             master = views.pop(MASTER, None)
@@ -84,13 +107,9 @@ class Update:
                 for page, content in held.items():
                     if page.role is row.role:
                         put(content, page, row, low, items)
-        if MASTER in states:
-            for page, weights in params.items():
-                low, high = max(page.start, item.start), min(page.stop, item.stop)
-                weights[low - page.start : high - page.start].copy_(states[MASTER][low - item.start : high - item.start])
 
-    def _cuts(self, segment: Segment, item: Page, params: Sequence[Page]) -> list[tuple[int, int, int]]:
-        """Return (shard, first, last) for the slices of shards with a gradient, in elements of the segment.
+    def _cuts(self, segment: Segment, start: int, stop: int, params: Sequence[Page]) -> list[tuple[int, int, int]]:
+        """Return (shard, first, last) for the slices in [start, stop) of shards with a gradient, in elements.
 
         Where the PARAM pages are the master, a slice ends where its page does.
         """
@@ -98,7 +117,7 @@ class Update:
         found = []
         for shard in segment.shards:
             placed = self.layout.shards[shard]
-            low, high = max(placed.start, item.start), min(placed.start + placed.spec.numel, item.stop)
+            low, high = max(placed.start, start), min(placed.start + placed.spec.numel, stop)
             if shard not in self.settings or low >= high:
                 continue
             points = [low, *(border for border in borders if low < border < high), high]
