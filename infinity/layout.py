@@ -338,7 +338,9 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
             numel = align_up(extent[key], RANGE_ALIGNMENT)
             fmt = formats[key]
 
-            def cut(role: Role, itemsize: float, *, numel: int = numel, unit_index: int = unit_index) -> tuple[Page, ...]:
+            def cut(
+                role: Role, itemsize: float, *, numel: int = numel, unit_index: int = unit_index
+            ) -> tuple[Page, ...]:
                 made = _cut(role, unit_index, len(segments), numel, itemsize, page_bytes, len(pages))
                 pages.extend(made)
                 return made

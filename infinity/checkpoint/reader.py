@@ -154,7 +154,11 @@ class CommitReader:
         placed = layout.shards[index]
         segment = layout.segments[placed.segment]
         return read_section(
-            segment, name, placed.start + first, placed.start + last, lambda page, copy: copy(self._page(rank, page.index))
+            segment,
+            name,
+            placed.start + first,
+            placed.start + last,
+            lambda page, copy: copy(self._page(rank, page.index)),
         )
 
     def _read_page(self, rank: int, page: int) -> torch.Tensor:

@@ -68,7 +68,9 @@ class Update:
         if MASTER in states:
             for page, weights in params.items():
                 low, high = max(page.start, item.start), min(page.stop, item.stop)
-                weights[low - page.start : high - page.start].copy_(states[MASTER][low - item.start : high - item.start])
+                weights[low - page.start : high - page.start].copy_(
+                    states[MASTER][low - item.start : high - item.start]
+                )
 
     def _run(
         self,

@@ -167,10 +167,11 @@ def test_too_few_frames_are_refused(drawn: tuple[Plan, Layout]) -> None:
 LAYERS, ELEMENTS, PAGE = 12, 16 * 5 * 1024, 64 * KIB
 
 
+@pytest.mark.parametrize("key", ["mixed", "split", "8bit"])
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 0.95])
-def test_a_transformer_reaches_the_closed_form(share: float) -> None:
-    """Reads (2N - C)+ + (SN - C)+ and writes (SN - C)+, up to the frames that stream."""
-    layout = transformer(LAYERS, ELEMENTS, PAGE)
+def test_a_transformer_reaches_the_closed_form(share: float, key: str) -> None:
+    """Reads (2N - C)+ + (SN - C)+ and writes (SN - C)+, up to the frames that stream or keep one unit's weights."""
+    layout = transformer(LAYERS, ELEMENTS, PAGE, key)
     events = transformer_step(LAYERS)
     trace = expand(events, layout, Placement(in_backward=eligible_for_backward(events)))
     streams = 24
@@ -178,7 +179,8 @@ def test_a_transformer_reaches_the_closed_form(share: float) -> None:
     plan = make_plan(trace, layout, frames)
     weights, state = layout.bytes_of(Role.PARAM), layout.state_bytes
     cached = sum(layout.pages[page].nbytes for page in plan.resident)
-    reserve = (plan.streaming_frames + plan.writing_frames + 2) * PAGE
+    reserve = (plan.streaming_frames + plan.kept.frames + plan.writing_frames + 2) * PAGE
+    assert plan.kept.frames <= len(layout.segments[0].param_pages)
 
     def law(cache: int) -> tuple[int, int]:
         return max(0, weights - cache) + max(0, state - cache), max(0, state - cache)
