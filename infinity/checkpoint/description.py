@@ -163,7 +163,7 @@ def read_description(folder: Path, rank: int) -> RunDescription:
 
 def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], page_bytes: int) -> None:
     """Check that a layout can be built of these, before any memory is spent on it."""
-    nbytes = number = 0
+    nbytes, number = 0.0, 0
     for fmt in formats.values():
         fmt.check()
         if max(ITEMSIZE[fmt.param], fmt.update_bytes) * RANGE_ALIGNMENT > page_bytes:

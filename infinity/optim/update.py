@@ -29,8 +29,8 @@ class Update:
     """The update of one unit.
 
     `settings` has those of its group for every shard that has a gradient; `before` the scalars of shards at the start
-    of the step, whose number is `step`. Gradients are in `grads` by shard, flat, or else in GRAD pages, of which all are
-    multiplied by `scale`.
+    of the step, whose number is `step`. Gradients are in `grads` by shard, flat, or else in GRAD pages, of which all
+    are multiplied by `scale`.
     """
 
     layout: Layout

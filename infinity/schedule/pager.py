@@ -3,8 +3,8 @@
 [Note: states of a page] A page has at most one frame. With a frame it is READING (a fetch is under way), or
 its content is valid; it may be dirty (newer than the store) and it may be being written at the same time.
 Without a frame its content is in the store. Three counters keep a frame in place: pins (in use now), claims
-(uses inside the plan's window, or the last one of a page that is kept for the next) and residency. A frame is given up when all three are gone: at once if
-the content is clean or dead, after the write if it is dirty.
+(uses inside the plan's window; the last one of a page that the plan keeps is left for the next) and residency.
+A frame is given up when all three are gone: at once if the content is clean or dead, after the write if it is dirty.
 
 [Note: threads] `access`, `plan` and `flush` belong to the training thread. Completions arrive on the store's
 threads and only touch state under `_changed`'s lock. Content is never copied under the lock.

@@ -198,7 +198,10 @@ def _between_uses(
             if use.page in upcoming and use.mode is not Mode.CONSUME and use.page not in resident:
                 following[position, use.page] = upcoming[use.page]
             upcoming[use.page] = position
-    since, until, held, frames = set(), set(), set(), 0
+    since: set[tuple[int, int]] = set()
+    until: set[tuple[int, int]] = set()
+    held: set[int] = set()
+    frames = 0
     for position, access in enumerate(trace):
         held.difference_update(use.page for use in access)
         for use in access:

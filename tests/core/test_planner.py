@@ -43,7 +43,7 @@ def window(trace: Sequence[Access], resident: frozenset[int], streaming: int, po
 
 
 def walk(plan: Plan, layout: Layout) -> Walk:
-    """Walk some cycles from a cold start: a page is in memory while a use of it lies in the window, or if it is kept."""
+    """Walk some cycles from a cold start: a page is in memory while it is kept, or a use of it lies in the window."""
     trace, seen = plan.trace, Walk()
     waiting: set[int] = set()  # kept since a use that is over
     held: dict[int, bool] = {}  # page -> modified since its last write

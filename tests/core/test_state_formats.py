@@ -333,5 +333,5 @@ def test_a_format_concerns_what_it_can_be_of() -> None:
         {"param": "bfloat16", "kinds": (*ADAM, *ADAM)},
     ]
     for fields in wrong:
-        with pytest.raises(ValueError, match="cannot be stored|there twice"):
+        with pytest.raises(ValueError, match=r"cannot be stored|there twice"):
             StateFormat(**fields).check()
