@@ -3,7 +3,7 @@
 The model, its batches and its seed are those of `infinity train`, so what differs is the format. Writes
 results/formats.json and results/formats.png.
 
-    python benchmarks/bench_formats.py --model llama-tiny --steps 300 --nvme DIR
+    python benchmarks/bench_formats.py --model tiny --steps 400 --nvme DIR
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
         *(sys.executable, "-W", "ignore", "-m", "infinity_tools", "train", "--json", "--state-format", name),
         *("--model", options.model, "--dtype", "bf16", "--steps", str(options.steps), "--out", str(out)),
         *("--host-memory", options.host_memory, "--batch-tokens", str(options.batch_tokens), "--seq", str(options.seq)),
-        *("--lr", str(options.lr), "--keep", "never"),
+        *("--lr", str(options.lr), "--threads", str(options.threads), "--keep", "never"),
     ]
     summary = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
     rows = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
@@ -69,12 +69,13 @@ def draw(result: dict[str, Any], file: Path) -> None:
 def main() -> None:
     """Train in every format, write the figures and the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llama-tiny")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-tokens", type=int, default=512)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--host-memory", default="16MiB")
+    parser.add_argument("--host-memory", default="640KiB")
+    parser.add_argument("--threads", type=int, default=0, help="threads that compute; 0: torch decides")
     parser.add_argument("--smooth", type=int, default=20, help="steps over which losses are averaged")
     parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
     parser.add_argument("--out", type=Path, default=RESULTS / "formats.json")
