@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 TRIALS ?= 1000
 
-.PHONY: demo test lint types unit fuzz crash-test bench-io bench-step bench-commit docs install clean
+.PHONY: demo test lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -49,6 +49,9 @@ bench-step: install
 
 bench-commit: install
 	$(BIN)/python benchmarks/bench_commit.py $(ARGS)
+
+bench-formats: install
+	$(BIN)/python benchmarks/bench_formats.py $(ARGS)
 
 docs: install
 	$(BIN)/python -W ignore -m infinity.config > docs/settings.md

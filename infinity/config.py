@@ -60,6 +60,18 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateConfig:
+    """How the state of a parameter is stored. Bytes are those of bf16 weights, an fp32 master and Adam."""
+
+    format: Literal["fp32", "split", "bf16-moments", "8bit"] = _setting(
+        "fp32",
+        "`fp32`: 14 bytes per parameter. `split`: the same values, bit for bit, in 12.125: weight and master share 16 "
+        "bits. `bf16-moments` (8.125) also stores the optimizer's fp32 states in bf16, rounded at random without bias; "
+        "`8bit` (6.1875) in 8 bits with a scale for every 64. A run may go on from a commit in another format.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
     """Where in the step the optimizer's update runs."""
 
@@ -122,6 +134,7 @@ class Config:
 
     storage: StorageConfig = field(default_factory=StorageConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    state: StateConfig = field(default_factory=StateConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     run: RunConfig = field(default_factory=RunConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

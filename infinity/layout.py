@@ -9,6 +9,10 @@ moments one after the other; its GRAD pages cut it a third time.
 Because every cut is a multiple of `RANGE_ALIGNMENT` elements from the segment's start, and every shard starts
 at a multiple of `SHARD_ALIGNMENT`, a slice of a shard is cut at a multiple of the widest vector: an element is
 treated by the same code whether the shard is updated whole or in slices.
+
+[Note: encodings] A section of the state (the master, a moment) may be stored otherwise than the optimizer sees it. An
+encoding is a list of rows: items of one dtype, one for so many elements. As `SHARD_ALIGNMENT` is a multiple of all of
+these numbers, no item is of two shards. `infinity.fsdp.encoding` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from infinity.units import align_down, align_up
 
@@ -32,6 +37,14 @@ ITEMSIZE = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
+ENCODINGS: dict[str, tuple[tuple[str, int], ...]] = {
+    "split": (("int16", 1), ("uint8", 8)),  # lower half; a bit where the weight was rounded up
+    "bfloat16": (("bfloat16", 1),),
+    "8bit": (("uint8", 1), ("bfloat16", SHARD_ALIGNMENT)),  # code; the largest of a block
+}
+"""Rows of a section of fp32 elements in an update page, as (dtype, elements per item)."""
+FORMATS = {"fp32": ("", ""), "split": ("split", ""), "bf16-moments": ("split", "bfloat16"), "8bit": ("split", "8bit")}
+"""Encodings of master and moments by `state.format`."""
 
 
 class Role(Enum):
@@ -42,41 +55,103 @@ class Role(Enum):
     GRAD = "grad"
 
 
+class Row(NamedTuple):
+    """A part of a section: an item of `dtype` for every `each` elements, in the pages of `role`.
+
+    In a page of `count` elements it begins at byte `offset` · `count`.
+    """
+
+    role: Role
+    dtype: str
+    each: int
+    offset: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateFormat:
     """Persistent state of one element; dtypes by their torch names.
 
     `master` is empty where the parameters are trained in the dtype they are computed in: then the PARAM pages are
     the master. `kinds` are the optimizer's own element-wise states, in order, as (name, dtype); parameters that are
-    not trained have none, and no `grad`.
+    not trained have none, and no `grad`. These are the dtypes that the optimizer sees; `encodings` has, as (section,
+    encoding), the sections that are stored otherwise.
     """
 
     param: str
     master: str = ""
     kinds: tuple[tuple[str, str], ...] = ()
     grad: str = ""
+    encodings: tuple[tuple[str, str], ...] = ()
+
+    def stored_as(self, name: str) -> StateFormat:
+        """Return this format under a setting of `state.format`, which concerns fp32 sections only.
+
+        A master is split where the weights are its upper half: in bf16.
+        """
+        master, moments = FORMATS[name]
+        chosen = [(kind, moments) for kind, dtype in self.kinds if dtype == "float32"]
+        if (self.param, self.master) == ("bfloat16", "float32"):
+            chosen.insert(0, (MASTER, master))
+        return replace(self, encodings=tuple((section, encoding) for section, encoding in chosen if encoding))
+
+    def check(self) -> None:
+        """Check that a section is there once, and that encodings are of sections that they can be of.
+
+        Raises:
+            ValueError: they are not.
+        """
+        dtypes = {MASTER: self.master, **dict(self.kinds)}
+        if len(dtypes) != 1 + len(self.kinds):
+            raise ValueError("a state is there twice")
+        for section, encoding in self.encodings:
+            if dtypes.pop(section, "") != "float32":
+                raise ValueError(f"{section!r} cannot be stored as {encoding}")
+            if (section == MASTER) != (encoding == "split") or (encoding == "split" and self.param != "bfloat16"):
+                raise ValueError(f"{section!r} cannot be stored as {encoding}")
 
     @cached_property
-    def sections(self) -> tuple[tuple[str, str], ...]:
-        """What an update page holds, in order, as (name, dtype)."""
-        return ((MASTER, self.master), *self.kinds) if self.master else self.kinds
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of master and states, as they are trained."""
+        return {MASTER: self.master or self.param, **dict(self.kinds)}
 
     @cached_property
-    def update_bytes(self) -> int:
-        """Bytes of one element in an update page."""
-        return sum(ITEMSIZE[dtype] for _, dtype in self.sections)
+    def encoded(self) -> dict[str, str]:
+        """The encodings of the sections that have one."""
+        return dict(self.encodings)
 
     @cached_property
-    def offsets(self) -> dict[str, int]:
-        """Where each section starts in an update page, in bytes per element of the page."""
-        offsets, position = {}, 0
-        for name, dtype in self.sections:
-            offsets[name] = position
-            position += ITEMSIZE[dtype]
-        return offsets
+    def weights(self) -> Row:
+        """The only row of PARAM pages."""
+        return Row(Role.PARAM, self.param, 1, 0.0)
+
+    @cached_property
+    def rows(self) -> dict[str, tuple[Row, ...]]:
+        """The rows of master and states: for a split master, and where there is no other, the weights come first."""
+        rows: dict[str, tuple[Row, ...]] = {}
+        offset = 0.0
+        for name, dtype in (*([(MASTER, self.master)] if self.master else []), *self.kinds):
+            row = []
+            for stored, each in ENCODINGS.get(self.encoded.get(name, ""), ((dtype, 1),)):
+                row.append(Row(Role.UPDATE, stored, each, offset))
+                offset += ITEMSIZE[stored] / each
+            rows[name] = tuple(row)
+        if not self.master or MASTER in self.encoded:
+            rows[MASTER] = (self.weights, *rows.get(MASTER, ()))
+        return rows
 
     @property
-    def state_bytes(self) -> int:
+    def replaces_weights(self) -> bool:
+        """Whether an update writes the weights without having read them: where they are no part of the master."""
+        return self.weights not in self.rows[MASTER]
+
+    @cached_property
+    def update_bytes(self) -> float:
+        """Bytes of one element in an update page."""
+        rows = {row for section in self.rows.values() for row in section if row.role is Role.UPDATE}
+        return sum(ITEMSIZE[row.dtype] / row.each for row in rows)
+
+    @property
+    def state_bytes(self) -> float:
         """Persistent bytes of one element, gradients left out."""
         return ITEMSIZE[self.param] + self.update_bytes
 
@@ -141,6 +216,10 @@ class Segment:
     update_pages: tuple[Page, ...]
     grad_pages: tuple[Page, ...]
 
+    def pages(self, role: Role) -> tuple[Page, ...]:
+        """The pages of a role."""
+        return {Role.PARAM: self.param_pages, Role.UPDATE: self.update_pages, Role.GRAD: self.grad_pages}[role]
+
     @property
     def ranges(self) -> tuple[Page, ...]:
         """Pages whose element ranges the update walks over: one kernel call each."""
@@ -195,12 +274,9 @@ class Layout:
         """Bytes of all pages of one role."""
         return sum(page.nbytes for page in self.pages if page.role is role)
 
-    def home_of(self, shard: int, name: str) -> tuple[tuple[Page, ...], str]:
-        """Return the pages that hold one section (``master`` or a state kind) of a shard, and its dtype."""
-        segment = self.segments[self.shards[shard].segment]
-        if name == MASTER and not segment.format.master:
-            return segment.param_pages, segment.format.param
-        return segment.update_pages, dict(segment.format.sections)[name]
+    def format_of(self, shard: int) -> StateFormat:
+        """Return the state format of a shard."""
+        return self.segments[self.shards[shard].segment].format
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:
@@ -262,7 +338,9 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
             numel = align_up(extent[key], RANGE_ALIGNMENT)
             fmt = formats[key]
 
-            def cut(role: Role, itemsize: int, *, numel: int = numel, unit_index: int = unit_index) -> tuple[Page, ...]:
+            def cut(
+                role: Role, itemsize: float, *, numel: int = numel, unit_index: int = unit_index
+            ) -> tuple[Page, ...]:
                 made = _cut(role, unit_index, len(segments), numel, itemsize, page_bytes, len(pages))
                 pages.extend(made)
                 return made
@@ -283,11 +361,11 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
 
 
 def _cut(
-    role: Role, unit: int, segment: int, numel: int, itemsize: int, page_bytes: int, first: int
+    role: Role, unit: int, segment: int, numel: int, itemsize: float, page_bytes: int, first: int
 ) -> tuple[Page, ...]:
     if itemsize == 0 or numel == 0:
         return ()
-    most = align_down(page_bytes // itemsize, RANGE_ALIGNMENT)
+    most = align_down(int(page_bytes / itemsize), RANGE_ALIGNMENT)
     number = -(-numel // most)
     count = align_up(-(-numel // number), RANGE_ALIGNMENT)  # even cuts: no tiny last page
     return tuple(
@@ -298,7 +376,7 @@ def _cut(
             segment=segment,
             start=start,
             count=min(count, numel - start),
-            nbytes=align_up(min(count, numel - start) * itemsize, PAGE_ALIGNMENT),
+            nbytes=align_up(int(min(count, numel - start) * itemsize), PAGE_ALIGNMENT),
         )
         for position, start in enumerate(range(0, numel, count))
     )

@@ -188,7 +188,14 @@ def _budget(
             kinds[key] = kernel.discover(param.dtype, group).kinds
         return StateFormat(param=gather, kinds=kinds[key])
 
-    units, formats = sharded.describe(format_of)
+    units, found = sharded.describe(format_of)
+    formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
+    if settings.state.format != "fp32" and not any(fmt.encodings for fmt in formats.values()):
+        raise ConfigError(
+            f'state.format = "{settings.state.format}" would change nothing: "split" is for bf16 weights with an fp32 '
+            "master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model), the others also for fp32 "
+            'states of the optimizer; set "fp32"'
+        )
     host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
     return choose_budget(units, formats, host, settings.memory.page_bytes)
 
@@ -371,6 +378,7 @@ class _Run:
             self.resumed = self.ranks.together("restoring what belongs to the first values", restored)
         if self.resumed is not None:
             state.scalars.update(self.resumed.scalars)
+            state.step = self.resumed.step
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
         self._committer = Committer(
             self.folder,

@@ -13,6 +13,7 @@ from typing import Any
 from infinity.checkpoint.manifest import read_checked, write_checked
 from infinity.checkpoint.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 from infinity.layout import (
+    ENCODINGS,
     ITEMSIZE,
     MASTER,
     PAGE_ALIGNMENT,
@@ -44,6 +45,7 @@ _BODY = record(
             master=one_of("", *ITEMSIZE),
             kinds=sequence(row(text(rf"(?!{MASTER}$).+"), _DTYPE)),
             grad=one_of("", *ITEMSIZE),
+            encodings=sequence(row(text(), one_of(*ENCODINGS))),
         ),
     ),
     tensors=sequence(
@@ -161,10 +163,9 @@ def read_description(folder: Path, rank: int) -> RunDescription:
 
 def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], page_bytes: int) -> None:
     """Check that a layout can be built of these, before any memory is spent on it."""
-    nbytes = number = 0
+    nbytes, number = 0.0, 0
     for fmt in formats.values():
-        if len({name for name, _ in fmt.kinds}) != len(fmt.kinds):
-            raise ValueError("formats: a state is there twice")
+        fmt.check()
         if max(ITEMSIZE[fmt.param], fmt.update_bytes) * RANGE_ALIGNMENT > page_bytes:
             raise ValueError(f"page_bytes: {page_bytes} is too small for the state of {RANGE_ALIGNMENT} elements")
     for shard in (shard for unit in units for shard in unit.shards):

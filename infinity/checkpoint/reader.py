@@ -14,8 +14,8 @@ from infinity.checkpoint.description import RunDescription, TensorSpec, descript
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.state import load_scalars, load_tensors, read_groups, saved_buffer
 from infinity.errors import CommitError
-from infinity.fsdp.content import section, torch_dtype
-from infinity.layout import MASTER, overlapping
+from infinity.fsdp.content import read_section, torch_dtype
+from infinity.layout import MASTER
 from infinity.store.folder import RunFolder
 from infinity.store.pages import read_version
 
@@ -66,7 +66,7 @@ class CommitReader:
 
     def dtype(self, index: int, name: str = MASTER) -> torch.dtype:
         """Return the dtype in which a parameter is trained, or that of one of its states."""
-        return torch_dtype(self._ranks[0].layout.home_of(index, name)[1])
+        return torch_dtype(self._ranks[0].layout.format_of(index).dtypes[name])
 
     def nbytes(self, index: int, dtype: torch.dtype | None = None) -> int:
         """Return the size of a whole parameter, as it is trained or, if it is floating-point, in `dtype`."""
@@ -90,8 +90,7 @@ class CommitReader:
 
     def kinds(self, index: int) -> tuple[tuple[str, str], ...]:
         """Return the optimizer's states of a parameter, as (name, dtype)."""
-        layout = self._ranks[0].layout
-        return layout.segments[layout.shards[index].segment].format.kinds
+        return self._ranks[0].layout.format_of(index).kinds
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -152,13 +151,15 @@ class CommitReader:
     def _elements(self, rank: int, index: int, name: str, first: int, last: int) -> torch.Tensor:
         """Return some elements of a rank's shard, flat."""
         layout = self._ranks[rank].layout
-        start = layout.shards[index].start + first
-        pages, dtype = layout.home_of(index, name)
-        flat = torch.empty(last - first, dtype=torch_dtype(dtype))
-        for page, low, high in overlapping(pages, start, start + flat.numel()):
-            values = section(self._page(rank, page.index), page, layout, name)
-            flat[low - start : high - start] = values[low - page.start : high - page.start]
-        return flat
+        placed = layout.shards[index]
+        segment = layout.segments[placed.segment]
+        return read_section(
+            segment,
+            name,
+            placed.start + first,
+            placed.start + last,
+            lambda page, copy: copy(self._page(rank, page.index)),
+        )
 
     def _read_page(self, rank: int, page: int) -> torch.Tensor:
         version = self._manifests[rank].pages[page]
@@ -186,7 +187,7 @@ class CommitReader:
 def _whole(described: RunDescription) -> tuple[Any, ...]:
     """What is the same on all ranks."""
     layout = described.layout
-    formats = [layout.segments[placed.segment].format for placed in layout.shards]
+    formats = [layout.format_of(shard) for shard in range(len(layout.shards))]
     tensors = [(spec.names, spec.dim, spec.shard_size, spec.tensor_parallel) for spec in described.tensors]
     shapes = [() if spec.tensor_parallel else spec.shape for spec in described.tensors]
     return described.world_size, formats, tensors, shapes, described.buffers

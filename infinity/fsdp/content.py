@@ -9,10 +9,11 @@ from functools import partial
 import torch
 
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.layout import MASTER, Layout, Page, Placed, Role, overlapping
+from infinity.fsdp.encoding import decode, encode
+from infinity.layout import MASTER, SHARD_ALIGNMENT, Layout, Page, Placed, Role, Row, Segment, StateFormat, overlapping
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
-from infinity.units import format_size
+from infinity.units import align_down, align_up, format_size
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -28,21 +29,77 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def section(content: torch.Tensor, page: Page, layout: Layout, name: str) -> torch.Tensor:
-    """Return one section of a page's bytes, shape (page.count,).
+def section(content: torch.Tensor, page: Page, layout: Layout) -> torch.Tensor:
+    """Return the elements of a PARAM or GRAD page, shape (page.count,).
 
     Args:
         content: uint8, the page's bytes.
-        name: ``master`` or a state kind for update pages; ignored for PARAM and GRAD pages, which have one.
     """
     fmt = layout.segments[page.segment].format
-    if page.role is Role.UPDATE:
-        dtype = torch_dtype(dict(fmt.sections)[name])
-        start = fmt.offsets[name] * page.count
-    else:
-        dtype = torch_dtype(fmt.param if page.role is Role.PARAM else fmt.grad)
-        start = 0
-    return content[start : start + page.count * dtype.itemsize].view(dtype)
+    return content[: page.nbytes].view(torch_dtype(fmt.param if page.role is Role.PARAM else fmt.grad))[: page.count]
+
+
+def row_of(content: torch.Tensor, page: Page, row: Row) -> torch.Tensor:
+    """Return one row of a page's bytes (uint8), shape (page.count / row.each,)."""
+    dtype = torch_dtype(row.dtype)
+    start = int(row.offset * page.count)
+    return content[start : start + page.count // row.each * dtype.itemsize].view(dtype)
+
+
+def put(content: torch.Tensor, page: Page, row: Row, start: int, items: torch.Tensor) -> None:
+    """Write what a page holds of the items of a row that begin with element `start` of the segment."""
+    low, high = max(start, page.start), min(start + len(items) * row.each, page.stop)
+    if low < high:
+        own, given = (slice((low - at) // row.each, (high - at) // row.each) for at in (page.start, start))
+        row_of(content, page, row)[own] = items[given]
+
+
+def take(content: torch.Tensor, page: Page, row: Row, start: int, items: torch.Tensor) -> None:
+    """Read what a page holds of the items of a row that begin with element `start` of the segment."""
+    low, high = max(start, page.start), min(start + len(items) * row.each, page.stop)
+    if low < high:
+        own, wanted = (slice((low - at) // row.each, (high - at) // row.each) for at in (page.start, start))
+        items[wanted] = row_of(content, page, row)[own]
+
+
+def read_section(
+    segment: Segment, name: str, start: int, stop: int, visit: Callable[[Page, Callable[[torch.Tensor], None]], None]
+) -> torch.Tensor:
+    """Return elements [start, stop) of a segment in one section (``master`` or a state kind), decoded, flat.
+
+    Args:
+        visit: calls the function that it is given with the content of a page.
+    """
+    rows, encoding = segment.format.rows[name], segment.format.encoded.get(name)
+    low, high = (align_down(start, SHARD_ALIGNMENT), align_up(stop, SHARD_ALIGNMENT)) if encoding else (start, stop)
+    items = [torch.empty((high - low) // row.each, dtype=torch_dtype(row.dtype)) for row in rows]
+    for role in dict.fromkeys(row.role for row in rows):
+        for page, _, _ in overlapping(segment.pages(role), low, high):
+
+            def copy(content: torch.Tensor, page: Page = page) -> None:
+                for row, part in zip(rows, items, strict=True):
+                    if row.role is page.role:
+                        take(content, page, row, low, part)
+
+            visit(page, copy)
+    return decode(items, encoding)[start - low : stop - low] if encoding else items[0]
+
+
+def stored(
+    fmt: StateFormat, name: str, values: torch.Tensor, step: int | None = None
+) -> list[tuple[Row, torch.Tensor]]:
+    """Return the items of a section's rows; with the master also the weights.
+
+    Args:
+        values: flat, of a shard from a multiple of `SHARD_ALIGNMENT` on.
+        step: see `encode`.
+    """
+    if name not in fmt.encoded:
+        rows = [*fmt.rows[name], *([fmt.weights] if name == MASTER and fmt.replaces_weights else [])]
+        return [(row, values) for row in rows]
+    padding = align_up(len(values), SHARD_ALIGNMENT) - len(values)
+    padded = torch.nn.functional.pad(values, (0, padding))
+    return list(zip(fmt.rows[name], encode(padded, fmt.encoded[name], step), strict=True))
 
 
 def _copies_issued(device: torch.device) -> torch.cuda.Event | None:
@@ -100,7 +157,7 @@ class ShardContent:
             use = (Use(page.index, Mode.READ),)
             leaves = partial(_copies_issued, destination.device)
             with self._pager.access(use, planned=planned, leaves=leaves) as (content,):
-                source = section(content, page, self._layout, "")[first - page.start : last - page.start]
+                source = section(content, page, self._layout)[first - page.start : last - page.start]
                 with self._part("copy"):
                     destination[first - placed.start : last - placed.start].copy_(source, non_blocking=True)
 
@@ -115,21 +172,20 @@ class ShardContent:
     def load_section(self, shard: int, name: str) -> torch.Tensor:
         """Return one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
         placed = self._layout.shards[shard]
-        pages, dtype_of = self._layout.home_of(shard, name)
-        dtype = torch_dtype(dtype_of)
-        size = placed.spec.numel * dtype.itemsize
+        segment = self._layout.segments[placed.segment]
+        size = placed.spec.numel * torch_dtype(segment.format.dtypes[name]).itemsize
         if size > self._load_limit:
             raise UnsupportedError(
                 f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena "
                 f"(limit {format_size(self._load_limit)}); use optimizer.commit() to save and export from a commit"
             )
         self._opened()[2]()
-        result = torch.empty(placed.spec.numel, dtype=dtype)
-        for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
+
+        def visit(page: Page, copy: Callable[[torch.Tensor], None]) -> None:
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
-                part = section(content, page, self._layout, name)
-                result[first - placed.start : last - placed.start] = part[first - page.start : last - page.start]
-        return result
+                copy(content)
+
+        return read_section(segment, name, placed.start, placed.start + placed.spec.numel, visit)
 
     def save(self, shard: int, content: torch.Tensor) -> None:
         """Replace the real elements of a shard: its master, and the weights in the compute dtype."""
@@ -139,14 +195,11 @@ class ShardContent:
             raise UnsupportedError(
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
             )
-        content = content.detach().cpu()
         self._opened()[2]()
-        pages = [(segment.param_pages, "")] + ([(segment.update_pages, MASTER)] if segment.format.master else [])
-        for row, name in pages:
-            for page, first, last in overlapping(row, placed.start, placed.start + placed.spec.numel):
+        for row, items in stored(segment.format, MASTER, content.detach().cpu()):
+            for page, _, _ in overlapping(segment.pages(row.role), placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
-                    target = section(held, page, self._layout, name)
-                    target[first - page.start : last - page.start] = content[first - placed.start : last - placed.start]
+                    put(held, page, row, placed.start, items)
 
     def initialise(self, unit: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
         """Write the first content of a unit's pages.
@@ -159,23 +212,16 @@ class ShardContent:
         for segment in self._layout.segments:
             if segment.unit != unit:
                 continue
-            values = {
-                (shard, name): value_of(shard - first, name)
+            parts = [
+                (self._layout.shards[shard].start, row, items)
                 for shard in segment.shards
-                for name in (MASTER, *(kind for kind, _ in segment.format.kinds))
-            }
+                for name in segment.format.dtypes
+                if (value := value_of(shard - first, name)) is not None
+                for row, items in stored(segment.format, name, value)
+            ]
             for page in (*segment.param_pages, *segment.update_pages):
-                names = [name for name, _ in segment.format.sections] if page.role is Role.UPDATE else [MASTER]
                 with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
                     content.zero_()
-                    for name in names:
-                        target = section(content, page, self._layout, name)
-                        for shard in segment.shards:
-                            self._fill(target, page, self._layout.shards[shard], values[shard, name])
-
-    @staticmethod
-    def _fill(target: torch.Tensor, page: Page, placed: Placed, value: torch.Tensor | None) -> None:
-        low = max(placed.start, page.start)
-        high = min(placed.start + placed.spec.numel, page.stop)
-        if value is not None and low < high:
-            target[low - page.start : high - page.start] = value[low - placed.start : high - placed.start]
+                    for start, row, items in parts:
+                        if row.role is page.role:
+                            put(content, page, row, start, items)

@@ -50,6 +50,7 @@ class _Pending:
     shards: dict[int, set[int]] = field(default_factory=dict)  # by unit
     settings: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by shard
     scale: torch.Tensor | None = None
+    step: int = 0
 
 
 class StepState:
@@ -74,6 +75,7 @@ class StepState:
         self.placement = Placement()
         self.events: list[Event] = []
         self.scalars: dict[int, Scalars] = {}
+        self.step = 0
         self.updated_elements = 0
         self._unit = -1
         self._arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
@@ -130,7 +132,7 @@ class StepState:
                 self._done.add(unit)
                 grads = {shard: grad.reshape(-1) for shard, (_, grad) in arrivals.items()}
                 with self._phase("update", self._layout.units[unit].name):
-                    self._update(unit, self._settings_now(grads), grads=grads)
+                    self._update(unit, self._settings_now(grads), self.step, grads=grads)
             else:
                 self._store(unit, arrivals)
 
@@ -153,7 +155,7 @@ class StepState:
         for access in accesses:
             page = self._layout.pages[access[0].page]
             with self._pager.access(access) as (content,):
-                values = section(content, page, self._layout, "")
+                values = section(content, page, self._layout)
                 for shard, held, part in self._slices(page, totals):
                     if shard in added:
                         part.add_(values[held].to(part.device))
@@ -250,7 +252,7 @@ class StepState:
         for page, _, _ in overlapping(segment.grad_pages, placed.start, placed.start + placed.spec.numel):
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
                 for _, held, part in self._slices(page, {shard: flat}):
-                    part.copy_(section(content, page, self._layout, "")[held])
+                    part.copy_(section(content, page, self._layout)[held])
         if self._scale is not None:
             flat.mul_(self._scale)
         return flat
@@ -271,13 +273,14 @@ class StepState:
         """
         for unit in list(self._pending.shards):  # what this step did not gather
             self._apply_pending(unit)
+        self.step += 1
         if self._skip:
             self._discard_stored()
             self._reset()
             return False
         self._due = self.placement.due(self.events)
         settings = self._settings_now(shard for present in self._stored.values() for shard in present)
-        self._pending = _Pending(self._stored, settings, self._scale)
+        self._pending = _Pending(self._stored, settings, self._scale, self.step - 1)
         self._reset()
         for unit in update_order(self._pending.shards):
             if unit not in self._due.values():
@@ -310,18 +313,19 @@ class StepState:
     def _apply_pending(self, unit: int) -> None:
         settings = {shard: self._pending.settings[shard] for shard in self._pending.shards.pop(unit)}
         with self._phase("update", self._layout.units[unit].name), torch.no_grad():
-            self._update(unit, settings, scale=self._pending.scale)
+            self._update(unit, settings, self._pending.step, scale=self._pending.scale)
 
     def _update(
         self,
         unit: int,
         settings: Mapping[int, Mapping[str, Any]],
+        step: int,
         *,
         grads: dict[int, torch.Tensor] | None = None,
         scale: torch.Tensor | None = None,
     ) -> None:
         """Update the shards of a unit that have `settings`, from `grads` or, scaled, from the GRAD pages."""
-        update = Update(self._layout, self._kernel, settings, self.scalars, grads, self._arrived, scale)
+        update = Update(self._layout, self._kernel, settings, self.scalars, step, grads, self._arrived, scale)
         beside = self._worker.beside
         for index in self._layout.unit_segments[unit]:
             segment = self._layout.segments[index]

@@ -3,8 +3,8 @@
 [Note: states of a page] A page has at most one frame. With a frame it is READING (a fetch is under way), or
 its content is valid; it may be dirty (newer than the store) and it may be being written at the same time.
 Without a frame its content is in the store. Three counters keep a frame in place: pins (in use now), claims
-(uses inside the plan's window) and residency. A frame is given up when all three are gone: at once if
-the content is clean or dead, after the write if it is dirty.
+(uses inside the plan's window; the last one of a page that the plan keeps is left for the next) and residency.
+A frame is given up when all three are gone: at once if the content is clean or dead, after the write if it is dirty.
 
 [Note: threads] `access`, `lease`, `install` and `flush` belong to the training thread. Completions arrive on the
 store's threads and only touch state under `_changed`'s lock. Content is never copied under the lock. A lease takes its
@@ -409,10 +409,10 @@ class Pager:
         """Go on to the next access of the plan."""
         following = self._following
         if following is not None:
-            following.position += 1
             for use in uses:
                 slot = self._slots[use.page]
-                slot.claims = max(0, slot.claims - 1)
+                slot.claims = max(0, slot.claims - (not following.plan.keeps(following.position, use.page)))
+            following.position += 1
             self._claim_window()
 
     def _let_go(self, *, wait: bool) -> bool:
@@ -441,7 +441,7 @@ class Pager:
             following.cursor += 1
             for use in following.plan.access(following.cursor):
                 slot = self._slots[use.page]
-                slot.claims += 1
+                slot.claims += not following.plan.has_kept(following.cursor, use.page)  # else its last use left its own
                 if slot.claims == 1 and use.mode.fetches:
                     if slot.frame < 0:
                         following.waiting.append(use.page)

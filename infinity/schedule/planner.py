@@ -10,6 +10,11 @@ trace the window is [i, c(i)], as far ahead as its distinct pages fit into the s
 memory exactly while a use of it lies in the window: entering means a fetch (unless the use replaces the
 content), leaving means a write if it was modified. c is monotone and does not depend on timing, therefore the
 bytes of a step are known before it runs.
+
+[Note: kept pages] Weights that are copied out in backward are read once more by the update of their unit, where they
+are a part of the master; the rest of the unit's state comes between, so the window does not reach that far. A few
+frames keep pages from one use to the next while one unit is worked on. All units take turns in these frames: one saves
+a transfer per unit, where a resident page saves two or three. What moves less is done.
 """
 
 from __future__ import annotations
@@ -51,6 +56,15 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Uses between which a page stays in memory, as (position in the trace, page), and how many frames that takes."""
+
+    since: frozenset[tuple[int, int]] = frozenset()
+    until: frozenset[tuple[int, int]] = frozenset()
+    frames: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What the pager executes; immutable.
 
@@ -63,6 +77,7 @@ class Plan:
     trace: tuple[Access, ...]
     reach: tuple[int, ...]
     resident: frozenset[int]
+    kept: Kept
     frames: int
     streaming_frames: int
     writing_frames: int
@@ -77,6 +92,16 @@ class Plan:
         """Return c of a position."""
         turns = max(0, position - len(self.prefix)) // len(self.trace)
         return self.reach[position - turns * len(self.trace)] + turns * len(self.trace)
+
+    def keeps(self, position: int, page: int) -> bool:
+        """Whether a page stays in memory from its use at a position to its next one."""
+        lead = len(self.prefix)
+        return position >= lead and ((position - lead) % len(self.trace), page) in self.kept.since
+
+    def has_kept(self, position: int, page: int) -> bool:
+        """Whether a page has stayed in memory from its last use to that at a position."""
+        lead = len(self.prefix)
+        return position >= lead and ((position - lead) % len(self.trace), page) in self.kept.until
 
     def ends_step(self, position: int) -> bool:
         """Whether a step has ended when this position comes next."""
@@ -102,58 +127,113 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, prefix: S
     used = Counter(use.page for access in trace for use in access)
     widest = max((len(access) for access in trace), default=1)
     if len(used) <= frames:
-        streaming, writing = 0, 0
-        resident = frozenset(used)
+        return _plan(prefix, trace, layout, frames, len(used), 0, 0, 0)
+    least = least_frames(widest)
+    if frames < least:
+        raise BudgetError(
+            f"the host arena holds {frames} pages of {format_size(layout.page_bytes)}; this step needs at least "
+            f"{least}: set memory.host_bytes to {format_setting(least * layout.page_bytes)} or more, "
+            "or memory.page_bytes lower"
+        )
+    writing = max(LEAST_WRITING, frames // 16)
+    streaming = max(least - LEAST_WRITING, min(frames // 4, 48))
+    left = frames - streaming - writing
+    keeping = _between_uses(trace, _windows((), trace, frozenset(), streaming), layout, left).frames
+    plans = [_plan(prefix, trace, layout, frames, left - n, streaming, n, writing) for n in sorted({0, keeping})]
+    return min(plans, key=lambda plan: plan.traffic.total_bytes)
+
+
+def _plan(
+    prefix: tuple[Access, ...],
+    trace: tuple[Access, ...],
+    layout: Layout,
+    frames: int,
+    staying: int,
+    streaming: int,
+    keeping: int,
+    writing: int,
+) -> Plan:
+    """Return the plan of an arena of which so many frames are for each purpose."""
+    if streaming:
+        resident, kept = _most_useful(trace, layout, staying, streaming, keeping)
+        reach = _windows(prefix, trace, resident, streaming)
     else:
-        least = least_frames(widest)
-        if frames < least:
-            raise BudgetError(
-                f"the host arena holds {frames} pages of {format_size(layout.page_bytes)}; this step needs at least "
-                f"{least}: set memory.host_bytes to {format_setting(least * layout.page_bytes)} or more, "
-                "or memory.page_bytes lower"
-            )
-        writing = max(LEAST_WRITING, frames // 16)
-        streaming = max(least - LEAST_WRITING, min(frames // 4, 48))
-        resident = _most_useful(trace, layout, frames - streaming - writing, streaming)
-    reach = _windows(prefix, trace, resident, streaming) if streaming else tuple(range(len(prefix) + len(trace)))
+        resident, kept = frozenset(use.page for access in trace for use in access), Kept()
+        reach = tuple(range(len(prefix) + len(trace)))
     steady = tuple(position - len(prefix) for position in reach[len(prefix) :])
     return Plan(
         prefix=prefix,
         trace=trace,
         reach=reach,
         resident=resident,
+        kept=kept,
         frames=frames,
         streaming_frames=streaming,
         writing_frames=writing,
-        traffic=predict(trace, steady, resident, layout),
+        traffic=predict(trace, steady, resident, kept, layout),
     )
 
 
-def _most_useful(trace: Sequence[Access], layout: Layout, number: int, streaming: int) -> frozenset[int]:
-    """Return the pages that save most bytes, each in one frame: those that move most when they stream.
+def _most_useful(
+    trace: Sequence[Access], layout: Layout, number: int, streaming: int, keeping: int
+) -> tuple[frozenset[int], Kept]:
+    """Return the pages that save most bytes, each in one frame, and which of the others are kept between uses.
 
-    What streams through the turns of a step without moving depends on the window, and the window on what stays. So the
-    choice is made again for the window that it leads to, as long as that moves fewer bytes; and of pages that save the
-    same, those of the first units are tried, and those of the last.
+    The first are those that move most when they stream. What streams through the turns of a step without moving depends
+    on the window, and the window on what stays. So the choice is made again for the window that it leads to, as long as
+    that moves fewer bytes; and of pages that save the same, those of the first units are tried, and those of the last.
     """
-    found: dict[frozenset[int], int] = {}
+    found: dict[frozenset[int], tuple[int, Kept]] = {}
     for direction in (1, -1):
         chosen: frozenset[int] = frozenset()
         least = float("inf")
         while True:
             reach = _windows((), trace, chosen, streaming)
             if chosen or not number:
-                found[chosen] = predict(trace, reach, chosen, layout).total_bytes
-                if found[chosen] >= least:
+                kept = _between_uses(trace, reach, layout, keeping, chosen)
+                total = predict(trace, reach, chosen, kept, layout).total_bytes
+                found[chosen] = (total, kept)
+                if total >= least:
                     break
-                least = found[chosen]
-            moved = _transfers(trace, reach, frozenset())
+                least = total
+            moved = _transfers(trace, reach, frozenset(), _between_uses(trace, reach, layout, keeping))
             saved = {page: (reads + writes) * layout.pages[page].nbytes for page, (reads, writes) in moved.items()}
             order = {
                 page: (-saved[page], layout.pages[page].role is not Role.PARAM, direction * page) for page in saved
             }
             chosen = frozenset(sorted(order, key=order.__getitem__)[:number])
-    return min(found, key=found.__getitem__)
+    best = min(found, key=lambda chosen: found[chosen][0])
+    return best, found[best][1]
+
+
+def _between_uses(
+    trace: Sequence[Access], reach: Sequence[int], layout: Layout, most: int, resident: frozenset[int] = frozenset()
+) -> Kept:
+    """Return what at most `most` frames keep, first come first served, while the accesses are of one unit."""
+    units = [layout.pages[access[0].page].unit for access in trace]
+    following: dict[tuple[int, int], int] = {}  # (position, page) -> next use, in the same run of a unit
+    upcoming: dict[int, int] = {}
+    for position in reversed(range(len(trace))):
+        if position + 1 < len(trace) and units[position + 1] != units[position]:
+            upcoming = {}
+        for use in trace[position]:
+            if use.page in upcoming and use.mode is not Mode.CONSUME and use.page not in resident:
+                following[position, use.page] = upcoming[use.page]
+            upcoming[use.page] = position
+    since: set[tuple[int, int]] = set()
+    until: set[tuple[int, int]] = set()
+    held: set[int] = set()
+    frames = 0
+    for position, access in enumerate(trace):
+        held.difference_update(use.page for use in access)
+        for use in access:
+            then = following.get((position, use.page), -1)
+            if then > _reach_after(position, reach, len(trace)) and len(held) < most:
+                since.add((position, use.page))
+                until.add((then, use.page))
+                held.add(use.page)
+        frames = max(frames, len(held))
+    return Kept(since=frozenset(since), until=frozenset(until), frames=frames)
 
 
 def _windows(
@@ -179,18 +259,22 @@ def _windows(
     return tuple(reach)
 
 
-def predict(trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], layout: Layout) -> Traffic:
+def predict(
+    trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], kept: Kept, layout: Layout
+) -> Traffic:
     """Return the bytes of one steady step of a plan."""
     read = dict.fromkeys(Role, 0)
     written = dict.fromkeys(Role, 0)
-    for page, (reads, writes) in _transfers(trace, reach, resident).items():
+    for page, (reads, writes) in _transfers(trace, reach, resident, kept).items():
         role, nbytes = layout.pages[page].role, layout.pages[page].nbytes
         read[role] += reads * nbytes
         written[role] += writes * nbytes
     return Traffic(read=read, written=written)
 
 
-def _transfers(trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int]) -> dict[int, tuple[int, int]]:
+def _transfers(
+    trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], kept: Kept
+) -> dict[int, tuple[int, int]]:
     """Return how often each page that is not resident is read and written in one steady step."""
     length = len(trace)
     uses: dict[int, list[tuple[int, Mode]]] = {}
@@ -200,10 +284,11 @@ def _transfers(trace: Sequence[Access], reach: Sequence[int], resident: frozense
                 uses.setdefault(use.page, []).append((position, use.mode))
     found: dict[int, tuple[int, int]] = {}
     for page, used in uses.items():
-        # Whether the page is still in the window when its next use comes.
+        # Whether the page is still in the window, or kept, when its next use comes.
         stays = [
             (used[(k + 1) % len(used)][0] + (length if k + 1 == len(used) else 0))
             <= _reach_after(position, reach, length)
+            or (position, page) in kept.since
             for k, (position, _) in enumerate(used)
         ]
         if all(stays):

@@ -195,6 +195,6 @@ def range_access(segment: Segment, position: int, *, gradients_paged: bool) -> A
     if segment.update_pages:
         uses.append(Use(item.index, Mode.UPDATE))
     for page, start, _ in overlapping(segment.param_pages, item.start, item.stop):
-        replaced = bool(segment.format.master) and start == page.start
+        replaced = segment.format.replaces_weights and start == page.start
         uses.append(Use(page.index, Mode.WRITE if replaced else Mode.UPDATE))
     return tuple(uses)

@@ -14,6 +14,7 @@ FORMATS = {
     "stateless": StateFormat(param="float32", grad="float32"),
     "frozen": StateFormat(param="bfloat16", master="float32"),
 }
+FORMATS |= {name: FORMATS["mixed"].stored_as(name) for name in ("split", "bf16-moments", "8bit")}
 KIB = 1 << 10
 
 

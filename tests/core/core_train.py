@@ -93,8 +93,9 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Paging:
-    """How it is paged: must change nothing."""
+    """How it is paged: must change nothing, but for formats with smaller moments."""
 
+    format: str = "fp32"
     arena: str = "middle"
     placement: str = "auto"
     engine: str = "auto"
@@ -274,6 +275,7 @@ def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]
     tree: dict[str, Any] = {
         "storage": {"paths": [str(path) for path in paths], "engine": paging.engine},
         "memory": {"host_bytes": host, "page_bytes": paging.page},
+        "state": {"format": paging.format},
         "update": {"placement": paging.placement, "cores": paging.cores},
         "telemetry": {"runtime_dir": str(folder / "runtime")},
     }
@@ -282,11 +284,13 @@ def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]
     return tree
 
 
-def least_host_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, page: int) -> int:
+def least_host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Return the smallest arena, from the error of an arena that is too small."""
+    page = paging.page
     with tempfile.TemporaryDirectory(dir=folder) as apart:
         try:
-            infinity.offload(model, optimizer, settings(Path(apart), Paging(page=page), page)).close()
+            tiny = Paging(page=page, format=paging.format)
+            infinity.offload(model, optimizer, settings(Path(apart), tiny, page)).close()
         except BudgetError as error:
             return int(re.search(r"smallest arena \((\d+) pages\)", str(error))[1]) * page
     return page
@@ -296,7 +300,7 @@ def host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimize
     """Return the size of the arena that a paging names."""
     if paging.arena == "all":
         return 256 * MIB
-    least = least_host_bytes(model, optimizer, folder, paging.page)
+    least = least_host_bytes(paging, model, optimizer, folder)
     if paging.arena == "least":
         return least
     elements = sum(local(param).numel() for param in model.parameters())

@@ -409,6 +409,14 @@ DESCRIPTION_LIES = {
         lambda body: next(iter(body["formats"].values())).update(param="float31"),
         "'float31' is not one",
     ),
+    "no such encoding": (
+        lambda body: next(iter(body["formats"].values())).update(encodings=[["master", "zip"]]),
+        "'zip' is not one",
+    ),
+    "an encoding of nothing": (
+        lambda body: next(iter(body["formats"].values())).update(encodings=[["nothing", "8bit"]]),
+        "'nothing' cannot be stored as 8bit",
+    ),
     "fewer tensors": (lambda body: body["tensors"].pop(), "tensors of .* shards"),
     "another rank": (_set("rank", to=1), "it is of rank 1 of 1"),
     "ranks without end": (_set("world_size", to=1 << 60), "rank00001.json cannot be read"),

@@ -24,11 +24,12 @@ from infinity.layout import (
 )
 
 
-def element_bytes(layout: Layout, page: Page) -> int:
+def element_bytes(layout: Layout, page: Page) -> float:
     """Return the bytes of one element in a page."""
     fmt = layout.segments[page.segment].format
     if page.role is Role.UPDATE:
-        return sum(ITEMSIZE[dtype] for _, dtype in fmt.sections)
+        rows = [row for section in fmt.rows.values() for row in section if row.role is Role.UPDATE]
+        return sum(ITEMSIZE[row.dtype] / row.each for row in rows)
     return ITEMSIZE[fmt.param if page.role is Role.PARAM else fmt.grad]
 
 

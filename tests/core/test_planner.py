@@ -45,8 +45,9 @@ def window(plan: Plan, position: int) -> list[int]:
 
 
 def walk(plan: Plan, layout: Layout) -> Walk:
-    """Walk the prefix and some cycles from a cold start: a page is in memory while a use of it lies in the window."""
+    """Walk prefix and some cycles from a cold start: a page is in memory while kept, or while the window has a use."""
     lead, seen = len(plan.prefix), Walk()
+    waiting: set[int] = set()  # kept since a use that is over
     held: dict[int, bool] = {}  # page -> modified since its last write
     kept: dict[int, bool] = {}  # resident pages; never written in a steady step
     for position in range(lead + CYCLES * len(plan.trace)):
@@ -56,7 +57,7 @@ def walk(plan: Plan, layout: Layout) -> Walk:
             for use in plan.access(place):
                 if use.page not in plan.resident:
                     wanted.setdefault(use.page, use.mode)
-        for page in [page for page in held if page not in wanted]:
+        for page in [page for page in held if page not in wanted and page not in waiting]:
             if held.pop(page):
                 seen.written[cycle] += layout.pages[page].nbytes
         for page, mode in wanted.items():
@@ -76,6 +77,9 @@ def walk(plan: Plan, layout: Layout) -> Walk:
                 frames[page] = True
             elif mode is Mode.CONSUME:
                 frames[page] = False
+            waiting.discard(page)
+            if plan.keeps(position, page):
+                waiting.add(page)
     return seen
 
 
@@ -102,7 +106,8 @@ def test_a_plan_stays_within_its_frames(drawn: tuple[Plan, Layout]) -> None:
     """Resident pages, the window and the frames for writing fit the arena; no use finds its page missing."""
     plan, layout = drawn
     seen = walk(plan, layout) if plan.streaming_frames else None
-    assert len(plan.resident) + plan.streaming_frames + plan.writing_frames <= plan.frames
+    assert len(plan.resident) + plan.streaming_frames + plan.kept.frames + plan.writing_frames <= plan.frames
+    assert len(plan.kept.since) == len(plan.kept.until)
     if seen is not None:
         assert seen.most_frames + plan.writing_frames <= plan.frames
         assert seen.unfetched == []
@@ -287,6 +292,30 @@ def test_no_replacement_does_better_in_the_frames_that_are_not_reserve(
     assume(frames >= widest)
     moved = plan.traffic.read_bytes + plan.traffic.written_bytes
     assert moved <= optimum(trace, layout, frames)
+
+
+@pytest.mark.parametrize("key", ["mixed", "split", "8bit"])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 0.95])
+def test_state_formats_reach_the_closed_form(share: float, key: str) -> None:
+    """Reads (2N - C)+ + (SN - C)+ and writes (SN - C)+, up to the frames that stream or keep one unit's weights."""
+    layers = 12
+    layout = transformer(layers, 16 * 5 * 1024, PAGE, key)
+    events = transformer_step(layers)
+    trace = expand(events, layout, Placement(in_backward=eligible_for_backward(events)))
+    plan = make_plan(trace, layout, 24 + int(share * len(layout.pages)))
+    weights, state = layout.bytes_of(Role.PARAM), layout.state_bytes
+    cached = sum(layout.pages[page].nbytes for page in plan.resident)
+    reserve = (plan.streaming_frames + plan.kept.frames + plan.writing_frames + 2) * PAGE
+    assert plan.kept.frames <= len(layout.segments[0].param_pages)
+
+    def law(cache: int) -> tuple[int, int]:
+        return max(0, weights - cache) + max(0, state - cache), max(0, state - cache)
+
+    read, written = plan.traffic.read_bytes, plan.traffic.written_bytes
+    assert read <= law(cached)[0]
+    assert written <= law(cached)[1]
+    assert read >= law(cached)[0] - 2 * reserve
+    assert written >= law(cached)[1] - reserve
 
 
 def test_weights_are_kept_first() -> None:

@@ -26,9 +26,10 @@ def begin(recipe: Recipe, folder: str) -> None:
         optimizer.commit({"note": "mine"})
 
 
-def go_on(recipe: Recipe, folder: str, steps: int) -> tuple[int, Any]:
+def go_on(recipe: Recipe, folder: str, steps: int, state_format: str = "fp32") -> tuple[int, Any]:
     """Resume, train some steps more, commit; return the step gone on from and `extra`. Runs on every rank."""
-    with offloaded(recipe, Paging(arena="least"), Path(folder), run=LATEST) as (model, optimizer):
+    paging = Paging(arena="least", format=state_format)
+    with offloaded(recipe, paging, Path(folder), run=LATEST) as (model, optimizer):
         first, extra = optimizer.steps, optimizer.resumed_extra
         if steps:
             train(Recipe(**{**recipe.__dict__, "steps": first + steps}), model, optimizer, Outcome(), first=first)

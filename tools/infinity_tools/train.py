@@ -73,6 +73,14 @@ def train(
     page_bytes: Annotated[
         str | None, typer.Option(help="Largest page. [default: derived]", rich_help_panel=_STATE)
     ] = None,
+    state_format: Annotated[
+        str | None,
+        typer.Option(
+            help="fp32: 14 bytes per bf16 parameter. split: 12.125, the same bits. bf16-moments: 8.125. 8bit: 6.1875. "
+            "[default: fp32]",
+            rich_help_panel=_STATE,
+        ),
+    ] = None,
     engine: Annotated[
         str | None, typer.Option(help="auto, io_uring or threads. [default: auto]", rich_help_panel=_STATE)
     ] = None,
@@ -197,6 +205,7 @@ def train(
             "storage.engine": engine,
             "memory.host_bytes": host_memory,
             "memory.page_bytes": page_bytes,
+            "state.format": state_format,
             "update.placement": update,
             "run.seed": seed,
             "run.resume": "latest" if resume else None,
