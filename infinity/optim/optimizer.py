@@ -19,8 +19,8 @@ from infinity.optim.step import StepState
 from infinity.optim.update import snapshot
 from infinity.peers import Peers
 from infinity.schedule.pager import Pager
-from infinity.schedule.planner import Plan, make_plan
-from infinity.schedule.trace import Access, Event, Placement, eligible_for_backward, expand, expand_pending
+from infinity.schedule.planner import Plan, make_plan, prepend
+from infinity.schedule.trace import Event, Placement, eligible_for_backward, expand, expand_pending
 from infinity.store.folder import RunFolder
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger, StepRecord
@@ -322,8 +322,11 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._placed = "in_backward" if early else "in_forward"
         if events != self._events:
             placement = Placement.of(self._placed, events)
-            apart = replace(placement, ahead=False)
-            plans = {choice: self._make_plan(events, choice) for choice in (placement, apart)}
+            choices = (placement, replace(placement, ahead=False)) if placement.in_forward else (placement,)
+            plans = {
+                choice: make_plan(expand(events, self._layout, choice), self._layout, self._frames)
+                for choice in choices
+            }
             self._step_state.placement = min(plans, key=lambda choice: plans[choice].traffic.total_bytes)
             self._plans = {"pending": plans[self._step_state.placement]}
 
@@ -349,14 +352,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         if start not in self._plans:
             events, layout, placement = self._events, self._layout, self._step_state.placement
             prefix = expand_pending(events, layout, placement) if start == "settling" else ()
-            if start != "pending":
-                prefix += expand(events, layout, placement, pending=False)
-            self._plans[start] = self._make_plan(events, placement, prefix)
+            prefix += expand(events, layout, placement, pending=False)
+            self._plans[start] = prepend(prefix, self._plans["pending"])
         return self._plans[start]
-
-    def _make_plan(self, events: tuple[Event, ...], placement: Placement, prefix: tuple[Access, ...] = ()) -> Plan:
-        trace = expand(events, self._layout, placement)
-        return make_plan(trace, self._layout, self._frames, prefix=prefix)
 
     def settle(self) -> None:
         """Have all updates done, those too that are left to the next forward: before anybody looks at the state."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.errors import BudgetError
 from infinity.layout import Layout, Role
@@ -113,21 +113,17 @@ def least_frames(widest: int) -> int:
     return max(LEAST_STREAMING, widest + 2) + LEAST_WRITING
 
 
-def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, prefix: Sequence[Access] = ()) -> Plan:
-    """Return the plan for a trace and an arena of `frames` frames.
-
-    Args:
-        trace: accesses of one step.
-        prefix: accesses before the first such step, of the same pages; what is resident is decided by the trace.
+def make_plan(trace: Sequence[Access], layout: Layout, frames: int) -> Plan:
+    """Return the plan for a trace, the accesses of one step, and an arena of `frames` frames.
 
     Raises:
         BudgetError: there are fewer frames than `least_frames`.
     """
-    trace, prefix = tuple(trace), tuple(prefix)
+    trace = tuple(trace)
     used = Counter(use.page for access in trace for use in access)
     widest = max((len(access) for access in trace), default=1)
     if len(used) <= frames:
-        return _plan(prefix, trace, layout, frames, len(used), 0, 0, 0)
+        return _plan(trace, layout, frames, len(used), 0, 0, 0)
     least = least_frames(widest)
     if frames < least:
         raise BudgetError(
@@ -139,12 +135,20 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, prefix: S
     streaming = max(least - LEAST_WRITING, min(frames // 4, 48))
     left = frames - streaming - writing
     keeping = _between_uses(trace, _windows((), trace, frozenset(), streaming), layout, left).frames
-    plans = [_plan(prefix, trace, layout, frames, left - n, streaming, n, writing) for n in sorted({0, keeping})]
+    plans = [_plan(trace, layout, frames, left - n, streaming, n, writing) for n in sorted({0, keeping})]
     return min(plans, key=lambda plan: plan.traffic.total_bytes)
 
 
+def prepend(prefix: Sequence[Access], plan: Plan) -> Plan:
+    """Return a plan that executes a prefix, accesses of the same pages, once before the trace of `plan`."""
+    if plan.streaming_frames:
+        reach = _windows(prefix, plan.trace, plan.resident, plan.streaming_frames)
+    else:
+        reach = tuple(range(len(prefix) + len(plan.trace)))
+    return replace(plan, prefix=tuple(prefix), reach=reach)
+
+
 def _plan(
-    prefix: tuple[Access, ...],
     trace: tuple[Access, ...],
     layout: Layout,
     frames: int,
@@ -156,13 +160,12 @@ def _plan(
     """Return the plan of an arena of which so many frames are for each purpose."""
     if streaming:
         resident, kept = _most_useful(trace, layout, staying, streaming, keeping)
-        reach = _windows(prefix, trace, resident, streaming)
+        reach = _windows((), trace, resident, streaming)
     else:
         resident, kept = frozenset(use.page for access in trace for use in access), Kept()
-        reach = tuple(range(len(prefix) + len(trace)))
-    steady = tuple(position - len(prefix) for position in reach[len(prefix) :])
+        reach = tuple(range(len(trace)))
     return Plan(
-        prefix=prefix,
+        prefix=(),
         trace=trace,
         reach=reach,
         resident=resident,
@@ -170,7 +173,7 @@ def _plan(
         frames=frames,
         streaming_frames=streaming,
         writing_frames=writing,
-        traffic=predict(trace, steady, resident, kept, layout),
+        traffic=predict(trace, reach, resident, kept, layout),
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
 from infinity.layout import Layout, Role
-from infinity.schedule.planner import Plan, least_frames, make_plan
+from infinity.schedule.planner import Plan, least_frames, make_plan, prepend
 from infinity.schedule.trace import Access, Event, Mode, Placement, eligible_for_backward, expand, expand_pending
 
 KIB = 1 << 10
@@ -98,7 +98,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Layout]:
     least = least_frames(max(len(access) for access in trace))
     used = len({use.page for access in trace for use in access})
     frames = draw(st.integers(least, max(least, used)))  # mostly fewer than the pages
-    return make_plan(trace, layout, frames, prefix=prefix), layout
+    return prepend(prefix, make_plan(trace, layout, frames)), layout
 
 
 @given(plans())
