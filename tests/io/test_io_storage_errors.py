@@ -17,7 +17,7 @@ import pytest
 from io_engines import BLOCK, PATIENCE, make_engine, mapped, open_descriptors
 
 from infinity.config import StorageConfig
-from infinity.errors import InfinityError, ConfigError, StallError, StorageError
+from infinity.errors import ConfigError, InfinityError, StallError, StorageError
 from infinity.io import Engine, Op, open_engine
 from infinity.io import alignment as alignment_module
 from infinity.io import files as files_module
