@@ -265,9 +265,10 @@ def draw(result: dict[str, Any], file: Path) -> None:
     from matplotlib.figure import Figure
 
     devices = result["devices"]
-    figure = Figure(figsize=(5.5 * (len(devices) + 1), 4.2), layout="constrained")
+    number = len(devices) + bool(result["bytes"])
+    figure = Figure(figsize=(5.5 * number, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    plots = figure.subplots(1, len(devices) + 1)
+    plots = figure.subplots(1, number, squeeze=False)[0]
     styles = {"resident": ("compute only", "#888888", "--"), "io_only": ("I/O only", "#888888", ":"),
               "infinity": ("infinity", "#4477aa", "-"), "fsdp_memory": ("FSDP2 in memory", "#ee6677", "-")}  # fmt: skip
     for axes, (device, found) in zip(plots, devices.items(), strict=False):
@@ -284,10 +285,16 @@ def draw(result: dict[str, Any], file: Path) -> None:
         axes.set_title(f"{result['config']['model']}, {device}")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    axes = plots[-1]
+    if result["bytes"]:
+        draw_bytes(plots[-1], result["bytes"])
+    figure.savefig(file, dpi=120)
+
+
+def draw_bytes(axes: Any, found: list[dict[str, Any]]) -> None:
+    """Draw measured bytes as points and the least possible as lines."""
     colours = dict(zip(PLACEMENTS, ("#4477aa", "#228833", "#ccbb44"), strict=True))
     for placement, colour in colours.items():
-        rows = sorted((row for row in result["bytes"] if row["placement"] == placement), key=lambda row: row["share"])
+        rows = sorted((row for row in found if row["placement"] == placement), key=lambda row: row["share"])
         shares = [100 * row["share"] for row in rows]
         axes.plot(shares, [row["bytes_per_parameter"] for row in rows], "o", color=colour, label=placement)
         axes.plot(shares, [row["least"] for row in rows], "-", color=colour, linewidth=1)
@@ -295,7 +302,6 @@ def draw(result: dict[str, Any], file: Path) -> None:
     axes.set_ylabel("NVMe bytes per parameter and step")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(file, dpi=120)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -316,6 +322,8 @@ def show(result: dict[str, Any]) -> None:
                               f"{ratio['median']:.2f}" if ratio else "",
                               f"{roofline['median']:.2f} ({row['bound_by']})" if roofline else "")  # fmt: skip
         console.print(table)
+    if not result["bytes"]:
+        return
     table = Table(title="NVMe bytes per parameter and step")
     for name in ("placement", "arena, % of state", "measured", "predicted/measured", "least possible"):
         table.add_column(name, justify="left" if name == "placement" else "right")
