@@ -11,17 +11,17 @@ committing every step adds to the bytes that the kernel counts as written by thi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_step import RESULTS, machine, spread
+from bench_step import RESULTS, build, machine, publish, spread, train_step
 
 NAMES = {"commit": "infinity commit", "write": "write the state once", "save": "torch.save", "dcp": "DCP"}
 
@@ -30,29 +30,15 @@ class Workload:
     """A run whose arena keeps nothing, and the same state in memory."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        import torch
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        import infinity
         from infinity.config import StorageConfig
         from infinity.hugepages import transfer_memory
         from infinity.io import open_engine
-        from infinity_tools.presets import find_model, layers_of, on_meta
 
-        source = find_model(options.model)
-        self._vocabulary = source.config.vocab_size
         self._shape = (options.batch_tokens // options.seq, options.seq)
-        self.model = on_meta(source)
-        for layer in (*layers_of(self.model), self.model):
-            fully_shard(layer, mesh=infinity.mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-        passed_in = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        config = {
-            "storage": {"paths": [str(folder)]},
-            "memory": {"host_bytes": options.host_memory},
-            "update": {"placement": "in_backward"},
-            "run": {"keep": "never"},
-        }
-        self.optimizer = infinity.offload(self.model, passed_in, config)
+        memory, update = {"host_bytes": options.host_memory}, {"placement": "in_backward"}
+        self.model, self.optimizer, self._vocabulary = build(
+            options, "infinity", str(folder), recompute=False, memory=memory, update=update
+        )
         self.state_bytes = self.optimizer.layout.state_bytes
         self.folder = folder
         self._engine, _ = open_engine(StorageConfig(paths=(str(folder),)))
@@ -70,10 +56,7 @@ class Workload:
         """Train one step."""
         import torch
 
-        tokens = torch.randint(0, self._vocabulary, self._shape)
-        self.model(input_ids=tokens, labels=tokens).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        train_step(self.model, self.optimizer, torch.randint(0, self._vocabulary, self._shape))
 
     def flush(self) -> None:
         """Write what is modified and still in the arena."""
@@ -122,8 +105,12 @@ def timed(action: Callable[[], None]) -> float:
 
 def written() -> int:
     """Return the bytes that the kernel counts as written by this process."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
+    from infinity_tools.measure import kernel_bytes
+
+    counted = kernel_bytes()
+    if counted is None:
+        sys.exit("the kernel does not count the bytes of this process")
+    return counted[1]
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -245,12 +232,7 @@ def main() -> None:
     config = {key: value for key, value in vars(options).items() if key not in ("nvme", "out", "json")}
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme or ".") as folder:
         result = {"config": config, **machine(), **measure(options, Path(folder))}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, options.out.with_suffix(".png"))
-    if options.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    publish(result, options, draw, show)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,7 +40,9 @@ WARM = 2
 """Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
 
 
-def build(options: argparse.Namespace, variant: str, folder: str, **sections: dict[str, Any]) -> tuple[Any, Any, int]:
+def build(
+    options: argparse.Namespace, variant: str, folder: str, *, recompute: bool = True, **sections: dict[str, Any]
+) -> tuple[Any, Any, int]:
     """Return model, optimizer and the number of token values of a variant."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -49,7 +52,8 @@ def build(options: argparse.Namespace, variant: str, folder: str, **sections: di
 
     source = find_model(options.model)
     model = on_meta(source)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if variant not in PAGED:
         model.to_empty(device="cpu")
         torch.manual_seed(0)
@@ -333,6 +337,21 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
 
 
+def publish(
+    result: dict[str, Any],
+    options: argparse.Namespace,
+    draw: Callable[[dict[str, Any], Path], None],
+    show: Callable[[dict[str, Any]], None],
+) -> None:
+    """Write a result and its picture to `options.out`, and print it."""
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, options.out.with_suffix(".png"))
+    if options.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+
+
 def main() -> None:
     """Measure, write results/step.json and step.png."""
     sys.path.insert(0, str(ROOT))
@@ -378,12 +397,7 @@ def main() -> None:
             result["devices"]["loop device in memory"] = measure_time(options, fast)
         options.parameters = result["devices"]["drive"]["parameters"]
         result["bytes"] = [] if options.no_bytes else measure_bytes(options, folder)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, options.out.with_suffix(".png"))
-    if options.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    publish(result, options, draw, show)
 
 
 if __name__ == "__main__":

@@ -380,14 +380,7 @@ class _Run:
             state.scalars.update(self.resumed.scalars)
             state.step = self.resumed.step
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
-        self._committer = Committer(
-            self.folder,
-            self.ranks,
-            layout,
-            self.store,
-            type(optimizer).__name__,
-            self._shares,
-        )
+        self._committer = Committer(self.folder, self.ranks, layout, self.store, type(optimizer).__name__, self._shares)
         self._model, self._groups = sharded.model, optimizer.param_groups
         paged = PagedOptimizer(
             optimizer,

@@ -36,9 +36,13 @@ def lies_otherwise(old: RunFolder, new: RunFolder, layout: Layout, ranks: Ranks)
     def compare() -> bool:
         if not (old.commits / description_name(0)).exists():
             return False  # this node does not have rank 0's files; its own commits will say what is wrong
-        if old != new or read_description(old.commits, 0).world_size != ranks.world_size:
+        if old != new:
             return True
-        return read_description(old.commits, ranks.rank).layout.fingerprint != layout.fingerprint
+        first = read_description(old.commits, 0)
+        if first.world_size != ranks.world_size:
+            return True
+        mine = read_description(old.commits, ranks.rank) if ranks.rank else first
+        return mine.layout.fingerprint != layout.fingerprint
 
     return any(ranks.collect(ranks.together("comparing the run", compare)))
 

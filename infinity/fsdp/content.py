@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -107,6 +108,14 @@ def _copies_issued(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
+class _Open(NamedTuple):
+    """What lives until `ShardContent.close`."""
+
+    pager: Pager
+    gathering: Callable[[int], bool]
+    settle: Callable[[], None]
+
+
 class ShardContent:
     """Loads, saves and gathers shards; implements what a `PagedShard` asks for.
 
@@ -127,7 +136,7 @@ class ShardContent:
         part: Callable[..., AbstractContextManager[None]],
     ) -> None:
         self._layout, self._load_limit, self._copied, self._part = layout, load_limit, copied, part
-        self._open: tuple[Pager, Callable[[int], bool], Callable[[], None]] | None = (pager, gathering, settle)
+        self._open: _Open | None = _Open(pager, gathering, settle)
 
     def close(self) -> None:
         """Let go of the pager. Shards refer to this object from within tensors, where Python finds no cycles."""
@@ -135,9 +144,9 @@ class ShardContent:
 
     @property
     def _pager(self) -> Pager:
-        return self._opened()[0]
+        return self._opened().pager
 
-    def _opened(self) -> tuple[Pager, Callable[[int], bool], Callable[[], None]]:
+    def _opened(self) -> _Open:
         if self._open is None:
             raise InfinityError("the optimizer of this model was closed, and the model's values went with it")
         return self._open
@@ -146,7 +155,7 @@ class ShardContent:
         """Copy the compute-dtype elements of a shard, padding included, into a flat tensor."""
         placed = self._layout.shards[shard]
         with self._part("python", placed.spec.name, name="gather"):
-            planned = self._opened()[1](shard)
+            planned = self._opened().gathering(shard)
             with torch.no_grad():
                 self._copy_param(placed, destination, planned=planned)
         self._copied("host", "device", destination.numel() * destination.itemsize)
@@ -179,7 +188,7 @@ class ShardContent:
                 f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena "
                 f"(limit {format_size(self._load_limit)}); use optimizer.commit() to save and export from a commit"
             )
-        self._opened()[2]()
+        self._opened().settle()
 
         def visit(page: Page, copy: Callable[[torch.Tensor], None]) -> None:
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
@@ -195,7 +204,7 @@ class ShardContent:
             raise UnsupportedError(
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
             )
-        self._opened()[2]()
+        self._opened().settle()
         for row, items in stored(segment.format, MASTER, content.detach().cpu()):
             for page, _, _ in overlapping(segment.pages(row.role), placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
