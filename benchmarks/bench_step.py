@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -31,7 +32,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-VARIANTS = ("infinity", "resident", "io_only", "fsdp_memory", "fsdp_cpu_offload", "torch_memory")
+VARIANTS = (
+    "infinity", "resident", "io_only", "fsdp_memory", "fsdp_memory_huge", "fsdp_cpu_offload", "torch_memory"
+)  # fmt: skip
 PAGED = VARIANTS[:3]
 PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
@@ -41,9 +44,15 @@ WARM = 2
 
 
 def build(
-    options: argparse.Namespace, variant: str, folder: str, *, recompute: bool = True, **sections: dict[str, Any]
+    options: argparse.Namespace,
+    variant: str,
+    folder: str,
+    *,
+    dtype: str = "bf16",
+    recompute: bool = True,
+    **sections: dict[str, Any],
 ) -> tuple[Any, Any, int]:
-    """Return model, optimizer and the number of token values of a variant."""
+    """Return model, optimizer and the number of token values of a variant that computes in `dtype`."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -60,7 +69,8 @@ def build(
         model.init_weights()
     if variant != "torch_memory":
         offload = CPUOffloadPolicy(pin_memory=False) if variant == "fsdp_cpu_offload" else OffloadPolicy()
-        mesh, policy = infinity.mesh(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        mesh = infinity.mesh()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bf16" else MixedPrecisionPolicy()
         for layer in (*layers_of(model), model):
             fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -97,15 +107,18 @@ def replay(optimizer: Any) -> None:
 
 def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
     """Hold one variant; take a step of so many tokens per message and answer with its figures."""
+    # Infinity lets torch allocate in huge pages; without it, torch does not.
+    os.environ["THP_MEM_ALLOC_ENABLE"] = str(int(variant in (*PAGED, "fsdp_memory_huge")))
+    warnings.simplefilter("ignore")
     import torch
 
     sections = {"update": {"placement": options.update}, "memory": {"host_bytes": options.host_memory}}
-    model, optimizer, vocabulary = build(options, variant, folder, **sections)
+    model, optimizer, vocabulary = build(options, variant, folder, dtype=options.dtype, **sections)
     facts: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     if variant in PAGED:
         facts |= {"host_bytes": optimizer.host_bytes, "state_bytes": optimizer.layout.state_bytes}
     pipe.send(facts)
-    number = 0
+    number, autocast = 0, variant == "torch_memory" and options.dtype == "bf16"
     while count := pipe.recv():
         torch.manual_seed(number)
         tokens = torch.randint(0, vocabulary, (count // options.seq, options.seq))
@@ -114,7 +127,7 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
             replay(optimizer)
             pipe.send({"seconds": time.perf_counter() - began})
         else:
-            loss = train_step(model, optimizer, tokens, autocast=variant == "torch_memory")
+            loss = train_step(model, optimizer, tokens, autocast=autocast)
             answer: dict[str, Any] = {"seconds": time.perf_counter() - began, "loss": loss}
             if variant == "infinity":
                 answer |= {"stall": optimizer.records[-1].stall_seconds, "placement": optimizer.update_placement}
@@ -357,11 +370,15 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from benchmarks.loopdev import LoopDeviceError, loop_device
     from infinity.units import GIB, parse_size
+    from infinity_tools.presets import best_dtype
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-100m")
     parser.add_argument("--tokens", default="256,1024,4096", help="tokens per step: what is bound by I/O, and what not")
     parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument(
+        "--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of computation; auto: bf16 if the CPU has it"
+    )
     parser.add_argument("--host-memory", default="256MiB", help="host arena of infinity")
     parser.add_argument("--update", default="auto")
     parser.add_argument("--rounds", type=int, default=5, help=f"counted rounds, after {WARM} that are not")
@@ -373,6 +390,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.host_memory = parse_size(options.host_memory, name="--host-memory")
+    options.dtype = best_dtype() if options.dtype == "auto" else options.dtype
     options.variants = options.variants.split(",")
     options.tokens = [int(count) for count in options.tokens.split(",")]
     if unknown := set(options.variants) - set(VARIANTS):

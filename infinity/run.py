@@ -53,7 +53,8 @@ from infinity.fsdp.materialize import (
 )
 from infinity.io import Ticket, open_engine
 from infinity.layout import Layout, Page, Role, StateFormat
-from infinity.memory.arena import Arena, return_freed_memory
+from infinity.memory.arena import Arena
+from infinity.memory.heap import FreedMemory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
 from infinity.optim.step import StepState
@@ -130,7 +131,6 @@ def offload(
     _check_optimizer(sharded, optimizer)
     if (weights or init) and not sharded.on_meta:
         raise ConfigError("weights and init are for models on the meta device; this model has values already")
-    return_freed_memory()
     ranks = Ranks.current()
     kernel = UpdateKernel(optimizer)
     if kernel.has_progress(optimizer):
@@ -233,6 +233,7 @@ class _Run:
             reserve(file, size)
         self.files = files
         self.arena = Arena(budget.frames, layout.page_bytes, device=device)
+        self.freed = FreedMemory()
         self.engine, _ = open_engine(settings.storage)
         self.stats = _stats_page(settings, ranks, folder.run_id, self.engine.name)
         self.timeline = _timeline(settings, ranks, layout)
@@ -316,6 +317,7 @@ class _Run:
         paged: PagedOptimizer
 
         def gathering(shard: int) -> bool:
+            self.freed.bound()
             return paged.gathering(shard, attachment.training_pass)
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)
@@ -324,6 +326,7 @@ class _Run:
             self.pager,
             load_limit=limit,
             gathering=gathering,
+            gathered=lambda shard: paged.gathered(shard),
             copied=self.ledger.copied,
             settle=lambda: paged.settle(),
             part=self.ledger.part,
@@ -413,6 +416,7 @@ class _Run:
         def write() -> None:
             for unit, (name, of_unit) in enumerate(zip(sharded.names, sharded.members, strict=True)):
                 content.initialise(unit, source.values(name, of_unit))
+                self.freed.bound()
 
         check = partial(source.check, sharded.model, members, self.layout, optimizer)
         self.ranks.together("checking the first values", check)

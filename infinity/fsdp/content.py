@@ -113,15 +113,17 @@ class _Open(NamedTuple):
 
     pager: Pager
     gathering: Callable[[int], bool]
+    gathered: Callable[[int], None]
     settle: Callable[[], None]
 
 
 class ShardContent:
     """Loads, saves and gathers shards; implements what a `PagedShard` asks for.
 
-    `gathering(shard)` is called before the pages of a shard are copied out for an all-gather, `copied(source
-    tier, target tier, bytes)` after; `settle()` before a shard is loaded or saved for anybody else. `part(part, what,
-    name=...)` is entered for the length of a part of the ledger.
+    `gathering(shard)` is called before the pages of a shard are copied out for an all-gather; it says whether that is
+    part of a training step, in which `gathered(shard)` is called after. `copied(source tier, target tier, bytes)` is
+    called in any case, and `settle()` before a shard is loaded or saved for anybody else. `part(part, what, name=...)`
+    is entered for the length of a part of the ledger.
     """
 
     def __init__(
@@ -131,12 +133,13 @@ class ShardContent:
         *,
         load_limit: int,
         gathering: Callable[[int], bool],
+        gathered: Callable[[int], None],
         copied: Callable[[str, str, int], None],
         settle: Callable[[], None],
         part: Callable[..., AbstractContextManager[None]],
     ) -> None:
         self._layout, self._load_limit, self._copied, self._part = layout, load_limit, copied, part
-        self._open: _Open | None = _Open(pager, gathering, settle)
+        self._open: _Open | None = _Open(pager, gathering, gathered, settle)
 
     def close(self) -> None:
         """Let go of the pager. Shards refer to this object from within tensors, where Python finds no cycles."""
@@ -158,7 +161,9 @@ class ShardContent:
             planned = self._opened().gathering(shard)
             with torch.no_grad():
                 self._copy_param(placed, destination, planned=planned)
-        self._copied("host", "device", destination.numel() * destination.itemsize)
+            self._copied("host", "device", destination.numel() * destination.itemsize)
+            if planned:
+                self._opened().gathered(shard)
 
     def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
         segment = self._layout.segments[placed.segment]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import warnings
 from typing import Any
 
@@ -11,9 +9,7 @@ import torch
 
 from infinity.errors import BudgetError
 from infinity.hugepages import transfer_memory
-from infinity.units import MIB, format_size
-
-_M_MMAP_THRESHOLD = -3
+from infinity.units import format_size
 
 
 def _cudart() -> Any:
@@ -72,16 +68,3 @@ class Arena:
         if self._registered:
             _cudart().cudaHostUnregister(self.bytes.data_ptr())
             self._registered = False
-
-
-def return_freed_memory() -> None:
-    """Let the C library return every large freed block to the kernel at once.
-
-    FSDP2 allocates and frees the weights and gradients of every unit in every pass. By default glibc raises its
-    threshold for blocks of their own to 32 MiB at the first free; from then on they come from the heap, which
-    creeps: a freed aligned block is not found again for a request of the same size. So peak memory would grow with
-    the number of layers (measured: 2 to 6 bytes per parameter). A fixed threshold costs page faults and
-    keeps the bound. Does nothing on other C libraries.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB)

@@ -58,6 +58,10 @@ class Run(Protocol):
         """Release everything."""
 
 
+_WORTH = 1.05
+"""How many bytes may be moved, over the fewest, so that updates run beside computation."""
+
+
 class PagedOptimizer(torch.optim.Optimizer):
     """Shares `param_groups` with the optimizer it was made from; made by `infinity.offload`.
 
@@ -297,8 +301,14 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.settle()
             return False
         if self._layout.unit_shards[placed.unit][0] == shard:
-            self._step_state.gathered(placed.unit)
+            self._step_state.gathering(placed.unit)
         return True
+
+    def gathered(self, shard: int) -> None:
+        """Note that the pages of a shard have been copied out in a training pass."""
+        unit = self._layout.shards[shard].unit
+        if self._layout.unit_shards[unit][-1] == shard:
+            self._step_state.gathered(unit)
 
     def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Take over a reduced gradient."""
@@ -322,13 +332,14 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._placed = "in_backward" if early else "in_forward"
         if events != self._events:
             placement = Placement.of(self._placed, events)
-            choices = (placement, replace(placement, ahead=False)) if placement.in_forward else (placement,)
             plans = {
                 choice: make_plan(expand(events, self._layout, choice), self._layout, self._frames)
-                for choice in choices
+                for choice in (placement, replace(placement, beside=False))
             }
-            self._step_state.placement = min(plans, key=lambda choice: plans[choice].traffic.total_bytes)
-            self._plans = {"pending": plans[self._step_state.placement]}
+            beside, alone = (plan.traffic.total_bytes for plan in plans.values())
+            chosen = placement if beside <= _WORTH * alone else replace(placement, beside=False)
+            self._step_state.placement = chosen
+            self._plans = {"pending": plans[chosen]}
 
     def _follow(self, events: tuple[Event, ...]) -> None:
         """Let the pager go on with the next step; where this one looked otherwise, plan the next one like it."""

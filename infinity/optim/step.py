@@ -2,8 +2,11 @@
 
 The step is a walk over the accesses that `schedule.trace` describes; `optim.update` does the arithmetic inside them.
 
+[Note: updates in backward] When the gradients of a unit have come in, the next unit is gathered first, where that costs
+few bytes: the training thread needs it at once, and can compute with it while the update runs.
+
 [Note: updates in forward] `finish` only fixes what the update needs: which shards have gradients, the clip factor and
-the settings of their groups. Each unit is updated in the next forward, before it is gathered (`Placement.due`). Whoever
+the settings of their groups. Each unit is updated in the next forward, before it is gathered (`Placement`). Whoever
 wants to see the state in between calls `settle`.
 
 [Note: updates on another thread] An update takes its place in the plan, page by page, when it is due (a lease); the
@@ -88,6 +91,7 @@ class StepState:
         self.events.clear()
         self._stored: dict[int, set[int]] = {}  # unit -> shards whose gradient waits in GRAD pages, in arrival order
         self._done: set[int] = set()  # units updated in backward
+        self._reduced: tuple[int, dict[int, torch.Tensor], dict[int, Mapping[str, Any]]] | None = None
         self._norms: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
         self._scale: torch.Tensor | None = None
         self._skip = False
@@ -95,13 +99,19 @@ class StepState:
 
     # Gradients #
 
-    def gathered(self, unit: int) -> None:
-        """Note that a training pass gathers a unit; update what was left to this moment."""
+    def gathering(self, unit: int) -> None:
+        """Note that a training pass begins to gather a unit; update it if that is still to be done."""
         self.close_arrivals()
         self.events.append(Event(EventKind.GATHER, unit))
-        for due in (unit, self._due.get(unit, unit)):
-            if due in self._pending.shards:
-                self._apply_pending(due)
+        if unit in self._pending.shards:
+            self._apply_pending(unit)
+
+    def gathered(self, unit: int) -> None:
+        """Note that a training pass has gathered a unit; update what was left to this moment."""
+        self._update_reduced()
+        due = self._due.get(unit, unit)
+        if due in self._pending.shards:
+            self._apply_pending(due)
 
     def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Take over a reduced gradient, shape of the local shard, dtype of the parameter."""
@@ -119,6 +129,7 @@ class StepState:
         """Store or apply the gradients of the unit whose gradients were coming in."""
         if not self._arrivals:
             return
+        self._update_reduced()
         unit, arrivals = self._unit, self._arrivals
         self._unit, self._arrivals = -1, {}
         if unit in self._done:
@@ -131,10 +142,18 @@ class StepState:
             if unit in self.placement.in_backward:
                 self._done.add(unit)
                 grads = {shard: grad.reshape(-1) for shard, (_, grad) in arrivals.items()}
-                with self._phase("update", self._layout.units[unit].name):
-                    self._update(unit, self._settings_now(grads), self.step, grads=grads)
+                self._reduced = (unit, grads, self._settings_now(grads))
+                if not self.placement.beside:
+                    self._update_reduced()
             else:
                 self._store(unit, arrivals)
+
+    def _update_reduced(self) -> None:
+        """Update the unit whose gradients came in last, if it is one that is updated in backward."""
+        if self._reduced is not None:
+            (unit, grads, settings), self._reduced = self._reduced, None
+            with self._phase("update", self._layout.units[unit].name), torch.no_grad():
+                self._update(unit, settings, self.step, grads=grads)
 
     def _store(self, unit: int, arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]]) -> None:
         stored = self._stored.pop(unit, None)
@@ -262,6 +281,7 @@ class StepState:
     def end(self) -> tuple[Event, ...]:
         """Close the step; return its events. To be followed by `finish`."""
         self.close_arrivals()
+        self._update_reduced()
         self.events.append(Event(EventKind.STEP))
         return tuple(self.events)
 

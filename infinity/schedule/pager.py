@@ -7,9 +7,12 @@ Without a frame its content is in the store. Three counters keep a frame in plac
 A frame is given up when all three are gone: at once if the content is clean or dead, after the write if it is dirty.
 
 [Note: threads] `access`, `lease`, `install` and `flush` belong to the training thread. Completions arrive on the
-store's threads and only touch state under `_changed`'s lock. Content is never copied under the lock. A lease takes its
-place in the plan, and its frames, when it is made; another thread holds the pages later. Until it has let go, the
-training thread waits for these pages.
+store's threads and only touch state under `_changed`'s lock. Content is never copied under the lock.
+
+[Note: leases] A lease takes its place in the plan when it is made, and never waits; another thread holds the pages
+later, one lease after the other. The window begins at the oldest access that has not ended, of either thread; claims of
+those behind it that have ended are given up when it comes to them. So the training thread goes ahead of the other one
+as far as the window reaches, and what is moved does not depend on how fast either is. Leased pages are waited for.
 """
 
 from __future__ import annotations
@@ -102,13 +105,27 @@ class _Slot:
     leases: int = 0
 
 
+@dataclass(eq=False)
+class _Taken:
+    """An access of a plan whose place has been taken, by the training thread or by a lease."""
+
+    position: int
+    uses: Access
+    ended: bool = False
+
+
 @dataclass
 class _Following:
-    """Progress along a plan: `position` is the next access, `cursor` the last one claimed (both unwrapped)."""
+    """Progress along a plan, in positions that are not wrapped.
+
+    `position` is the next access, `cursor` the last one claimed; `taken` has, in order, the accesses before `position`
+    from the first one on that has not ended.
+    """
 
     plan: Plan
     position: int = 0
     cursor: int = -1
+    taken: deque[_Taken] = field(default_factory=deque)
     waiting: deque[int] = field(default_factory=deque)
 
     @property
@@ -117,22 +134,31 @@ class _Following:
 
     @property
     def reach(self) -> int:
-        return self.plan.reach_at(self.position)
+        return self.plan.reach_at(self.taken[0].position if self.taken else self.position)
+
+    def take(self) -> _Taken:
+        """Take the place of the next access."""
+        self.taken.append(_Taken(self.position, self.expected))
+        self.position += 1
+        return self.taken[-1]
 
 
 class Lease:
     """Pages that are held on another thread, once they are there, for the length of a `with` block."""
 
-    def __init__(self, pager: Pager, uses: Access, *, planned: bool, beside: bool) -> None:
-        self._pager, self._uses, self._planned, self._beside = pager, uses, planned, beside
+    def __init__(
+        self, pager: Pager, uses: Access, following: _Following | None, taken: _Taken | None, *, beside: bool
+    ) -> None:
+        self.uses, self.following, self.taken, self.beside = uses, following, taken, beside
+        self._pager = pager
 
     def __enter__(self) -> list[torch.Tensor]:
         """Wait for the pages; return them as `Pager.access` does. Raises what that raises."""
-        return self._pager._hold(self._uses, beside=self._beside)
+        return self._pager._hold(self)
 
     def __exit__(self, *exception: object) -> None:
         """Let go of the pages."""
-        self._pager._give_back(self._uses, planned=self._planned)
+        self._pager._give_back(self)
 
 
 class Pager:
@@ -165,6 +191,7 @@ class Pager:
         self._reads = 0
         self._writes = 0
         self._leases = 0
+        self._held_leases = 0
 
     # What the training loop calls #
 
@@ -197,31 +224,33 @@ class Pager:
             beside: whether another thread holds them, whose waits are no stalls of the training thread.
 
         Raises:
-            StorageError, StallError: as `access`.
+            StorageError, StallError: something has failed before.
         """
         with self._changed:
-            planned = self._admit(uses, True)
+            self._check()
+            following = self._place(uses)
+            taken = following.take() if following is not None else None
             self._leases += 1
             for use in uses:
                 self._slots[use.page].leases += 1
-            if planned:
-                self._advance(uses)
-        return Lease(self, uses, planned=planned, beside=beside)
+        return Lease(self, uses, following, taken, beside=beside)
 
-    def _hold(self, uses: Access, *, beside: bool) -> list[torch.Tensor]:
+    def _hold(self, lease: Lease) -> list[torch.Tensor]:
         with self._changed:
-            self._await_content(uses, beside=beside)
-        return [self._tensor(use.page) for use in uses]
+            self._bring_in(lease.uses, beside=lease.beside)
+            self._held_leases += 1
+        return [self._tensor(use.page) for use in lease.uses]
 
-    def _give_back(self, uses: Access, *, planned: bool) -> None:
+    def _give_back(self, lease: Lease) -> None:
         with self._changed:
             self._leases -= 1
-            for use in uses:
+            self._held_leases -= 1
+            for use in lease.uses:
                 slot = self._slots[use.page]
                 slot.leases -= 1
                 slot.pins -= 1
                 self._mark(use)
-            self._settle_uses(uses, planned)
+            self._ended(lease.uses, lease.taken if lease.following is self._following else None)
             self._changed.notify_all()
 
     def install(self, plan: Plan | None) -> None:
@@ -327,53 +356,51 @@ class Pager:
     # One access #
 
     def _begin(self, uses: Access, planned: bool) -> bool:
+        """Hold pages for the training thread; return whether the plan expected them."""
         with self._changed:
-            planned = self._admit(uses, planned)
-            try:
-                for use in uses:
-                    slot = self._slots[use.page]
-                    self._wait(lambda slot=slot: not slot.leases, "update", use.page)  # type: ignore[misc]
-                self._await_content(uses, beside=False)
-            except BaseException:
-                for use in uses:
-                    self._slots[use.page].pins -= 1
-                raise
-            return planned
+            self._check()
+            self._let_go(wait=False)
+            following = self._place(uses) if planned else None
+            if following is not None:
+                self._wait(lambda: following.cursor >= following.position, "update", uses[0].page)
+            for use in uses:
+                slot = self._slots[use.page]
+                self._wait(lambda slot=slot: not slot.leases, "update", use.page)  # type: ignore[misc]
+            self._bring_in(uses, beside=False)
+            return following is not None
 
-    def _admit(self, uses: Access, planned: bool) -> bool:
-        """Pin the pages in frames; return whether the plan expected them."""
-        self._check()
-        self._let_go(wait=False)
-        following = self._following if planned else None
+    def _place(self, uses: Access) -> _Following | None:
+        """Return what is being followed if it expects `uses` next; else give it up."""
+        following = self._following
         if following is not None and following.expected != uses:
             self._diverge(self._describe(following.expected, uses))
-            following = None
+        return self._following
+
+    def _bring_in(self, uses: Access, *, beside: bool) -> None:
+        """Pin pages in frames; wait until they are read, and those to be modified are not on their way to the store."""
+        self._check()
         for use in uses:
             self._slots[use.page].pins += 1
         try:
             for use in uses:
-                self._bring(use)
+                self._bring(use, beside=beside)
+            for use in uses:
+                slot = self._slots[use.page]
+                self._wait(lambda slot=slot: not slot.reading, "read", use.page, beside=beside)  # type: ignore[misc]
+                if use.mode.modifies:
+                    self._wait(lambda slot=slot: not slot.writing, "write", use.page, beside=beside)  # type: ignore[misc]
         except BaseException:
             for use in uses:
                 self._slots[use.page].pins -= 1
             raise
-        return following is not None
 
-    def _await_content(self, uses: Access, *, beside: bool) -> None:
-        """Wait until pages are read, and those to be modified are not on their way to the store."""
-        for use in uses:
-            slot = self._slots[use.page]
-            self._wait(lambda slot=slot: not slot.reading, "read", use.page, beside=beside)  # type: ignore[misc]
-            if use.mode.modifies:
-                self._wait(lambda slot=slot: not slot.writing, "write", use.page, beside=beside)  # type: ignore[misc]
-
-    def _bring(self, use: Use) -> None:
+    def _bring(self, use: Use, *, beside: bool) -> None:
         slot = self._slots[use.page]
         fetch = slot.frame < 0 and use.mode.fetches and self._store.has(use.page)
         if use.mode.fetches:
             self._observer.fetched("miss" if fetch else "late" if slot.reading else "hit")
         if slot.frame < 0:
-            self._await_frame(use.page)
+            self._await_frame(use.page, beside=beside)
         if slot.frame < 0:  # while waiting, a completion may have fetched this very page
             self._occupy(use.page, self._free.pop())
             if fetch:
@@ -386,16 +413,30 @@ class Pager:
             for use in uses:
                 self._slots[use.page].pins -= event is None
                 self._mark(use)
-            if planned:
-                self._advance(uses)
-            self._settle_uses(uses, planned)
+            following = self._following
+            self._ended(uses, following.take() if planned and following is not None else None)
 
-    def _settle_uses(self, uses: Access, planned: bool) -> None:
-        """Give up what nobody keeps; without a plan, pages stay until their frame is wanted."""
-        for use in uses:
-            if planned or use.mode is Mode.CONSUME:
-                self._settle(use.page, dead=use.mode is Mode.CONSUME)
+    def _ended(self, uses: Access, taken: _Taken | None) -> None:
+        """Give up what nobody keeps, if the plan has come so far; without one, pages stay until frames are wanted."""
+        following = self._following
+        if taken is None or following is None:
+            for use in uses:
+                if use.mode is Mode.CONSUME:
+                    self._settle(use.page, dead=True)
+        else:
+            taken.ended = True
+            while following.taken and following.taken[0].ended:
+                self._leave(following, following.taken.popleft())
         self._pump()
+
+    def _leave(self, following: _Following, taken: _Taken) -> None:
+        """Let the window go on behind an access."""
+        for use in taken.uses:
+            slot = self._slots[use.page]
+            slot.claims = max(0, slot.claims - (not following.plan.keeps(taken.position, use.page)))
+        self._claim_window()
+        for use in taken.uses:
+            self._settle(use.page, dead=use.mode is Mode.CONSUME)
 
     def _mark(self, use: Use) -> None:
         """Note what a use that has ended means for the content of its page."""
@@ -404,16 +445,6 @@ class Pager:
         elif use.mode is Mode.CONSUME:
             self._slots[use.page].dirty = False
             self._store.discard(use.page)
-
-    def _advance(self, uses: Access) -> None:
-        """Go on to the next access of the plan."""
-        following = self._following
-        if following is not None:
-            for use in uses:
-                slot = self._slots[use.page]
-                slot.claims = max(0, slot.claims - (not following.plan.keeps(following.position, use.page)))
-            following.position += 1
-            self._claim_window()
 
     def _let_go(self, *, wait: bool) -> bool:
         """Unpin frames that device copies have left, oldest first; return whether there was one."""
@@ -518,7 +549,7 @@ class Pager:
                 return True
         return False
 
-    def _await_frame(self, page: int) -> None:
+    def _await_frame(self, page: int, *, beside: bool) -> None:
         """Wait until a frame is free (or the page has one), writing and, off the plan, taking from later pages."""
         slot = self._slots[page]
         while slot.frame < 0 and not self._free and not self._evict_clean():
@@ -527,23 +558,24 @@ class Pager:
                 continue
             if not self._writes:
                 self._write_some()
-            idle = not (self._writes or self._leases)  # frames that come back by themselves are waited for
+            idle = not (self._writes or self._held_leases)  # frames that come back by themselves are waited for
             if idle and not self._steal() and not self._reads:
                 raise InfinityError(
                     f"all {self._arena.frames} frames of the arena are in use at once; set memory.host_bytes higher"
                 )
             if not self._free:
-                before = (self._reads, self._writes, self._leases)
+                before = (self._reads, self._writes, self._held_leases)
                 self._wait(
                     lambda before=before: (
                         bool(self._free)  # type: ignore[misc]
                         or any(
                             now < then
-                            for now, then in zip((self._reads, self._writes, self._leases), before, strict=True)
+                            for now, then in zip((self._reads, self._writes, self._held_leases), before, strict=True)
                         )
                     ),
                     "arena",
                     page,
+                    beside=beside,
                 )
 
     def _write_some(self) -> None:

@@ -19,6 +19,7 @@ a transfer per unit, where a resident page saves two or three. What moves less i
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -212,30 +213,40 @@ def _most_useful(
 def _between_uses(
     trace: Sequence[Access], reach: Sequence[int], layout: Layout, most: int, resident: frozenset[int] = frozenset()
 ) -> Kept:
-    """Return what at most `most` frames keep, first come first served, while the accesses are of one unit."""
+    """Return what at most `most` frames keep from one use to a next that is near: as many as possible.
+
+    Near is one with only accesses of the same unit in between, and an update where those of two others are: a unit is
+    gathered, the one before it updated, the next one gathered, and then the first one updated. Where there are too few frames, what is needed last is not kept: so the largest
+    number of intervals finds place (Carlisle and Lloyd, "On the k-coloring of intervals", 1995).
+    """
     units = [layout.pages[access[0].page].unit for access in trace]
-    following: dict[tuple[int, int], int] = {}  # (position, page) -> next use, in the same run of a unit
-    upcoming: dict[int, int] = {}
+    turns = list(itertools.accumulate((a != b for a, b in itertools.pairwise(units)), initial=0))
+    following: dict[tuple[int, int], int] = {}  # (position, page) -> next use, if it is near
+    upcoming: dict[int, tuple[int, Mode]] = {}
     for position in reversed(range(len(trace))):
-        if position + 1 < len(trace) and units[position + 1] != units[position]:
-            upcoming = {}
         for use in trace[position]:
             if use.page in upcoming and use.mode is not Mode.CONSUME and use.page not in resident:
-                following[position, use.page] = upcoming[use.page]
-            upcoming[use.page] = position
+                then, mode = upcoming[use.page]
+                if turns[then] - turns[position] <= (3 if mode.modifies else 0):
+                    following[position, use.page] = then
+            upcoming[use.page] = (position, use.mode)
+    chosen: dict[int, tuple[int, int]] = {}  # page -> (next use, use) of what is kept at this position
     since: set[tuple[int, int]] = set()
     until: set[tuple[int, int]] = set()
-    held: set[int] = set()
     frames = 0
     for position, access in enumerate(trace):
-        held.difference_update(use.page for use in access)
+        for use in access:
+            if use.page in chosen:
+                then, before = chosen.pop(use.page)
+                since.add((before, use.page))
+                until.add((then, use.page))
         for use in access:
             then = following.get((position, use.page), -1)
-            if then > _reach_after(position, reach, len(trace)) and len(held) < most:
-                since.add((position, use.page))
-                until.add((then, use.page))
-                held.add(use.page)
-        frames = max(frames, len(held))
+            if then > _reach_after(position, reach, len(trace)):
+                chosen[use.page] = (then, position)
+        while len(chosen) > most:
+            del chosen[max(chosen, key=chosen.__getitem__)]
+        frames = max(frames, len(chosen))
     return Kept(since=frozenset(since), until=frozenset(until), frames=frames)
 
 

@@ -66,13 +66,14 @@ Access = tuple[Use, ...]
 class Placement:
     """Where units are updated: in backward, ahead of their use in the next forward, or (all others) in `step()`.
 
-    `ahead` says whether a unit is updated in forward one unit before it is gathered (the first one in `step()`), so
-    that this can run beside the computation of that unit; else just before it is gathered, which needs fewer frames.
+    `beside` says whether updates come behind the gather of another unit, to run beside its computation: in backward of
+    the unit that is gathered next; in forward of the unit before (the first unit is updated in `step()`). Else a unit
+    is updated as soon as its gradients are there, or just before it is gathered: that needs fewer frames.
     """
 
     in_backward: frozenset[int] = frozenset()
     in_forward: frozenset[int] = frozenset()
-    ahead: bool = True
+    beside: bool = True
 
     @classmethod
     def of(cls, name: str, events: Sequence[Event]) -> Placement:
@@ -92,7 +93,7 @@ class Placement:
         """Return which unit is to be updated when a unit is first gathered; those updated in `step()` are not there."""
         gathered = dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER)
         order = [unit for unit in gathered if unit in self.in_forward]
-        return dict(itertools.pairwise(order)) if self.ahead else {unit: unit for unit in order}
+        return dict(itertools.pairwise(order)) if self.beside else {unit: unit for unit in order}
 
 
 def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
@@ -128,19 +129,33 @@ def expand(
     due = placement.due(events)
     later = set(due.values())
     waiting = dict(due) if pending else {}
+    reduced: list[int] = []  # to be updated in backward, behind the next gather
+
+    def update_reduced() -> None:
+        for unit in reduced:
+            accesses.extend(update_accesses(layout, unit, gradients_paged=False))
+        reduced.clear()
+
     for event in events:
         if event.kind is EventKind.GATHER:
-            if event.unit in waiting:
+            if not placement.beside and event.unit in waiting:
                 accesses.extend(update_accesses(layout, waiting.pop(event.unit), gradients_paged=True))
             accesses.extend(gather_accesses(layout, event.unit))
+            update_reduced()
+            if event.unit in waiting:
+                accesses.extend(update_accesses(layout, waiting.pop(event.unit), gradients_paged=True))
         elif event.kind is EventKind.GRADIENTS:
+            update_reduced()
             if event.unit in placement.in_backward:
-                accesses.extend(update_accesses(layout, event.unit, gradients_paged=False))
+                reduced.append(event.unit)
+                if not placement.beside:
+                    update_reduced()
             else:
                 first = event.unit not in arrived
                 arrived[event.unit] = arrived.pop(event.unit, 0) + 1
                 accesses.extend(store_gradient_accesses(layout, event.unit, first=first))
         else:
+            update_reduced()
             for unit in update_order(arrived):
                 if unit not in later:
                     accesses.extend(update_accesses(layout, unit, gradients_paged=True))

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+import infinity.memory.heap
 from infinity.checkpoint.dcp import DcpExport
 from infinity.checkpoint.reader import CommitReader
 from infinity.store.folder import RunFolder, find_runs
@@ -40,6 +41,7 @@ def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
     (that commit, to DCP) or ``load`` (begin a run with what was exported).
     """
     torch.set_num_threads(1)
+    infinity.memory.heap.KEPT_BYTES = 8 << 20
     losses = []
     if mode == "export":
         export(Path(folder))
