@@ -6,9 +6,13 @@ background hits all of them alike. Reported are medians, and medians of the rati
 - `over_in_memory`: a variant's step over that of FSDP2 in memory.
 - `roofline_ratio`: infinity's step over the slower of its two limits, which are the same model with everything resident
   (compute) and the transfers of the same plan without any computation (I/O).
-- `bytes_per_parameter` and `predicted_over_measured_bytes`, by placement and share of the state in the arena.
+- `bytes_per_parameter` and `predicted_over_measured_bytes`, by state format, placement and share of the state in the
+  arena; bf16 compute, few tokens.
 
-    python benchmarks/bench_step.py --model llama-100m --tokens 256,1024,4096 --nvme DIR [--loop]
+What is not infinity runs as torch is by itself, without the huge pages that infinity asks for, except
+`fsdp_memory_huge`.
+
+    python benchmarks/bench_step.py --model llama-100m --tokens 128,512,2048 --nvme DIR [--loop]
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ PAGED = VARIANTS[:3]
 PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 LEAST_PAGES, PAGE_BYTES = 12, 1 << 20
+FEW_TOKENS, BYTES_WARM, BYTES_STEPS = 16, 3, 3
 WARM = 2
 """Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
 
@@ -213,17 +218,20 @@ def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Return measured, predicted and least bytes per step, by placement and share of the state in the arena."""
+    """Return measured, predicted and least bytes per step, by format, placement and share of the state in the arena."""
     from rich.progress import Progress
 
-    cases = [(placement, share) for placement in PLACEMENTS for share in SHARES]
+    from infinity.layout import FORMATS
+
+    cases = [("fp32", placement, share) for placement in PLACEMENTS for share in SHARES]
+    cases += [(fmt, "in_backward", 0.0) for fmt in FORMATS if fmt != "fp32"]
     context = mp.get_context("spawn")
     found = []
     with Progress(transient=True) as progress:
-        for placement, share in progress.track(cases, description="bytes by arena"):
+        for case in progress.track(cases, description="bytes by arena"):
             ours, theirs = context.Pipe()
             with tempfile.TemporaryDirectory(dir=folder) as home:
-                process = context.Process(target=count_bytes, args=(theirs, options, home, placement, share))
+                process = context.Process(target=count_bytes, args=(theirs, options, home, *case))
                 process.start()
                 theirs.close()
                 found.append(ours.recv())
@@ -231,20 +239,24 @@ def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     return found
 
 
-def count_bytes(pipe: Connection, options: argparse.Namespace, folder: str, placement: str, share: float) -> None:
+def count_bytes(
+    pipe: Connection, options: argparse.Namespace, folder: str, fmt: str, placement: str, share: float
+) -> None:
     """Take a few steps of few tokens; send what was moved."""
+    warnings.simplefilter("ignore")
     import torch
 
     from infinity.layout import Role
 
     state = (14 if placement == "in_backward" else 18) * options.parameters
     memory = {"host_bytes": max(LEAST_PAGES * PAGE_BYTES, int(share * state)), "page_bytes": PAGE_BYTES}
-    model, optimizer, vocabulary = build(options, "infinity", folder, update={"placement": placement}, memory=memory)
-    layout, steps = optimizer.layout, 6
-    for number in range(3 + steps):
-        tokens = torch.randint(0, vocabulary, (1, options.seq))
+    sections = {"update": {"placement": placement}, "memory": memory, "state": {"format": fmt}}
+    model, optimizer, vocabulary = build(options, "infinity", folder, recompute=False, **sections)
+    layout, steps = optimizer.layout, BYTES_STEPS
+    for number in range(BYTES_WARM + steps):
+        tokens = torch.randint(0, vocabulary, (1, FEW_TOKENS))
         train_step(model, optimizer, tokens, clip=placement != "in_backward")
-        if number == 2:
+        if number + 1 == BYTES_WARM:
             before = optimizer.run.ledger.total_bytes
     moved = {op: nbytes - before[op] for op, nbytes in optimizer.run.ledger.total_bytes.items()}
     traffic, parameters = optimizer.plan.traffic, layout.parameters
@@ -256,6 +268,7 @@ def count_bytes(pipe: Connection, options: argparse.Namespace, folder: str, plac
     least = reads * (weights - first) + 2 * max(0, rest - (cached - first))
     pipe.send(
         {
+            "format": fmt,
             "placement": placement,
             "share": cached / (layout.state_bytes + gradients),
             "bytes_per_parameter": sum(moved.values()) / steps / parameters,
@@ -311,7 +324,7 @@ def draw_bytes(axes: Any, found: list[dict[str, Any]]) -> None:
     """Draw measured bytes as points and the least possible as lines."""
     colours = dict(zip(PLACEMENTS, ("#4477aa", "#228833", "#ccbb44"), strict=True))
     for placement, colour in colours.items():
-        rows = sorted((row for row in found if row["placement"] == placement), key=lambda row: row["share"])
+        rows = [row for row in found if (row["format"], row["placement"]) == ("fp32", placement)]
         shares = [100 * row["share"] for row in rows]
         axes.plot(shares, [row["bytes_per_parameter"] for row in rows], "o", color=colour, label=placement)
         axes.plot(shares, [row["least"] for row in rows], "-", color=colour, linewidth=1)
@@ -342,10 +355,10 @@ def show(result: dict[str, Any]) -> None:
     if not result["bytes"]:
         return
     table = Table(title="NVMe bytes per parameter and step")
-    for name in ("placement", "arena, % of state", "measured", "predicted/measured", "least possible"):
-        table.add_column(name, justify="left" if name == "placement" else "right")
+    for name in ("format", "placement", "arena, % of state", "measured", "predicted/measured", "least possible"):
+        table.add_column(name, justify="left" if name in ("format", "placement") else "right")
     for row in result["bytes"]:
-        table.add_row(row["placement"], f"{100 * row['share']:.0f}", f"{row['bytes_per_parameter']:.2f}",
+        table.add_row(row["format"], row["placement"], f"{100 * row['share']:.0f}", f"{row['bytes_per_parameter']:.2f}",
                       f"{row['predicted_over_measured_bytes']:.4f}", f"{row['least']:.2f}")  # fmt: skip
     console.print(table)
 
@@ -374,8 +387,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-100m")
-    parser.add_argument("--tokens", default="256,1024,4096", help="tokens per step: what is bound by I/O, and what not")
-    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--tokens", default="128,512,2048", help="tokens per step: what is bound by I/O, and what not")
+    parser.add_argument("--seq", type=int, default=128)
     parser.add_argument(
         "--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of computation; auto: bf16 if the CPU has it"
     )

@@ -216,8 +216,9 @@ def _between_uses(
     """Return what at most `most` frames keep from one use to a next that is near: as many as possible.
 
     Near is one with only accesses of the same unit in between, and an update where those of two others are: a unit is
-    gathered, the one before it updated, the next one gathered, and then the first one updated. Where there are too few frames, what is needed last is not kept: so the largest
-    number of intervals finds place (Carlisle and Lloyd, "On the k-coloring of intervals", 1995).
+    gathered, the one before it updated, the next one gathered, and then the first one updated. Where there are too few
+    frames, what is needed last is not kept: so the largest number of intervals finds place (Carlisle and Lloyd, "On the
+    k-coloring of intervals", 1995).
     """
     units = [layout.pages[access[0].page].unit for access in trace]
     turns = list(itertools.accumulate((a != b for a, b in itertools.pairwise(units)), initial=0))
