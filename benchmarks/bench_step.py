@@ -43,7 +43,7 @@ PAGED = VARIANTS[:3]
 PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 LEAST_PAGES, PAGE_BYTES = 12, 1 << 20
-FEW_TOKENS, BYTES_WARM, BYTES_STEPS = 16, 3, 3
+FEW_TOKENS, BYTES_WARM, BYTES_STEPS = 16, 3, 2
 WARM = 2
 """Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
 

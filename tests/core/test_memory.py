@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,9 @@ from typing import Any
 
 import core_peak
 import pytest
+import torch
+
+from infinity.memory import heap
 
 MIB = 1 << 20
 HOST = 16 * MIB
@@ -93,3 +97,25 @@ def test_training_works_under_a_memory_limit(tmp_path: Path) -> None:
         assert status == 0, errors
         assert outcome(start("memory", layers, tmp_path, joins))[0] != 0
     assert len(set(limited["losses"])) == 2
+
+
+def test_freed_memory_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a unit are found again; beyond the bound all that is free goes back to the kernel."""
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("only glibc can be told what to keep")
+    freed = heap.FreedMemory()
+    monkeypatch.setattr(heap, "KEPT_BYTES", -freed._least)
+    freed.bound()  # what tests before have left
+
+    def use(blocks: int) -> None:
+        held = [torch.ones(MIB // 4) for _ in range(blocks)]
+        assert len(held) == blocks
+
+    use(64)
+    before = heap._resident_bytes()
+    monkeypatch.setattr(heap, "KEPT_BYTES", 1024 * MIB)
+    freed.bound()
+    assert heap._resident_bytes() > before - 16 * MIB
+    monkeypatch.setattr(heap, "KEPT_BYTES", MIB)
+    freed.bound()
+    assert heap._resident_bytes() < before - 48 * MIB

@@ -36,9 +36,10 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     assert summary["losses"][-1] < summary["losses"][0] - 0.5
     assert summary["steps"] == len(summary["losses"]) == len(summary["step_records"]) == 12
     assert summary["host_memory_bytes"] == 1 << 20
-    assert summary["nvme_read_bytes_per_step"] == pytest.approx(summary["predicted_read_bytes_per_step"], rel=0.02)
+    # Over ten steps, of which the first one ends what the one before has begun; exact in tests/core/test_traffic.py.
+    assert summary["nvme_read_bytes_per_step"] == pytest.approx(summary["predicted_read_bytes_per_step"], rel=0.05)
     assert summary["nvme_written_bytes_per_step"] == pytest.approx(
-        summary["predicted_written_bytes_per_step"], rel=0.02
+        summary["predicted_written_bytes_per_step"], rel=0.05
     )
     assert (tmp_path / "o/summary.png").read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
