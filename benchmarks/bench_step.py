@@ -43,7 +43,7 @@ PAGED = VARIANTS[:3]
 PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 LEAST_PAGES, PAGE_BYTES = 12, 1 << 20
-FEW_TOKENS, BYTES_WARM, BYTES_STEPS = 16, 3, 2
+FEW_TOKENS, BYTES_STEPS = 16, 2
 WARM = 2
 """Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
 
@@ -253,10 +253,10 @@ def count_bytes(
     sections = {"update": {"placement": placement}, "memory": memory, "state": {"format": fmt}}
     model, optimizer, vocabulary = build(options, "infinity", folder, recompute=False, **sections)
     layout, steps = optimizer.layout, BYTES_STEPS
-    for number in range(BYTES_WARM + steps):
+    for number in range(WARM + steps):
         tokens = torch.randint(0, vocabulary, (1, FEW_TOKENS))
         train_step(model, optimizer, tokens, clip=placement != "in_backward")
-        if number + 1 == BYTES_WARM:
+        if number + 1 == WARM:
             before = optimizer.run.ledger.total_bytes
     moved = {op: nbytes - before[op] for op, nbytes in optimizer.run.ledger.total_bytes.items()}
     traffic, parameters = optimizer.plan.traffic, layout.parameters
