@@ -244,6 +244,14 @@ class Layout:
             members[shard.unit].append(index)
         return tuple(map(tuple, members))
 
+    def begins_unit(self, shard: int) -> bool:
+        """Whether a shard is the first one of its unit that is gathered."""
+        return self.unit_shards[self.shards[shard].unit][0] == shard
+
+    def ends_unit(self, shard: int) -> bool:
+        """Whether a shard is the last one of its unit that is gathered."""
+        return self.unit_shards[self.shards[shard].unit][-1] == shard
+
     @cached_property
     def unit_segments(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the trainable segments of every unit."""

@@ -317,7 +317,8 @@ class _Run:
         paged: PagedOptimizer
 
         def gathering(shard: int) -> bool:
-            self.freed.bound()
+            if layout.begins_unit(shard):
+                self.freed.bound()
             return paged.gathering(shard, attachment.training_pass)
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)

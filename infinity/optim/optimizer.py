@@ -300,15 +300,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not training:
             self.settle()
             return False
-        if self._layout.unit_shards[placed.unit][0] == shard:
+        if self._layout.begins_unit(shard):
             self._step_state.gathering(placed.unit)
         return True
 
     def gathered(self, shard: int) -> None:
         """Note that the pages of a shard have been copied out in a training pass."""
-        unit = self._layout.shards[shard].unit
-        if self._layout.unit_shards[unit][-1] == shard:
-            self._step_state.gathered(unit)
+        if self._layout.ends_unit(shard):
+            self._step_state.gathered(self._layout.shards[shard].unit)
 
     def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Take over a reduced gradient."""

@@ -109,8 +109,8 @@ class StepState:
     def gathered(self, unit: int) -> None:
         """Note that a training pass has gathered a unit; update what was left to this moment."""
         self._update_reduced()
-        due = self._due.get(unit, unit)
-        if due in self._pending.shards:
+        due = self._due.get(unit)
+        if due is not None and due in self._pending.shards:
             self._apply_pending(due)
 
     def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
