@@ -1,18 +1,22 @@
 """Step time and bytes of one model: infinity and its two limits, FSDP2 in memory and with CPUOffloadPolicy, torch.
 
 All variants are alive at once, each in a process of its own, and take steps in turn; so what the machine does in the
-background hits all of them alike. Reported are medians, and medians of the ratios round by round:
+background hits all of them alike. A turn is two steps without a pause, of which the second counts: it begins with what
+the first one has left in flight, as in training. Reported are medians, and medians of the ratios round by round:
 
-- `over_in_memory`: a variant's step over that of FSDP2 in memory.
+- `over_in_memory`: a variant's step over that of FSDP2 in memory, by device and tokens per step.
 - `roofline_ratio`: infinity's step over the slower of its two limits, which are the same model with everything resident
-  (compute) and the transfers of the same plan without any computation (I/O).
-- `bytes_per_parameter` and `predicted_over_measured_bytes`, by state format, placement and share of the state in the
-  arena; bf16 compute, few tokens.
+  (compute) and the transfers of the same plan without any computation (I/O); by device and regime, which is what the
+  step is bound by.
+- `hides_from_tokens`: the fewest tokens per step of those measured whose computation takes longer than the transfers;
+  `over_torch`: infinity's step over that of plain torch in memory from there on.
+- `bytes_per_parameter` by state format and placement, with next to nothing cached, and `predicted_over_measured_bytes`
+  by placement and share of the state in the arena; bf16 compute, few tokens.
 
 What is not infinity runs as torch is by itself, without the huge pages that infinity asks for, except
 `fsdp_memory_huge`.
 
-    python benchmarks/bench_step.py --model llama-100m --tokens 128,512,2048 --nvme DIR [--loop]
+    python benchmarks/bench_step.py --model llama-100m --tokens 32,128,512 --nvme DIR [--loop]
 """
 
 from __future__ import annotations
@@ -43,7 +47,10 @@ PAGED = VARIANTS[:3]
 PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 LEAST_PAGES, PAGE_BYTES = 12, 1 << 20
+"""The smallest arena has so many pages, and room for the weights of the largest unit."""
 FEW_TOKENS, BYTES_STEPS = 16, 2
+TURN = 2
+"""Steps of a turn; the last one counts."""
 WARM = 2
 """Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
 
@@ -125,19 +132,23 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
     pipe.send(facts)
     number, autocast = 0, variant == "torch_memory" and options.dtype == "bf16"
     while count := pipe.recv():
-        torch.manual_seed(number)
-        tokens = torch.randint(0, vocabulary, (count // options.seq, options.seq))
-        began = time.perf_counter()
-        if variant == "io_only" and number >= WARM:
-            replay(optimizer)
-            pipe.send({"seconds": time.perf_counter() - began})
-        else:
-            loss = train_step(model, optimizer, tokens, autocast=autocast)
-            answer: dict[str, Any] = {"seconds": time.perf_counter() - began, "loss": loss}
-            if variant == "infinity":
-                answer |= {"stall": optimizer.records[-1].stall_seconds, "placement": optimizer.update_placement}
-            pipe.send(answer)
-        number += 1
+        for _ in range(TURN):
+            torch.manual_seed(number)
+            tokens = torch.randint(0, vocabulary, (max(1, count // options.seq), min(count, options.seq)))
+            answer: dict[str, Any] = {}
+            began = time.perf_counter()
+            if variant == "io_only" and number >= WARM:
+                replay(optimizer)
+            else:
+                answer["loss"] = train_step(model, optimizer, tokens, autocast=autocast)
+            answer["seconds"] = time.perf_counter() - began
+            number += 1
+        if variant == "infinity":
+            answer |= {"stall": optimizer.records[-1].stall_seconds, "placement": optimizer.update_placement}
+        if variant in PAGED:  # what is in flight is not to slow down whoever comes next
+            while any(optimizer._pager.in_flight().values()):
+                time.sleep(0.01)
+        pipe.send(answer)
     if variant in PAGED:
         optimizer.close()
 
@@ -178,10 +189,9 @@ def measure_time(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         return found
 
     with Progress(transient=True) as progress:
-        rounds = WARM + len(options.tokens) * options.rounds
+        rounds = 1 + len(options.tokens) * options.rounds
         task = progress.add_task("steps in turn", total=rounds * len(pipes))
-        for _ in range(WARM):
-            round_of(options.tokens[0])
+        round_of(options.tokens[0])  # TURN steps, at least WARM
         for _ in range(options.rounds):
             for count in options.tokens:
                 for variant, row in round_of(count).items():
@@ -209,12 +219,50 @@ def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     if "fsdp_memory" in seconds:
         others = [variant for variant in seconds if variant not in ("fsdp_memory", "io_only")]
         result["over_in_memory"] = {variant: over(variant, seconds["fsdp_memory"]) for variant in others}
+    if "torch_memory" in seconds:
+        result["over_torch"] = over("infinity", seconds["torch_memory"])
     if {"resident", "io_only"} <= seconds.keys():
         limits = [max(pair) for pair in zip(seconds["resident"], seconds["io_only"], strict=True)]
         compute, io = (statistics.median(seconds[name]) for name in ("resident", "io_only"))
         result["roofline_ratio"] = over("infinity", limits)
-        result["bound_by"] = "compute" if compute > 1.25 * io else "I/O" if io > 1.25 * compute else "both"
+        result["bound_by"] = "compute" if compute > 1.5 * io else "I/O" if io > 1.5 * compute else "both"
+        result["hidden"] = compute >= io
     return result
+
+
+def headlines(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures by name, out of those of all devices, numbers of tokens and arenas."""
+    devices = {device: found["by_tokens"] for device, found in result["devices"].items()}
+    hiding = {device: [int(n) for n, row in rows.items() if row.get("hidden")] for device, rows in devices.items()}
+    cached = [row for row in result["bytes"] if row["smallest"]]
+    found: dict[str, Any] = {
+        "over_in_memory": {
+            device: {n: row["over_in_memory"]["infinity"] for n, row in rows.items() if "over_in_memory" in row}
+            for device, rows in devices.items()
+        },
+        "roofline_ratio": {
+            device: {
+                row["bound_by"]: {"tokens": int(n), **row["roofline_ratio"]}
+                for n, row in rows.items()
+                if "roofline_ratio" in row
+            }
+            for device, rows in devices.items()
+        },
+        "hides_from_tokens": {device: min(counts, default=None) for device, counts in hiding.items()},
+        "over_torch": {
+            device: {n: row["over_torch"] for n, row in rows.items() if "over_torch" in row and row.get("hidden")}
+            for device, rows in devices.items()
+        },
+        "bytes_per_parameter": {},
+        "predicted_over_measured_bytes": {},
+    }
+    for row in cached:
+        found["bytes_per_parameter"].setdefault(row["format"], {})[row["placement"]] = row["bytes_per_parameter"]
+    for row in result["bytes"]:
+        if row["format"] == "fp32":
+            by_share = found["predicted_over_measured_bytes"].setdefault(row["placement"], {})
+            by_share[f"{row['share']:.2f}"] = row["predicted_over_measured_bytes"]
+    return found
 
 
 def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -239,6 +287,15 @@ def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     return found
 
 
+def largest_unit(options: argparse.Namespace) -> int:
+    """Return the number of parameters of the largest unit."""
+    from infinity_tools.presets import find_model, layers_of, on_meta
+
+    model = on_meta(find_model(options.model))
+    layers = [sum(param.numel() for param in layer.parameters()) for layer in layers_of(model)]
+    return max(*layers, sum(param.numel() for param in model.parameters()) - sum(layers))
+
+
 def count_bytes(
     pipe: Connection, options: argparse.Namespace, folder: str, fmt: str, placement: str, share: float
 ) -> None:
@@ -249,7 +306,8 @@ def count_bytes(
     from infinity.layout import Role
 
     state = (14 if placement == "in_backward" else 18) * options.parameters
-    memory = {"host_bytes": max(LEAST_PAGES * PAGE_BYTES, int(share * state)), "page_bytes": PAGE_BYTES}
+    smallest = LEAST_PAGES * PAGE_BYTES + 2 * largest_unit(options)
+    memory = {"host_bytes": max(smallest, int(share * state)), "page_bytes": PAGE_BYTES}
     sections = {"update": {"placement": placement}, "memory": memory, "state": {"format": fmt}}
     model, optimizer, vocabulary = build(options, "infinity", folder, recompute=False, **sections)
     layout, steps = optimizer.layout, BYTES_STEPS
@@ -271,6 +329,7 @@ def count_bytes(
             "format": fmt,
             "placement": placement,
             "share": cached / (layout.state_bytes + gradients),
+            "smallest": not share,
             "bytes_per_parameter": sum(moved.values()) / steps / parameters,
             "predicted": (traffic.read_bytes + traffic.written_bytes) / parameters,
             "predicted_over_measured_bytes": (traffic.read_bytes + traffic.written_bytes) * steps / sum(moved.values())
@@ -342,14 +401,17 @@ def show(result: dict[str, Any]) -> None:
     console = Console()
     for device, found in result["devices"].items():
         table = Table(title=f"{result['config']['model']}, {found['parameters'] / 1e6:.0f} M parameters, {device}")
-        for name in ("tokens", "variant", "s/step (median)", "min", "max", "over FSDP2 in memory", "roofline"):
+        names = ("tokens", "variant", "s/step (median)", "min", "max", "over FSDP2 in memory", "over torch", "roofline")
+        for name in names:
             table.add_column(name, justify="left" if name == "variant" else "right")
         for count, row in found["by_tokens"].items():
             for variant, seconds in row["step_seconds"].items():
                 ratio = row.get("over_in_memory", {}).get(variant)
-                roofline = row.get("roofline_ratio") if variant == "infinity" else None
+                ours = variant == "infinity"
+                roofline, plain = (row.get(name) if ours else None for name in ("roofline_ratio", "over_torch"))
                 table.add_row(count, variant, *(f"{seconds[key]:.2f}" for key in ("median", "min", "max")),
                               f"{ratio['median']:.2f}" if ratio else "",
+                              f"{plain['median']:.2f}" if plain else "",
                               f"{roofline['median']:.2f} ({row['bound_by']})" if roofline else "")  # fmt: skip
         console.print(table)
     if not result["bytes"]:
@@ -387,15 +449,15 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-100m")
-    parser.add_argument("--tokens", default="128,512,2048", help="tokens per step: what is bound by I/O, and what not")
-    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--tokens", default="32,128,512", help="tokens per step: what is bound by I/O, and what not")
+    parser.add_argument("--seq", type=int, default=128, help="tokens per sequence, at most")
     parser.add_argument(
         "--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of computation; auto: bf16 if the CPU has it"
     )
     parser.add_argument("--host-memory", default="256MiB", help="host arena of infinity")
     parser.add_argument("--update", default="auto")
-    parser.add_argument("--rounds", type=int, default=5, help=f"counted rounds, after {WARM} that are not")
-    parser.add_argument("--variants", default="infinity,resident,io_only,fsdp_memory,fsdp_cpu_offload")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
+    parser.add_argument("--variants", default="infinity,resident,io_only,fsdp_memory,torch_memory")
     parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
     parser.add_argument("--loop", action="store_true", help="also on XFS on a loop device in memory (root only)")
     parser.add_argument("--no-bytes", action="store_true", help="do not count bytes by placement and arena")
@@ -410,7 +472,7 @@ def main() -> None:
         sys.exit(f"unknown variants {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     if "infinity" not in options.variants:
         sys.exit("--variants must contain infinity")
-    if bad := [count for count in options.tokens if count % options.seq]:
+    if bad := [count for count in options.tokens if count > options.seq and count % options.seq]:
         sys.exit(f"--tokens {bad[0]} is not a multiple of --seq {options.seq}")
     left_out = ("nvme", "out", "json")
     result = {"config": {k: v for k, v in vars(options).items() if k not in left_out}, **machine(), "devices": {}}
@@ -428,7 +490,7 @@ def main() -> None:
             result["devices"]["loop device in memory"] = measure_time(options, fast)
         options.parameters = result["devices"]["drive"]["parameters"]
         result["bytes"] = [] if options.no_bytes else measure_bytes(options, folder)
-    publish(result, options, draw, show)
+    publish({**headlines(result), **result}, options, draw, show)
 
 
 if __name__ == "__main__":

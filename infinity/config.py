@@ -82,8 +82,15 @@ class UpdateConfig:
         "needed (no clipping, one backward per step), else in_forward.",
     )
     cores: int = _setting(
-        1, "Cores that updates may take, on a thread beside the training thread; 0: they run on that thread.", minimum=0
+        -1,
+        "Cores that updates may take, on a thread beside the training thread; 0: they run on that thread. -1: 1 where "
+        "a GPU computes, else 0, because there the training thread takes all cores already.",
+        minimum=-1,
     )
+
+    def cores_beside(self, device: str) -> int:
+        """Return the cores of the thread for updates, where a ``cuda`` or ``cpu`` device computes; 0: there is none."""
+        return self.cores if self.cores >= 0 else int(device != "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)

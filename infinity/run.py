@@ -364,7 +364,7 @@ class _Run:
         groups = {
             shard: group_of[id(param)] for shard, param in enumerate(attachment.parameters) if id(param) in group_of
         }
-        worker = UpdateWorker(self.settings.update.cores, self.pager.fail)
+        worker = UpdateWorker(self.settings.update.cores_beside(sharded.device.type), self.pager.fail)
         self._closers.append(worker.close)
         state = StepState(
             layout,

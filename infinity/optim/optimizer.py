@@ -19,7 +19,7 @@ from infinity.optim.step import StepState
 from infinity.optim.update import snapshot
 from infinity.peers import Peers
 from infinity.schedule.pager import Pager
-from infinity.schedule.planner import Plan, make_plan, prepend
+from infinity.schedule.planner import Plan, make_plan, prepend, quickest
 from infinity.schedule.trace import Event, Placement, eligible_for_backward, expand, expand_pending
 from infinity.store.folder import RunFolder
 from infinity.telemetry import Stats
@@ -56,10 +56,6 @@ class Run(Protocol):
 
     def close(self, *, committed: bool) -> None:
         """Release everything."""
-
-
-_WORTH = 1.05
-"""How many bytes may be moved, over the fewest, so that updates run beside computation."""
 
 
 class PagedOptimizer(torch.optim.Optimizer):
@@ -330,15 +326,13 @@ class PagedOptimizer(torch.optim.Optimizer):
                 )
             self._placed = "in_backward" if early else "in_forward"
         if events != self._events:
-            placement = Placement.of(self._placed, events)
-            plans = {
-                choice: make_plan(expand(events, self._layout, choice), self._layout, self._frames)
-                for choice in (placement, replace(placement, beside=False))
-            }
-            beside, alone = (plan.traffic.total_bytes for plan in plans.values())
-            chosen = placement if beside <= _WORTH * alone else replace(placement, beside=False)
-            self._step_state.placement = chosen
-            self._plans = {"pending": plans[chosen]}
+            placement, worker = Placement.of(self._placed, events), self._step_state.has_worker
+            choices = [placement, replace(placement, beside=False)]
+            traces = [expand(events, self._layout, choice) for choice in choices]
+            plans = [make_plan(trace, self._layout, self._frames, beside=worker) for trace in traces]
+            plan = quickest(plans, self._layout, beside=worker)
+            self._step_state.placement = choices[plans.index(plan)]
+            self._plans = {"pending": plan}
 
     def _follow(self, events: tuple[Event, ...]) -> None:
         """Let the pager go on with the next step; where this one looked otherwise, plan the next one like it."""

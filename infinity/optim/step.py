@@ -319,6 +319,11 @@ class StepState:
         return found
 
     @property
+    def has_worker(self) -> bool:
+        """Whether updates run on a thread of their own."""
+        return self._worker.beside
+
+    @property
     def pending(self) -> bool:
         """Whether updates wait for the next forward."""
         return bool(self._pending.shards)

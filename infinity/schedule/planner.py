@@ -11,6 +11,9 @@ memory exactly while a use of it lies in the window: entering means a fetch (unl
 content), leaving means a write if it was modified. c is monotone and does not depend on timing, therefore the
 bytes of a step are known before it runs.
 
+How many frames stream is a trade: few leave room for residents, many let the window reach over all that is needed
+until the unit after next, so that the drive always has something to do. Plans are compared by the clock (`timing`).
+
 [Note: kept pages] Weights that are copied out in backward are read once more by the update of their unit, where they
 are a part of the master; the rest of the unit's state comes between, so the window does not reach that far. A few
 frames keep pages from one use to the next while one unit is worked on. All units take turns in these frames: one saves
@@ -26,11 +29,14 @@ from dataclasses import dataclass, replace
 
 from infinity.errors import BudgetError
 from infinity.layout import Layout, Role
+from infinity.schedule.timing import Moves, step_length
 from infinity.schedule.trace import Access, Mode
 from infinity.units import format_setting, format_size
 
 LEAST_WRITING = 2
 LEAST_STREAMING = 6
+_WIDER, _TRIES = 1.5, 2
+"""By how much a window is wider than the one that was tried before, and how often if that is no better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +120,11 @@ def least_frames(widest: int) -> int:
     return max(LEAST_STREAMING, widest + 2) + LEAST_WRITING
 
 
-def make_plan(trace: Sequence[Access], layout: Layout, frames: int) -> Plan:
+def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, beside: bool = False) -> Plan:
     """Return the plan for a trace, the accesses of one step, and an arena of `frames` frames.
+
+    Args:
+        beside: whether updates are waited for on a thread of their own.
 
     Raises:
         BudgetError: there are fewer frames than `least_frames`.
@@ -124,7 +133,7 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int) -> Plan:
     used = Counter(use.page for access in trace for use in access)
     widest = max((len(access) for access in trace), default=1)
     if len(used) <= frames:
-        return _plan(trace, layout, frames, len(used), 0, 0, 0)
+        return _plan(trace, layout, frames, 0, 0, 0)
     least = least_frames(widest)
     if frames < least:
         raise BudgetError(
@@ -134,10 +143,46 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int) -> Plan:
         )
     writing = max(LEAST_WRITING, frames // 16)
     streaming = max(least - LEAST_WRITING, min(frames // 4, 48))
+    drafts = _drafts(trace, layout, frames, streaming, writing)
+    best, work = drafts[0], drafts[0].traffic.total_bytes
+    shortest = float("inf")
+    while True:
+        for draft in drafts:
+            if (found := _lengths(draft, layout, work, beside=beside)) < shortest:
+                best, shortest = draft, found
+        if streaming >= min(frames - writing, _WIDER**_TRIES * best.streaming_frames):
+            return _plan(trace, layout, frames, best.streaming_frames, best.kept.frames, writing)
+        streaming = min(frames - writing, int(_WIDER * streaming))
+        drafts = _drafts(trace, layout, frames, streaming, writing)
+
+
+def _drafts(trace: tuple[Access, ...], layout: Layout, frames: int, streaming: int, writing: int) -> list[Plan]:
+    """Return drafts of plans with so many streaming frames: without kept pages, and with as many as there can be."""
     left = frames - streaming - writing
-    keeping = _between_uses(trace, _windows((), trace, frozenset(), streaming), layout, left).frames
-    plans = [_plan(trace, layout, frames, left - n, streaming, n, writing) for n in sorted({0, keeping})]
-    return min(plans, key=lambda plan: plan.traffic.total_bytes)
+    most = _between_uses(trace, _windows((), trace, frozenset(), streaming), layout, left).frames
+    return [_plan(trace, layout, frames, streaming, keeping, writing, draft=True) for keeping in sorted({0, most})]
+
+
+def quickest(plans: Sequence[Plan], layout: Layout, *, beside: bool) -> Plan:
+    """Return the plan under which steps take least time, whether the drive is much slower or just as fast.
+
+    Args:
+        beside: whether updates are waited for on a thread of their own.
+    """
+    work = min(plan.traffic.total_bytes for plan in plans)
+    return min(plans, key=lambda plan: _lengths(plan, layout, work, beside=beside))
+
+
+def _lengths(plan: Plan, layout: Layout, work: float, *, beside: bool) -> float:
+    """Return how long a step takes if its computation takes no time, plus how long if it takes `work`."""
+    return plan.traffic.total_bytes + length(plan, layout, work, beside=beside)
+
+
+def length(plan: Plan, layout: Layout, work: float, *, beside: bool) -> float:
+    """Return how long a steady step takes if its computation takes `work`: see `step_length`."""
+    moves, staying = _moves(plan.trace, plan.reach, plan.resident, plan.kept)
+    frames = plan.frames - len(plan.resident) - len(staying)
+    return step_length(plan.trace, plan.reach, moves, layout, frames, work=work, beside=beside)
 
 
 def prepend(prefix: Sequence[Access], plan: Plan) -> Plan:
@@ -153,14 +198,16 @@ def _plan(
     trace: tuple[Access, ...],
     layout: Layout,
     frames: int,
-    staying: int,
     streaming: int,
     keeping: int,
     writing: int,
+    *,
+    draft: bool = False,
 ) -> Plan:
-    """Return the plan of an arena of which so many frames are for each purpose."""
+    """Return the plan of an arena of which so many frames are for each purpose; the others are for resident pages."""
     if streaming:
-        resident, kept = _most_useful(trace, layout, staying, streaming, keeping)
+        staying = frames - streaming - keeping - writing
+        resident, kept = _most_useful(trace, layout, staying, streaming, keeping, draft=draft)
         reach = _windows((), trace, resident, streaming)
     else:
         resident, kept = frozenset(use.page for access in trace for use in access), Kept()
@@ -179,16 +226,17 @@ def _plan(
 
 
 def _most_useful(
-    trace: Sequence[Access], layout: Layout, number: int, streaming: int, keeping: int
+    trace: Sequence[Access], layout: Layout, number: int, streaming: int, keeping: int, *, draft: bool
 ) -> tuple[frozenset[int], Kept]:
     """Return the pages that save most bytes, each in one frame, and which of the others are kept between uses.
 
     The first are those that move most when they stream. What streams through the turns of a step without moving depends
     on the window, and the window on what stays. So the choice is made again for the window that it leads to, as long as
     that moves fewer bytes; and of pages that save the same, those of the first units are tried, and those of the last.
+    A draft is the first choice.
     """
     found: dict[frozenset[int], tuple[int, Kept]] = {}
-    for direction in (1, -1):
+    for direction in (1,) if draft else (1, -1):
         chosen: frozenset[int] = frozenset()
         least = float("inf")
         while True:
@@ -197,7 +245,7 @@ def _most_useful(
                 kept = _between_uses(trace, reach, layout, keeping, chosen)
                 total = predict(trace, reach, chosen, kept, layout).total_bytes
                 found[chosen] = (total, kept)
-                if total >= least:
+                if draft or total >= least:
                     break
                 least = total
             moved = _transfers(trace, reach, frozenset(), _between_uses(trace, reach, layout, keeping))
@@ -287,17 +335,19 @@ def predict(
     return Traffic(read=read, written=written)
 
 
-def _transfers(
+def _moves(
     trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], kept: Kept
-) -> dict[int, tuple[int, int]]:
-    """Return how often each page that is not resident is read and written in one steady step."""
+) -> tuple[Moves, frozenset[int]]:
+    """Return what one steady step moves, and the pages that are not resident but never leave."""
     length = len(trace)
     uses: dict[int, list[tuple[int, Mode]]] = {}
     for position, access in enumerate(trace):
         for use in access:
             if use.page not in resident:
                 uses.setdefault(use.page, []).append((position, use.mode))
-    found: dict[int, tuple[int, int]] = {}
+    entering: dict[tuple[int, int], bool] = {}
+    leaving: dict[tuple[int, int], bool] = {}
+    staying: set[int] = set()
     for page, used in uses.items():
         # Whether the page is still in the window, or kept, when its next use comes.
         stays = [
@@ -307,19 +357,29 @@ def _transfers(
             for k, (position, _) in enumerate(used)
         ]
         if all(stays):
-            found[page] = (0, 0)
+            staying.add(page)
             continue
-        reads = sum(not stays[k - 1] and mode.fetches for k, (_, mode) in enumerate(used))
-        writes, pending = 0, False
+        modified = False
         start = stays.index(False) + 1  # behind a use after which the page leaves
         for k in (*range(start, len(used)), *range(start)):
-            mode = used[k][1]
-            pending = mode.modifies or (pending and mode is not Mode.CONSUME)
+            position, mode = used[k]
+            if not stays[k - 1]:
+                entering[position, page] = mode.fetches
+            modified = mode.modifies or (modified and mode is not Mode.CONSUME)
             if not stays[k]:
-                writes += pending
-                pending = False
-        found[page] = (reads, writes)
-    return found
+                leaving[position, page] = modified
+                modified = False
+    return Moves(entering=entering, leaving=leaving), frozenset(staying)
+
+
+def _transfers(
+    trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], kept: Kept
+) -> dict[int, tuple[int, int]]:
+    """Return how often each page that is not resident is read and written in one steady step."""
+    moves, staying = _moves(trace, reach, resident, kept)
+    reads = Counter(page for (_, page), read in moves.entering.items() if read)
+    writes = Counter(page for (_, page), written in moves.leaving.items() if written)
+    return {page: (reads[page], writes[page]) for page in (*staying, *dict.fromkeys(p for _, p in moves.entering))}
 
 
 def _reach_after(position: int, reach: Sequence[int], length: int) -> int:

@@ -1,0 +1,163 @@
+"""How long a step takes under a plan: the plan, walked with a clock. Pure, as the planner is.
+
+The walk knows one drive, which moves one transfer after the other in the order in which the pager starts them, the
+frames of the arena, and how long the training thread computes between its accesses. Time is counted in bytes that the
+drive could have moved meanwhile. So nothing has to be measured, plans are the same on every machine, and what is found
+holds for any drive: computation that takes as long as the transfers hides them only if the window reaches far enough.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity.layout import Layout, Role
+from infinity.schedule.trace import Access, Mode
+
+_BACKWARD = 2.0
+"""Computation of a unit in backward, over that in forward."""
+_STEPS = 2
+"""How many steps it takes until one is like those that follow."""
+
+
+def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
+    """Return which share of a step's computation comes before each access; the last item is what comes behind all.
+
+    A unit is computed with when all of it has been gathered: before the next access to its pages, or the next gather.
+    It takes time in proportion to its weights, and more when it is gathered again.
+    """
+    shares = [0.0] * (len(trace) + 1)
+    gathered: set[int] = set()
+    unit, due = -1, 0.0
+    for position, access in enumerate(trace):
+        page = layout.pages[access[0].page]
+        gathers = page.role is Role.PARAM and len(access) == 1 and access[0].mode is Mode.READ
+        if gathers == (page.unit != unit):  # another unit is gathered, or this one is written to
+            shares[position], due = due, 0.0
+        if gathers:
+            if page.unit != unit:
+                factor = _BACKWARD if page.unit in gathered else 1.0
+                unit = page.unit
+                gathered.add(unit)
+            due += factor * page.nbytes
+    shares[-1] = due
+    total = sum(shares) or 1.0
+    return [share / total for share in shares]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """What a steady step moves: for (position, page) where a page gets a frame, and where it gives it up."""
+
+    entering: Mapping[tuple[int, int], bool]
+    """Whether its content is read."""
+    leaving: Mapping[tuple[int, int], bool]
+    """Whether its content is written."""
+
+
+def step_length(
+    trace: Sequence[Access],
+    reach: Sequence[int],
+    moves: Moves,
+    layout: Layout,
+    frames: int,
+    *,
+    work: float,
+    beside: bool = False,
+) -> float:
+    """Return how long a steady step takes, in bytes that the drive could move meanwhile.
+
+    Args:
+        reach: the last position of the window, by position.
+        frames: of the arena, without those of pages that always stay.
+        work: how long the computation of a step takes.
+        beside: whether updates are waited for on a thread of their own.
+    """
+    length, clockwork = len(trace), Clockwork(layout, frames)
+    shares = computation(trace, layout)
+    shares[0] += shares.pop()
+    training = updates = 0.0
+    cursor, began = -1, 0.0
+    for step in range(_STEPS):
+        began = training
+        for position, access in enumerate(trace):
+            while cursor < step * length + reach[position]:
+                cursor += 1
+                for page, _ in trace[cursor % length]:
+                    if moves.entering.get((cursor % length, page)):
+                        clockwork.want(page)
+            training += shares[position] * work
+            clockwork.go_on(training)
+            aside = beside and any(layout.pages[page].role is Role.UPDATE for page, _ in access)
+            at = max(training, updates) if aside else training
+            for page, _ in access:
+                read = moves.entering.get((position, page))
+                if read is not None:
+                    at = clockwork.arrive(page, at) if read else clockwork.occupy(at)
+            if aside:
+                updates = at
+            else:
+                training = at
+            clockwork.go_on(at)
+            for page, _ in access:
+                written = moves.leaving.get((position, page))
+                if written is not None:
+                    clockwork.leave(page, modified=written)
+    return training - began
+
+
+class Clockwork:
+    """The drive and the frames of an arena, in time. `now` is how far anything has come."""
+
+    def __init__(self, layout: Layout, frames: int) -> None:
+        self._layout, self._free = layout, frames
+        self._drive = 0.0  # when it has done all that it was given
+        self._queue: deque[int] = deque()  # pages to be read that have no frame yet
+        self._ready: dict[int, float] = {}  # page -> when it has been read
+        self._written: deque[float] = deque()  # when frames come back from writing, in order
+        self.now = 0.0
+
+    def want(self, page: int) -> None:
+        """Have a page read as soon as there is a frame."""
+        self._queue.append(page)
+
+    def go_on(self, until: float) -> None:
+        """Let the time go on, if it has not come so far."""
+        self._start()
+        self.now = max(self.now, until)
+        self._start()
+
+    def _start(self) -> None:
+        while self._queue and (self._free or (self._written and self._written[0] <= self.now)):
+            since = self.now
+            if self._free:
+                self._free -= 1
+            else:
+                since = self._written.popleft()
+            page = self._queue.popleft()
+            self._ready[page] = self._move(page, since)
+
+    def _move(self, page: int, since: float) -> float:
+        self._drive = max(self._drive, since) + self._layout.pages[page].nbytes
+        return self._drive
+
+    def arrive(self, page: int, at: float) -> float:
+        """Return when somebody has a page who begins to wait for it to be read."""
+        while page not in self._ready:
+            self.go_on(self._written[0])
+        return max(at, self._ready.pop(page))
+
+    def occupy(self, at: float) -> float:
+        """Return when somebody has a frame who needs nothing to be read into it."""
+        if self._free:
+            self._free -= 1
+            return at
+        return max(at, self._written.popleft())
+
+    def leave(self, page: int, *, modified: bool) -> None:
+        """Give up the frame of a page, written first if it was modified."""
+        if modified:
+            self._written.append(self._move(page, self.now))
+        else:
+            self._free += 1

@@ -1,0 +1,93 @@
+"""The clock of the planner: bounds that hold for any plan, and what wide windows are good for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from core_layouts import transformer, transformer_step
+from hypothesis import given
+from hypothesis import strategies as st
+from test_planner import plans
+
+from infinity.layout import Layout, Role
+from infinity.schedule.planner import Plan, length, make_plan, quickest
+from infinity.schedule.timing import Clockwork, computation
+from infinity.schedule.trace import Access, Placement, eligible_for_backward, expand
+
+PAGE = 64 << 10
+LAYERS, ELEMENTS = 12, 10 * 32 * 1024
+"""A unit has ten pages of weights and sixty of master and moments."""
+
+
+def step(*, beside: bool = False) -> tuple[tuple[Access, ...], Layout]:
+    """Return the accesses of a transformer's step that updates in backward."""
+    layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
+    return expand(events, layout, Placement(in_backward=eligible_for_backward(events), beside=beside)), layout
+
+
+@given(plans(), st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.booleans())
+def test_a_step_takes_no_less_than_either_and_no_more_than_both(
+    drawn: tuple[Plan, Layout], share: float, beside: bool
+) -> None:
+    """Than computation; than computation and transfers one after the other, up to what a step leaves to the next."""
+    plan, layout = replace(drawn[0], prefix=(), reach=drawn[0].reach[len(drawn[0].prefix) :]), drawn[1]
+    moved = plan.traffic.total_bytes
+    work = share * (moved or layout.state_bytes)
+    found = length(plan, layout, work, beside=beside)
+    left_over = plan.frames * layout.page_bytes
+    assert work * (1 - 1e-9) <= found <= (work + moved + left_over) * (1 + 1e-9)
+
+
+def test_computation_comes_behind_gathers() -> None:
+    """In forward before the next gather, in backward before the update of the unit, which takes twice as long."""
+    trace, layout = step()
+    shares = computation(trace, layout)
+    assert sum(shares) == pytest.approx(1.0)
+    due = [position for position, share in enumerate(shares) if share]
+    roles = [layout.pages[trace[position][0].page].role for position in due]
+    assert roles == [Role.PARAM] * (LAYERS - 1) + [Role.UPDATE] * LAYERS
+    forward, backward = shares[due[0]], shares[due[-1]]
+    assert backward == pytest.approx(2 * forward)
+
+
+def test_nothing_is_waited_for_where_nothing_moves() -> None:
+    """With everything in the arena, a step takes as long as its computation."""
+    trace, layout = step()
+    plan = make_plan(trace, layout, len(layout.pages))
+    assert length(plan, layout, 1e9, beside=False) == pytest.approx(1e9)
+
+
+def test_updates_on_another_thread_are_not_waited_for() -> None:
+    """Neither can a step be longer for it."""
+    trace, layout = step(beside=True)
+    plan = make_plan(trace, layout, 60)
+    alone, beside = (length(plan, layout, plan.traffic.total_bytes, beside=choice) for choice in (False, True))
+    assert beside < alone
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_window_over_a_unit_keeps_the_drive_busy(beside: bool) -> None:
+    """Where computation takes as long as the transfers, they hide behind it if the arena holds what a unit needs."""
+    trace, layout = step()
+    narrow, wide = make_plan(trace, layout, 24, beside=beside), make_plan(trace, layout, 96, beside=beside)
+    assert wide.streaming_frames > 60
+    taken = [length(plan, layout, plan.traffic.total_bytes, beside=beside) for plan in (narrow, wide)]
+    assert taken[0] > 1.4 * narrow.traffic.total_bytes
+    assert taken[1] < 1.25 * wide.traffic.total_bytes
+    assert quickest([narrow, wide], layout, beside=beside) is wide
+
+
+def test_the_drive_moves_one_page_after_the_other() -> None:
+    """And a read that has no frame waits for one that is written."""
+    layout = transformer(1, 2 * 32 * 1024, PAGE)
+    clockwork = Clockwork(layout, 1)
+    clockwork.want(0)
+    clockwork.want(1)
+    clockwork.go_on(0.0)
+    assert clockwork.arrive(0, 0.0) == PAGE
+    clockwork.go_on(3.0 * PAGE)
+    clockwork.leave(0, modified=True)
+    assert clockwork.arrive(1, 3.0 * PAGE) == 5.0 * PAGE
+    clockwork.leave(1, modified=False)
+    assert clockwork.occupy(7.0) == 7.0
