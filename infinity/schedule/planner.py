@@ -164,7 +164,7 @@ def _drafts(trace: tuple[Access, ...], layout: Layout, frames: int, streaming: i
 
 
 def quickest(plans: Sequence[Plan], layout: Layout, *, beside: bool) -> Plan:
-    """Return the plan under which steps take least time, whether the drive is much slower or just as fast.
+    """Return the plan under which steps take least time, whatever they are bound by.
 
     Args:
         beside: whether updates are waited for on a thread of their own.
@@ -174,8 +174,9 @@ def quickest(plans: Sequence[Plan], layout: Layout, *, beside: bool) -> Plan:
 
 
 def _lengths(plan: Plan, layout: Layout, work: float, *, beside: bool) -> float:
-    """Return how long a step takes if its computation takes no time, plus how long if it takes `work`."""
-    return plan.traffic.total_bytes + length(plan, layout, work, beside=beside)
+    """Return how long steps take whose computation takes no time, `work`, and twice as long, added up."""
+    bound = plan.traffic.total_bytes  # what a step takes that only waits for the drive
+    return bound + sum(length(plan, layout, factor * work, beside=beside) for factor in (1, 2))
 
 
 def length(plan: Plan, layout: Layout, work: float, *, beside: bool) -> float:

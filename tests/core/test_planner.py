@@ -323,7 +323,7 @@ def test_weights_are_kept_first() -> None:
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
     trace = expand(events, layout, Placement(in_backward=eligible_for_backward(events)))
-    plan = make_plan(trace, layout, 40)
+    plan = make_plan(trace, layout, 120)
     assert plan.resident
     assert {layout.pages[page].role for page in plan.resident} == {Role.PARAM}
 
