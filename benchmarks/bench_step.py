@@ -484,7 +484,7 @@ def main() -> None:
         result["devices"]["drive"] = measure_time(options, folder / "time")
         if options.loop:
             try:
-                fast = stack.enter_context(loop_device(10 * GIB))
+                fast = stack.enter_context(loop_device(12 * GIB))
             except LoopDeviceError as error:
                 sys.exit(f"--loop: {error}")
             result["devices"]["loop device in memory"] = measure_time(options, fast)
