@@ -234,7 +234,6 @@ def headlines(result: dict[str, Any]) -> dict[str, Any]:
     """Return the figures by name, out of those of all devices, numbers of tokens and arenas."""
     devices = {device: found["by_tokens"] for device, found in result["devices"].items()}
     hiding = {device: [int(n) for n, row in rows.items() if row.get("hidden")] for device, rows in devices.items()}
-    cached = [row for row in result["bytes"] if row["smallest"]]
     found: dict[str, Any] = {
         "over_in_memory": {
             device: {n: row["over_in_memory"]["infinity"] for n, row in rows.items() if "over_in_memory" in row}
@@ -256,9 +255,9 @@ def headlines(result: dict[str, Any]) -> dict[str, Any]:
         "bytes_per_parameter": {},
         "predicted_over_measured_bytes": {},
     }
-    for row in cached:
-        found["bytes_per_parameter"].setdefault(row["format"], {})[row["placement"]] = row["bytes_per_parameter"]
     for row in result["bytes"]:
+        if row["smallest"]:
+            found["bytes_per_parameter"].setdefault(row["format"], {})[row["placement"]] = row["bytes_per_parameter"]
         if row["format"] == "fp32":
             by_share = found["predicted_over_measured_bytes"].setdefault(row["placement"], {})
             by_share[f"{row['share']:.2f}"] = row["predicted_over_measured_bytes"]
@@ -306,8 +305,7 @@ def count_bytes(
     from infinity.layout import Role
 
     state = (14 if placement == "in_backward" else 18) * options.parameters
-    smallest = LEAST_PAGES * PAGE_BYTES + 2 * largest_unit(options)
-    memory = {"host_bytes": max(smallest, int(share * state)), "page_bytes": PAGE_BYTES}
+    memory = {"host_bytes": max(options.smallest_arena, int(share * state)), "page_bytes": PAGE_BYTES}
     sections = {"update": {"placement": placement}, "memory": memory, "state": {"format": fmt}}
     model, optimizer, vocabulary = build(options, "infinity", folder, recompute=False, **sections)
     layout, steps = optimizer.layout, BYTES_STEPS
@@ -489,6 +487,7 @@ def main() -> None:
                 sys.exit(f"--loop: {error}")
             result["devices"]["loop device in memory"] = measure_time(options, fast)
         options.parameters = result["devices"]["drive"]["parameters"]
+        options.smallest_arena = LEAST_PAGES * PAGE_BYTES + 2 * largest_unit(options)  # 2: bytes of a weight in bf16
         result["bytes"] = [] if options.no_bytes else measure_bytes(options, folder)
     publish({**headlines(result), **result}, options, draw, show)
 

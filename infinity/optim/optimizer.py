@@ -20,7 +20,7 @@ from infinity.optim.update import snapshot
 from infinity.peers import Peers
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan, make_plan, prepend, quickest
-from infinity.schedule.trace import Event, Placement, eligible_for_backward, expand, expand_pending
+from infinity.schedule.trace import Access, Event, Placement, eligible_for_backward, expand, expand_pending
 from infinity.store.folder import RunFolder
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger, StepRecord
@@ -327,11 +327,12 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._placed = "in_backward" if early else "in_forward"
         if events != self._events:
             placement, worker = Placement.of(self._placed, events), self._step_state.has_worker
-            choices = [placement, replace(placement, beside=False)]
-            traces = [expand(events, self._layout, choice) for choice in choices]
-            plans = [make_plan(trace, self._layout, self._frames, beside=worker) for trace in traces]
+            choices: dict[tuple[Access, ...], Placement] = {}
+            for choice in (placement, replace(placement, beside=False)):
+                choices.setdefault(expand(events, self._layout, choice), choice)
+            plans = [make_plan(trace, self._layout, self._frames, beside=worker) for trace in choices]
             plan = quickest(plans, self._layout, beside=worker)
-            self._step_state.placement = choices[plans.index(plan)]
+            self._step_state.placement = choices[plan.trace]
             self._plans = {"pending": plan}
 
     def _follow(self, events: tuple[Event, ...]) -> None:

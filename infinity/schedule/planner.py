@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from infinity.errors import BudgetError
 from infinity.layout import Layout, Role
-from infinity.schedule.timing import Moves, step_length
+from infinity.schedule.timing import Moves, computation, step_length
 from infinity.schedule.trace import Access, Mode
 from infinity.units import format_setting, format_size
 
@@ -148,7 +148,7 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, beside: b
     shortest = float("inf")
     while True:
         for draft in drafts:
-            if (found := _lengths(draft, layout, work, beside=beside)) < shortest:
+            if (found := _time_taken(draft, layout, work, beside=beside)) < shortest:
                 best, shortest = draft, found
         if streaming >= min(frames - writing, _WIDER**_TRIES * best.streaming_frames):
             return _plan(trace, layout, frames, best.streaming_frames, best.kept.frames, writing)
@@ -170,20 +170,24 @@ def quickest(plans: Sequence[Plan], layout: Layout, *, beside: bool) -> Plan:
         beside: whether updates are waited for on a thread of their own.
     """
     work = min(plan.traffic.total_bytes for plan in plans)
-    return min(plans, key=lambda plan: _lengths(plan, layout, work, beside=beside))
+    return min(plans, key=lambda plan: _time_taken(plan, layout, work, beside=beside))
 
 
-def _lengths(plan: Plan, layout: Layout, work: float, *, beside: bool) -> float:
+def _time_taken(plan: Plan, layout: Layout, work: float, *, beside: bool) -> float:
     """Return how long steps take whose computation takes no time, `work`, and twice as long, added up."""
     bound = plan.traffic.total_bytes  # what a step takes that only waits for the drive
-    return bound + sum(length(plan, layout, factor * work, beside=beside) for factor in (1, 2))
+    return bound + sum(lengths(plan, layout, (work, 2 * work), beside=beside))
 
 
-def length(plan: Plan, layout: Layout, work: float, *, beside: bool) -> float:
-    """Return how long a steady step takes if its computation takes `work`: see `step_length`."""
-    moves, staying = _moves(plan.trace, plan.reach, plan.resident, plan.kept)
-    frames = plan.frames - len(plan.resident) - len(staying)
-    return step_length(plan.trace, plan.reach, moves, layout, frames, work=work, beside=beside)
+def lengths(plan: Plan, layout: Layout, works: Sequence[float], *, beside: bool) -> list[float]:
+    """Return how long a steady step takes for each time that its computation may take: see `step_length`."""
+    moves = _moves(plan.trace, plan.reach, plan.resident, plan.kept)
+    frames = plan.frames - len(plan.resident) - len(moves.staying)
+    shares = computation(plan.trace, layout)
+    return [
+        step_length(plan.trace, plan.reach, moves, layout, frames, [share * work for share in shares], beside=beside)
+        for work in works
+    ]
 
 
 def prepend(prefix: Sequence[Access], plan: Plan) -> Plan:
@@ -336,10 +340,8 @@ def predict(
     return Traffic(read=read, written=written)
 
 
-def _moves(
-    trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], kept: Kept
-) -> tuple[Moves, frozenset[int]]:
-    """Return what one steady step moves, and the pages that are not resident but never leave."""
+def _moves(trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], kept: Kept) -> Moves:
+    """Return what one steady step moves."""
     length = len(trace)
     uses: dict[int, list[tuple[int, Mode]]] = {}
     for position, access in enumerate(trace):
@@ -370,17 +372,17 @@ def _moves(
             if not stays[k]:
                 leaving[position, page] = modified
                 modified = False
-    return Moves(entering=entering, leaving=leaving), frozenset(staying)
+    return Moves(entering=entering, leaving=leaving, staying=frozenset(staying))
 
 
 def _transfers(
     trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], kept: Kept
 ) -> dict[int, tuple[int, int]]:
     """Return how often each page that is not resident is read and written in one steady step."""
-    moves, staying = _moves(trace, reach, resident, kept)
+    moves = _moves(trace, reach, resident, kept)
     reads = Counter(page for (_, page), read in moves.entering.items() if read)
     writes = Counter(page for (_, page), written in moves.leaving.items() if written)
-    return {page: (reads[page], writes[page]) for page in (*staying, *dict.fromkeys(p for _, p in moves.entering))}
+    return {page: (reads[page], writes[page]) for page in {*moves.staying, *(page for _, page in moves.entering)}}
 
 
 def _reach_after(position: int, reach: Sequence[int], length: int) -> int:

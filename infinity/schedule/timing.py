@@ -54,6 +54,8 @@ class Moves:
     """Whether its content is read."""
     leaving: Mapping[tuple[int, int], bool]
     """Whether its content is written."""
+    staying: frozenset[int]
+    """Pages that are not resident, but never leave."""
 
 
 def step_length(
@@ -62,21 +64,20 @@ def step_length(
     moves: Moves,
     layout: Layout,
     frames: int,
+    work: Sequence[float],
     *,
-    work: float,
-    beside: bool = False,
+    beside: bool,
 ) -> float:
     """Return how long a steady step takes, in bytes that the drive could move meanwhile.
 
     Args:
         reach: the last position of the window, by position.
         frames: of the arena, without those of pages that always stay.
-        work: how long the computation of a step takes.
+        work: how long computation takes before each access, and behind all.
         beside: whether updates are waited for on a thread of their own.
     """
     length, clockwork = len(trace), Clockwork(layout, frames)
-    shares = computation(trace, layout)
-    shares[0] += shares.pop()
+    before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
     training = updates = 0.0
     cursor, began = -1, 0.0
     for step in range(_STEPS):
@@ -87,7 +88,7 @@ def step_length(
                 for page, _ in trace[cursor % length]:
                     if moves.entering.get((cursor % length, page)):
                         clockwork.want(page)
-            training += shares[position] * work
+            training += before[position]
             clockwork.go_on(training)
             aside = beside and any(layout.pages[page].role is Role.UPDATE for page, _ in access)
             at = max(training, updates) if aside else training

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_planner import plans
 
 from infinity.layout import Layout, Role
-from infinity.schedule.planner import Plan, length, make_plan, quickest
+from infinity.schedule.planner import Plan, lengths, make_plan, quickest
 from infinity.schedule.timing import Clockwork, computation
 from infinity.schedule.trace import Access, Placement, eligible_for_backward, expand
 
@@ -34,7 +34,7 @@ def test_a_step_takes_no_less_than_either_and_no_more_than_both(
     plan, layout = replace(drawn[0], prefix=(), reach=drawn[0].reach[len(drawn[0].prefix) :]), drawn[1]
     moved = plan.traffic.total_bytes
     work = share * (moved or layout.state_bytes)
-    found = length(plan, layout, work, beside=beside)
+    (found,) = lengths(plan, layout, [work], beside=beside)
     left_over = plan.frames * layout.page_bytes
     assert work * (1 - 1e-9) <= found <= (work + moved + left_over) * (1 + 1e-9)
 
@@ -55,14 +55,15 @@ def test_nothing_is_waited_for_where_nothing_moves() -> None:
     """With everything in the arena, a step takes as long as its computation."""
     trace, layout = step()
     plan = make_plan(trace, layout, len(layout.pages))
-    assert length(plan, layout, 1e9, beside=False) == pytest.approx(1e9)
+    assert lengths(plan, layout, [1e9], beside=False) == pytest.approx([1e9])
 
 
 def test_updates_on_another_thread_are_not_waited_for() -> None:
     """Neither can a step be longer for it."""
     trace, layout = step(beside=True)
     plan = make_plan(trace, layout, 60)
-    alone, beside = (length(plan, layout, plan.traffic.total_bytes, beside=choice) for choice in (False, True))
+    work = [plan.traffic.total_bytes]
+    (alone,), (beside,) = (lengths(plan, layout, work, beside=choice) for choice in (False, True))
     assert beside < alone
 
 
@@ -72,9 +73,11 @@ def test_a_window_over_a_unit_keeps_the_drive_busy(beside: bool) -> None:
     trace, layout = step()
     narrow, wide = make_plan(trace, layout, 24, beside=beside), make_plan(trace, layout, 96, beside=beside)
     assert wide.streaming_frames > 60
-    taken = [length(plan, layout, plan.traffic.total_bytes, beside=beside) for plan in (narrow, wide)]
-    assert taken[0] > 1.4 * narrow.traffic.total_bytes
-    assert taken[1] < 1.25 * wide.traffic.total_bytes
+    (of_narrow,), (of_wide,) = (
+        lengths(plan, layout, [plan.traffic.total_bytes], beside=beside) for plan in (narrow, wide)
+    )
+    assert of_narrow > 1.4 * narrow.traffic.total_bytes
+    assert of_wide < 1.25 * wide.traffic.total_bytes
     assert quickest([narrow, wide], layout, beside=beside) is wide
 
 
