@@ -46,7 +46,7 @@ VARIANTS = (
 PAGED = VARIANTS[:3]
 PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
-LEAST_PAGES, PAGE_BYTES = 12, 1 << 20
+LEAST_PAGES, PAGE_BYTES = 48, 1 << 20
 """The smallest arena has so many pages, and room for the weights of the largest unit."""
 FEW_TOKENS, BYTES_STEPS = 16, 2
 TURN = 2

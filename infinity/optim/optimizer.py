@@ -19,7 +19,7 @@ from infinity.optim.step import StepState
 from infinity.optim.update import snapshot
 from infinity.peers import Peers
 from infinity.schedule.pager import Pager
-from infinity.schedule.planner import Plan, make_plan, prepend, quickest
+from infinity.schedule.planner import Plan, make_plan, preferred, prepend
 from infinity.schedule.trace import Access, Event, Placement, eligible_for_backward, expand, expand_pending
 from infinity.store.folder import RunFolder
 from infinity.telemetry import Stats
@@ -331,7 +331,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             for choice in (placement, replace(placement, beside=False)):
                 choices.setdefault(expand(events, self._layout, choice), choice)
             plans = [make_plan(trace, self._layout, self._frames, beside=worker) for trace in choices]
-            plan = quickest(plans, self._layout, beside=worker)
+            plan = preferred(plans, self._layout, beside=worker)
             self._step_state.placement = choices[plan.trace]
             self._plans = {"pending": plan}
 

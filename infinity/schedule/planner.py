@@ -3,7 +3,8 @@
 [Note: why a fixed resident set] A training step uses its pages in a fixed cyclic order. On such a sweep any
 recency policy evicts each page just before it is needed again; keeping a *fixed* set of pages is optimal, and
 the traffic that is left is a closed form (docs/architecture.md). A page's benefit is the bytes per step that
-keeping it saves; every page costs one frame, so taking the most beneficial pages first is exact.
+keeping it saves; every page costs one frame, so taking the most beneficial pages first is exact. Of those that save
+the same, such as the master and moments of all units, residents are spread over the step.
 
 [Note: the window] Pages that are not resident stream through the remaining frames. At position i of the
 trace the window is [i, c(i)], as far ahead as its distinct pages fit into the streaming frames. A page is in
@@ -12,7 +13,9 @@ content), leaving means a write if it was modified. c is monotone and does not d
 bytes of a step are known before it runs.
 
 How many frames stream is a trade: few leave room for residents, many let the window reach over all that is needed
-until the unit after next, so that the drive always has something to do. Plans are compared by the clock (`timing`).
+until the unit after next, so that the drive always has something to do. Plans are compared by the clock (`timing`), and
+of those that are about as quick, the one that moves least is taken: drives wear out, and every byte costs the CPU some
+time, hidden or not.
 
 [Note: kept pages] Weights that are copied out in backward are read once more by the update of their unit, where they
 are a part of the master; the rest of the unit's state comes between, so the window does not reach that far. A few
@@ -24,8 +27,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 
 from infinity.errors import BudgetError
 from infinity.layout import Layout, Role
@@ -35,8 +39,15 @@ from infinity.units import format_setting, format_size
 
 LEAST_WRITING = 2
 LEAST_STREAMING = 6
-_WIDER, _TRIES = 1.5, 2
+_WIDER, _TRIES = 2, 1
 """By how much a window is wider than the one that was tried before, and how often if that is no better."""
+_AT_ONCE = 48
+"""Streaming frames up to which wider windows are tried in any case, or a quarter of the arena if that is less."""
+_ABOUT = 1.02
+"""How much longer, by the clock, a plan may take that is about as quick as another one."""
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
+_WRITING = 6
+"""Streaming frames to each frame that is being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,50 +144,78 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, beside: b
     used = Counter(use.page for access in trace for use in access)
     widest = max((len(access) for access in trace), default=1)
     if len(used) <= frames:
-        return _plan(trace, layout, frames, 0, 0, 0)
-    least = least_frames(widest)
-    if frames < least:
+        return _plan(trace, layout, frames, 0, 0)
+    fewest = least_frames(widest)
+    if frames < fewest:
         raise BudgetError(
             f"the host arena holds {frames} pages of {format_size(layout.page_bytes)}; this step needs at least "
-            f"{least}: set memory.host_bytes to {format_setting(least * layout.page_bytes)} or more, "
+            f"{fewest}: set memory.host_bytes to {format_setting(fewest * layout.page_bytes)} or more, "
             "or memory.page_bytes lower"
         )
-    writing = max(LEAST_WRITING, frames // 16)
-    streaming = max(least - LEAST_WRITING, min(frames // 4, 48))
-    drafts = _drafts(trace, layout, frames, streaming, writing)
-    best, work = drafts[0], drafts[0].traffic.total_bytes
-    shortest = float("inf")
+    streaming = fewest - LEAST_WRITING
+    drafts = _drafts(trace, layout, frames, streaming)
+    least = drafts[0].traffic.total_bytes
+    found: list[tuple[float, Plan]] = []
     while True:
-        for draft in drafts:
-            if (found := _time_taken(draft, layout, work, beside=beside)) < shortest:
-                best, shortest = draft, found
-        if streaming >= min(frames - writing, _WIDER**_TRIES * best.streaming_frames):
-            return _plan(trace, layout, frames, best.streaming_frames, best.kept.frames, writing)
-        streaming = min(frames - writing, int(_WIDER * streaming))
-        drafts = _drafts(trace, layout, frames, streaming, writing)
+        found += [(_slowness(draft, layout, least, beside=beside), draft) for draft in drafts]
+        _, quickest = min(found, key=lambda pair: pair[0])
+        tried = max(min(frames // 4, _AT_ONCE), _WIDER**_TRIES * quickest.streaming_frames)
+        widest = frames - LEAST_WRITING
+        if streaming >= min(tried, widest):
+            draft = _preferred(found)
+            plan = _plan(trace, layout, frames, draft.streaming_frames, draft.kept.frames)
+            return preferred([plan, draft], layout, beside=beside)
+        streaming = min(int(_WIDER * streaming), widest)
+        drafts = _drafts(trace, layout, frames, streaming)
 
 
-def _drafts(trace: tuple[Access, ...], layout: Layout, frames: int, streaming: int, writing: int) -> list[Plan]:
+def _drafts(trace: tuple[Access, ...], layout: Layout, frames: int, streaming: int) -> list[Plan]:
     """Return drafts of plans with so many streaming frames: without kept pages, and with as many as there can be."""
-    left = frames - streaming - writing
+    left = frames - streaming - _writing(frames, streaming)
     most = _between_uses(trace, _windows((), trace, frozenset(), streaming), layout, left).frames
-    return [_plan(trace, layout, frames, streaming, keeping, writing, draft=True) for keeping in sorted({0, most})]
+    return [_plan(trace, layout, frames, streaming, keeping, draft=True) for keeping in sorted({0, most})]
 
 
-def quickest(plans: Sequence[Plan], layout: Layout, *, beside: bool) -> Plan:
-    """Return the plan under which steps take least time, whatever they are bound by.
+def _writing(frames: int, streaming: int) -> int:
+    """Return how many frames are for pages that are being written while others stream."""
+    return min(max(LEAST_WRITING, streaming // _WRITING), frames - streaming)
+
+
+def preferred(plans: Sequence[Plan], layout: Layout, *, beside: bool) -> Plan:
+    """Return the plan under which steps take least time, whatever they are bound by, or about that and move less.
 
     Args:
         beside: whether updates are waited for on a thread of their own.
     """
-    work = min(plan.traffic.total_bytes for plan in plans)
-    return min(plans, key=lambda plan: _time_taken(plan, layout, work, beside=beside))
+    least = min(plan.traffic.total_bytes for plan in plans)
+    return _preferred([(_slowness(plan, layout, least, beside=beside), plan) for plan in plans])
 
 
-def _time_taken(plan: Plan, layout: Layout, work: float, *, beside: bool) -> float:
-    """Return how long steps take whose computation takes no time, `work`, and twice as long, added up."""
-    bound = plan.traffic.total_bytes  # what a step takes that only waits for the drive
-    return bound + sum(lengths(plan, layout, (work, 2 * work), beside=beside))
+def _preferred(found: Sequence[tuple[float, Plan]]) -> Plan:
+    most = _ABOUT * min(slowness for slowness, _ in found)
+    about = [(slowness, plan) for slowness, plan in found if slowness <= most]
+    return min(about, key=lambda pair: (pair[1].traffic.total_bytes, pair[0]))[1]
+
+
+def _slowness(plan: Plan, layout: Layout, least: float, *, beside: bool) -> float:
+    """Return how much longer than necessary steps take: the mean over what they may be bound by.
+
+    Their computation may take no time, as long as `least` bytes or twice that, or longer than all transfers there can
+    be: then what counts is how long it has to wait, however little is moved.
+
+    Args:
+        least: bytes per step of the plan that moves least.
+    """
+    least = max(1, least)  # it may be that nothing moves
+    works = (least, 2 * least, 2 * _read_and_written(plan, layout))
+    found = lengths(plan, layout, works, beside=beside)
+    ratios = [length / work for length, work in zip(found, works, strict=True)]
+    return mean([plan.traffic.total_bytes / least, *ratios])
+
+
+def _read_and_written(plan: Plan, layout: Layout) -> int:
+    """Return the bytes of a step that reads and writes every page once."""
+    return 2 * sum(layout.pages[page].nbytes for page in {use.page for access in plan.trace for use in access})
 
 
 def lengths(plan: Plan, layout: Layout, works: Sequence[float], *, beside: bool) -> list[float]:
@@ -205,12 +244,13 @@ def _plan(
     frames: int,
     streaming: int,
     keeping: int,
-    writing: int,
     *,
     draft: bool = False,
 ) -> Plan:
     """Return the plan of an arena of which so many frames are for each purpose; the others are for resident pages."""
+    writing = 0
     if streaming:
+        writing = _writing(frames, streaming)
         staying = frames - streaming - keeping - writing
         resident, kept = _most_useful(trace, layout, staying, streaming, keeping, draft=draft)
         reach = _windows((), trace, resident, streaming)
@@ -237,30 +277,48 @@ def _most_useful(
 
     The first are those that move most when they stream. What streams through the turns of a step without moving depends
     on the window, and the window on what stays. So the choice is made again for the window that it leads to, as long as
-    that moves fewer bytes; and of pages that save the same, those of the first units are tried, and those of the last.
-    A draft is the first choice.
+    that moves fewer bytes. A draft is the first choice.
     """
     found: dict[frozenset[int], tuple[int, Kept]] = {}
-    for direction in (1,) if draft else (1, -1):
-        chosen: frozenset[int] = frozenset()
-        least = float("inf")
-        while True:
-            reach = _windows((), trace, chosen, streaming)
-            if chosen or not number:
-                kept = _between_uses(trace, reach, layout, keeping, chosen)
-                total = predict(trace, reach, chosen, kept, layout).total_bytes
-                found[chosen] = (total, kept)
-                if draft or total >= least:
-                    break
-                least = total
-            moved = _transfers(trace, reach, frozenset(), _between_uses(trace, reach, layout, keeping))
-            saved = {page: (reads + writes) * layout.pages[page].nbytes for page, (reads, writes) in moved.items()}
-            order = {
-                page: (-saved[page], layout.pages[page].role is not Role.PARAM, direction * page) for page in saved
-            }
-            chosen = frozenset(sorted(order, key=order.__getitem__)[:number])
+    chosen: frozenset[int] = frozenset()
+    least = float("inf")
+    while True:
+        reach = _windows((), trace, chosen, streaming)
+        if chosen or not number:
+            kept = _between_uses(trace, reach, layout, keeping, chosen)
+            total = predict(trace, reach, chosen, kept, layout).total_bytes
+            found[chosen] = (total, kept)
+            if draft or total >= least:
+                break
+            least = total
+        moved = _transfers(trace, reach, frozenset(), _between_uses(trace, reach, layout, keeping))
+        chosen = frozenset(_by_benefit(moved, layout)[:number])
     best = min(found, key=lambda chosen: found[chosen][0])
     return best, found[best][1]
+
+
+def _by_benefit(moved: Mapping[int, tuple[int, int]], layout: Layout) -> list[int]:
+    """Return pages, those first that save most bytes by staying.
+
+    Of those that save the same, weights come unit by unit: a gather for which a part has to be read waits as one for
+    which all has. Of the others, any number is spread out, so that what still moves is spread over the step, and hides
+    behind the computation of every unit, not of a few: the multiples of the golden ratio, taken modulo 1, spread any
+    number of points evenly (Knuth, TAOCP 3, section 6.4).
+
+    Args:
+        moved: how often each page is read and written in a step.
+    """
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for page, (reads, writes) in sorted(moved.items()):
+        saved = (reads + writes) * layout.pages[page].nbytes
+        alike.setdefault((-saved, layout.pages[page].role is not Role.PARAM), []).append(page)
+    found: list[int] = []
+    for key in sorted(alike):
+        pages = alike[key]
+        if layout.pages[pages[0]].role is not Role.PARAM:
+            pages = [page for _, page in sorted((n * _GOLDEN_RATIO % 1, page) for n, page in enumerate(pages))]
+        found += pages
+    return found
 
 
 def _between_uses(
@@ -348,8 +406,8 @@ def _moves(trace: Sequence[Access], reach: Sequence[int], resident: frozenset[in
         for use in access:
             if use.page not in resident:
                 uses.setdefault(use.page, []).append((position, use.mode))
-    entering: dict[tuple[int, int], bool] = {}
-    leaving: dict[tuple[int, int], bool] = {}
+    entering: list[list[tuple[int, bool]]] = [[] for _ in trace]
+    leaving: list[list[tuple[int, bool]]] = [[] for _ in trace]
     staying: set[int] = set()
     for page, used in uses.items():
         # Whether the page is still in the window, or kept, when its next use comes.
@@ -367,10 +425,10 @@ def _moves(trace: Sequence[Access], reach: Sequence[int], resident: frozenset[in
         for k in (*range(start, len(used)), *range(start)):
             position, mode = used[k]
             if not stays[k - 1]:
-                entering[position, page] = mode.fetches
+                entering[position].append((page, mode.fetches))
             modified = mode.modifies or (modified and mode is not Mode.CONSUME)
             if not stays[k]:
-                leaving[position, page] = modified
+                leaving[position].append((page, modified))
                 modified = False
     return Moves(entering=entering, leaving=leaving, staying=frozenset(staying))
 
@@ -380,9 +438,12 @@ def _transfers(
 ) -> dict[int, tuple[int, int]]:
     """Return how often each page that is not resident is read and written in one steady step."""
     moves = _moves(trace, reach, resident, kept)
-    reads = Counter(page for (_, page), read in moves.entering.items() if read)
-    writes = Counter(page for (_, page), written in moves.leaving.items() if written)
-    return {page: (reads[page], writes[page]) for page in {*moves.staying, *(page for _, page in moves.entering)}}
+    reads, writes = (
+        Counter(page for moved in places for page, transferred in moved if transferred)
+        for places in (moves.entering, moves.leaving)
+    )
+    moving = {page for entering in moves.entering for page, _ in entering}
+    return {page: (reads[page], writes[page]) for page in moves.staying | moving}
 
 
 def _reach_after(position: int, reach: Sequence[int], length: int) -> int:

@@ -9,7 +9,7 @@ holds for any drive: computation that takes as long as the transfers hides them 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.layout import Layout, Role
@@ -48,12 +48,12 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """What a steady step moves: for (position, page) where a page gets a frame, and where it gives it up."""
+    """What a steady step moves, by position in the trace."""
 
-    entering: Mapping[tuple[int, int], bool]
-    """Whether its content is read."""
-    leaving: Mapping[tuple[int, int], bool]
-    """Whether its content is written."""
+    entering: Sequence[Sequence[tuple[int, bool]]]
+    """Pages that get a frame, and whether their content is read."""
+    leaving: Sequence[Sequence[tuple[int, bool]]]
+    """Pages that give up their frame, and whether their content is written."""
     staying: frozenset[int]
     """Pages that are not resident, but never leave."""
 
@@ -78,33 +78,31 @@ def step_length(
     """
     length, clockwork = len(trace), Clockwork(layout, frames)
     before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
+    aside = [
+        beside and any(layout.pages[page].role is Role.UPDATE for page, _ in access) for access in trace
+    ]  # fmt: skip
     training = updates = 0.0
     cursor, began = -1, 0.0
     for step in range(_STEPS):
         began = training
-        for position, access in enumerate(trace):
+        for position in range(length):
             while cursor < step * length + reach[position]:
                 cursor += 1
-                for page, _ in trace[cursor % length]:
-                    if moves.entering.get((cursor % length, page)):
+                for page, read in moves.entering[cursor % length]:
+                    if read:
                         clockwork.want(page)
             training += before[position]
             clockwork.go_on(training)
-            aside = beside and any(layout.pages[page].role is Role.UPDATE for page, _ in access)
-            at = max(training, updates) if aside else training
-            for page, _ in access:
-                read = moves.entering.get((position, page))
-                if read is not None:
-                    at = clockwork.arrive(page, at) if read else clockwork.occupy(at)
-            if aside:
+            at = max(training, updates) if aside[position] else training
+            for page, read in moves.entering[position]:
+                at = clockwork.arrive(page, at) if read else clockwork.occupy(at)
+            if aside[position]:
                 updates = at
             else:
                 training = at
             clockwork.go_on(at)
-            for page, _ in access:
-                written = moves.leaving.get((position, page))
-                if written is not None:
-                    clockwork.leave(page, modified=written)
+            for page, written in moves.leaving[position]:
+                clockwork.leave(page, modified=written)
     return training - began
 
 
@@ -126,8 +124,9 @@ class Clockwork:
     def go_on(self, until: float) -> None:
         """Let the time go on, if it has not come so far."""
         self._start()
-        self.now = max(self.now, until)
-        self._start()
+        if until > self.now:
+            self.now = until
+            self._start()
 
     def _start(self) -> None:
         while self._queue and (self._free or (self._written and self._written[0] <= self.now)):

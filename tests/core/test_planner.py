@@ -297,7 +297,10 @@ def test_no_replacement_does_better_in_the_frames_that_are_not_reserve(
 @pytest.mark.parametrize("key", ["mixed", "split", "8bit"])
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 0.95])
 def test_state_formats_reach_the_closed_form(share: float, key: str) -> None:
-    """Reads (2N - C)+ + (SN - C)+ and writes (SN - C)+, up to the frames that stream or keep one unit's weights."""
+    """Reads (2N - C)+ + (SN - C)+ and writes (SN - C)+, or one page more.
+
+    Less by what the frames save that stream or keep one unit's weights.
+    """
     layers = 12
     layout = transformer(layers, 16 * 5 * 1024, PAGE, key)
     events = transformer_step(layers)
@@ -312,7 +315,7 @@ def test_state_formats_reach_the_closed_form(share: float, key: str) -> None:
         return max(0, weights - cache) + max(0, state - cache), max(0, state - cache)
 
     read, written = plan.traffic.read_bytes, plan.traffic.written_bytes
-    assert read <= law(cached)[0]
+    assert read <= law(cached)[0] + PAGE
     assert written <= law(cached)[1]
     assert read >= law(cached)[0] - 2 * reserve
     assert written >= law(cached)[1] - reserve

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_planner import plans
 
 from infinity.layout import Layout, Role
-from infinity.schedule.planner import Plan, lengths, make_plan, quickest
+from infinity.schedule.planner import Plan, lengths, make_plan, preferred
 from infinity.schedule.timing import Clockwork, computation
 from infinity.schedule.trace import Access, Placement, eligible_for_backward, expand
 
@@ -68,17 +68,16 @@ def test_updates_on_another_thread_are_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_window_over_a_unit_keeps_the_drive_busy(beside: bool) -> None:
-    """Where computation takes as long as the transfers, they hide behind it if the arena holds what a unit needs."""
+def test_an_arena_with_room_for_a_unit_keeps_the_drive_busy(beside: bool) -> None:
+    """Where computation takes as long as the transfers, most of them hide behind it if the arena holds a unit."""
     trace, layout = step()
     narrow, wide = make_plan(trace, layout, 24, beside=beside), make_plan(trace, layout, 96, beside=beside)
-    assert wide.streaming_frames > 60
     (of_narrow,), (of_wide,) = (
         lengths(plan, layout, [plan.traffic.total_bytes], beside=beside) for plan in (narrow, wide)
     )
     assert of_narrow > 1.4 * narrow.traffic.total_bytes
-    assert of_wide < 1.25 * wide.traffic.total_bytes
-    assert quickest([narrow, wide], layout, beside=beside) is wide
+    assert of_wide < 1.3 * wide.traffic.total_bytes
+    assert preferred([narrow, wide], layout, beside=beside) is wide
 
 
 def test_the_drive_moves_one_page_after_the_other() -> None:
@@ -94,3 +93,23 @@ def test_the_drive_moves_one_page_after_the_other() -> None:
     assert clockwork.arrive(1, 3.0 * PAGE) == 5.0 * PAGE
     clockwork.leave(1, modified=False)
     assert clockwork.occupy(7.0) == 7.0
+
+
+def test_of_plans_that_are_about_as_quick_the_one_that_moves_least_is_taken() -> None:
+    """Where nearly all pages fit, few frames stream: resident pages save bytes, a wide window little time."""
+    trace, layout = step()
+    used = {use.page for access in trace for use in access}
+    missing = 40
+    plan = make_plan(trace, layout, len(used) - missing)
+    assert plan.streaming_frames < 30
+    assert plan.traffic.total_bytes <= 2 * (missing + plan.streaming_frames + plan.writing_frames) * PAGE
+
+
+def test_what_moves_is_spread_over_the_step() -> None:
+    """Residents are weights, and of master and moments as much of each unit: no unit has to wait for more than most."""
+    trace, layout = step()
+    plan = make_plan(trace, layout, 450)
+    resident = [layout.pages[page] for page in plan.resident]
+    assert sum(page.role is Role.PARAM for page in resident) == layout.bytes_of(Role.PARAM) // PAGE
+    updates = [sum(page.role is Role.UPDATE and page.unit == unit for page in resident) for unit in range(LAYERS)]
+    assert max(updates) - min(updates) <= 2
