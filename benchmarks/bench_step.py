@@ -14,14 +14,16 @@ the first one has left in flight, as in training. Reported are medians, and medi
   by placement and share of the state in the arena; bf16 compute, few tokens.
 
 What is not infinity runs as torch is by itself, without the huge pages that infinity asks for, except
-`fsdp_memory_huge`.
+`fsdp_memory_huge`. `--threads` is how many threads compute, in all variants: fewer than there are cores leave one to
+storage and updates, as where a GPU computes.
 
-    python benchmarks/bench_step.py --model llama-100m --tokens 32,128,512 --nvme DIR [--loop]
+    python benchmarks/bench_step.py --model llama-100m --tokens 32,128,512 --nvme DIR [--threads 0,1] [--loop]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -117,13 +119,15 @@ def replay(optimizer: Any) -> None:
     optimizer._pager.begin_step()
 
 
-def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
+def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str, threads: int) -> None:
     """Hold one variant; take a step of so many tokens per message and answer with its figures."""
     # Infinity lets torch allocate in huge pages; without it, torch does not.
     os.environ["THP_MEM_ALLOC_ENABLE"] = str(int(variant in (*PAGED, "fsdp_memory_huge")))
     warnings.simplefilter("ignore")
     import torch
 
+    if threads:
+        torch.set_num_threads(threads)
     sections = {"update": {"placement": options.update}, "memory": {"host_bytes": options.host_memory}}
     model, optimizer, vocabulary = build(options, variant, folder, dtype=options.dtype, **sections)
     facts: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
@@ -158,7 +162,7 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def measure_time(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_time(options: argparse.Namespace, folder: Path, threads: int) -> dict[str, Any]:
     """Let all variants take steps in turn, for every number of tokens; return the figures of a drive."""
     from rich.progress import Progress
 
@@ -168,9 +172,9 @@ def measure_time(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for variant in options.variants:
         ours, theirs = context.Pipe()
-        home = folder / variant
+        home = folder / f"{variant}-{threads}"
         home.mkdir()
-        process = context.Process(target=worker, args=(theirs, variant, options, str(home)))
+        process = context.Process(target=worker, args=(theirs, variant, options, str(home), threads))
         process.start()
         theirs.close()
         processes.append(process)
@@ -353,9 +357,13 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
     devices = result["devices"]
     number = len(devices) + bool(result["bytes"])
-    figure = Figure(figsize=(5.5 * number, 4.2), layout="constrained")
+    columns = min(number, 3)
+    rows = -(-number // columns)
+    figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    plots = figure.subplots(1, number, squeeze=False)[0]
+    plots = figure.subplots(rows, columns, squeeze=False).flat[:number]
+    for empty in figure.axes[number:]:
+        empty.remove()
     styles = {"resident": ("compute only", "#888888", "--"), "io_only": ("I/O only", "#888888", ":"),
               "infinity": ("infinity", "#4477aa", "-"), "fsdp_memory": ("FSDP2 in memory", "#ee6677", "-")}  # fmt: skip
     for axes, (device, found) in zip(plots, devices.items(), strict=False):
@@ -454,6 +462,7 @@ def main() -> None:
     )
     parser.add_argument("--host-memory", default="256MiB", help="host arena of infinity")
     parser.add_argument("--update", default="auto")
+    parser.add_argument("--threads", default="0", help="threads that compute; 0: as many as torch takes by itself")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
     parser.add_argument("--variants", default="infinity,resident,io_only,fsdp_memory,torch_memory")
     parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
@@ -465,6 +474,7 @@ def main() -> None:
     options.host_memory = parse_size(options.host_memory, name="--host-memory")
     options.dtype = best_dtype() if options.dtype == "auto" else options.dtype
     options.variants = options.variants.split(",")
+    options.threads = [int(count) for count in options.threads.split(",")]
     options.tokens = [int(count) for count in options.tokens.split(",")]
     if unknown := set(options.variants) - set(VARIANTS):
         sys.exit(f"unknown variants {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
@@ -479,14 +489,16 @@ def main() -> None:
             stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme or "."))
         )
         (folder / "time").mkdir()
-        result["devices"]["drive"] = measure_time(options, folder / "time")
+        drives = {"drive": folder / "time"}
         if options.loop:
             try:
-                fast = stack.enter_context(loop_device(12 * GIB))
+                drives["loop device in memory"] = stack.enter_context(loop_device(12 * GIB))
             except LoopDeviceError as error:
                 sys.exit(f"--loop: {error}")
-            result["devices"]["loop device in memory"] = measure_time(options, fast)
-        options.parameters = result["devices"]["drive"]["parameters"]
+        for threads, (drive, place) in itertools.product(options.threads, drives.items()):
+            name = f"{drive}, {threads} of {os.cpu_count()} cores compute" if threads else drive
+            result["devices"][name] = measure_time(options, place, threads)
+        options.parameters = next(iter(result["devices"].values()))["parameters"]
         options.smallest_arena = LEAST_PAGES * PAGE_BYTES + 2 * largest_unit(options)  # 2: bytes of a weight in bf16
         result["bytes"] = [] if options.no_bytes else measure_bytes(options, folder)
     publish({**headlines(result), **result}, options, draw, show)

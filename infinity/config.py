@@ -84,13 +84,18 @@ class UpdateConfig:
     cores: int = _setting(
         -1,
         "Cores that updates may take, on a thread beside the training thread; 0: they run on that thread. -1: 1 where "
-        "a GPU computes, else 0, because there the training thread takes all cores already.",
+        "a GPU computes, or torch leaves a core of this rank's share idle; else 0, as they would take turns.",
         minimum=-1,
     )
 
-    def cores_beside(self, device: str) -> int:
-        """Return the cores of the thread for updates, where a ``cuda`` or ``cpu`` device computes; 0: there is none."""
-        return self.cores if self.cores >= 0 else int(device != "cpu")
+    def cores_beside(self, device: str, idle: int) -> int:
+        """Return the cores of the thread for updates; 0: there is none.
+
+        Args:
+            device: that computes, ``cuda`` or ``cpu``.
+            idle: how many of the cores that this rank may take torch does not compute on.
+        """
+        return self.cores if self.cores >= 0 else int(device != "cpu" or idle > 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -364,7 +364,9 @@ class _Run:
         groups = {
             shard: group_of[id(param)] for shard, param in enumerate(attachment.parameters) if id(param) in group_of
         }
-        worker = UpdateWorker(self.settings.update.cores_beside(sharded.device.type), self.pager.fail)
+        worker = UpdateWorker(
+            self.settings.update.cores_beside(sharded.device.type, _idle_cores(self.ranks)), self.pager.fail
+        )
         self._closers.append(worker.close)
         state = StepState(
             layout,
@@ -491,6 +493,11 @@ class _Run:
                 except OSError:  # another rank of this node is not done yet, and removes it then
                     continue
         self._lock.release()
+
+
+def _idle_cores(ranks: Ranks) -> int:
+    """Return how many cores of this rank's share of the node torch does not compute on."""
+    return len(os.sched_getaffinity(0)) // ranks.local_world_size - torch.get_num_threads()
 
 
 def _first_values(
