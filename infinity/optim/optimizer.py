@@ -328,7 +328,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         if events != self._events:
             placement, worker = Placement.of(self._placed, events), self._step_state.has_worker
             choices: dict[tuple[Access, ...], Placement] = {}
-            for choice in (placement, replace(placement, beside=False)):
+            for beside in (True, False) if worker else (False,):
+                choice = replace(placement, beside=beside)
                 choices.setdefault(expand(events, self._layout, choice), choice)
             plans = [make_plan(trace, self._layout, self._frames, beside=worker) for trace in choices]
             plan = preferred(plans, self._layout, beside=worker)

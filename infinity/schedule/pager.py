@@ -192,6 +192,7 @@ class Pager:
         self._writes = 0
         self._leases = 0
         self._held_leases = 0
+        self._awaited = 0  # frames that somebody waits for: they come before those for fetches
 
     # What the training loop calls #
 
@@ -487,8 +488,9 @@ class Pager:
             page = following.waiting[0]
             slot = self._slots[page]
             if slot.frame < 0 and slot.claims and self._store.has(page):
-                if not self._free and not self._evict_clean():
-                    return
+                while len(self._free) <= self._awaited:
+                    if not self._evict_clean():
+                        return
                 self._occupy(page, self._free.pop())
                 self._start_read(page)
             following.waiting.popleft()
@@ -565,18 +567,24 @@ class Pager:
                 )
             if not self._free:
                 before = (self._reads, self._writes, self._held_leases)
-                self._wait(
-                    lambda before=before: (
-                        bool(self._free)  # type: ignore[misc]
-                        or any(
-                            now < then
-                            for now, then in zip((self._reads, self._writes, self._held_leases), before, strict=True)
-                        )
-                    ),
-                    "arena",
-                    page,
-                    beside=beside,
-                )
+                self._awaited += 1
+                try:
+                    self._wait(
+                        lambda before=before: (
+                            bool(self._free)  # type: ignore[misc]
+                            or any(
+                                now < then
+                                for now, then in zip(
+                                    (self._reads, self._writes, self._held_leases), before, strict=True
+                                )
+                            )
+                        ),
+                        "arena",
+                        page,
+                        beside=beside,
+                    )
+                finally:
+                    self._awaited -= 1
 
     def _write_some(self) -> None:
         """Start writing a few dirty pages that nobody keeps."""
