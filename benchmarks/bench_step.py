@@ -308,7 +308,7 @@ def count_bytes(
 
     from infinity.layout import Role
 
-    state = (14 if placement == "in_backward" else 18) * options.parameters
+    state = (14 if placement == "in_backward" else 16) * options.parameters  # gradients in bf16
     memory = {"host_bytes": max(options.smallest_arena, int(share * state)), "page_bytes": PAGE_BYTES}
     sections = {"update": {"placement": placement}, "memory": memory, "state": {"format": fmt}}
     model, optimizer, vocabulary = build(options, "infinity", folder, recompute=False, **sections)
@@ -320,7 +320,9 @@ def count_bytes(
             before = optimizer.run.ledger.total_bytes
     moved = {op: nbytes - before[op] for op, nbytes in optimizer.run.ledger.total_bytes.items()}
     traffic, parameters = optimizer.plan.traffic, layout.parameters
-    weights, gradients = layout.bytes_of(Role.PARAM), layout.bytes_of(Role.GRAD) * (placement != "in_backward")
+    used = {use.page for access in optimizer.plan.trace for use in access}
+    gradients = sum(page.nbytes for page in layout.pages if page.role is Role.GRAD and page.index in used)
+    weights = layout.bytes_of(Role.PARAM)
     reads = 2 if placement == "in_forward" else 3  # transfers of a weight: read for each pass, written once
     rest = layout.state_bytes - weights + gradients
     cached = optimizer.host_bytes

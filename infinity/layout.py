@@ -3,7 +3,7 @@
 A unit's shards are grouped into *segments*: shards that share dtype and state format. A segment is one
 element space, shards back to back, each starting at a multiple of `SHARD_ALIGNMENT` elements. Its PARAM
 pages cut that space evenly; its UPDATE pages cut it again, and hold for their range of elements master and
-moments one after the other; its GRAD pages cut it a third time.
+moments one after the other; its GRAD pages cut it a third time, once for each row of the gradient.
 
 [Note: alignment and bits] Vectorised kernels treat the last few elements of a tensor with scalar code.
 Because every cut is a multiple of `RANGE_ALIGNMENT` elements from the segment's start, and every shard starts
@@ -43,6 +43,12 @@ ENCODINGS: dict[str, tuple[tuple[str, int], ...]] = {
     "8bit": (("uint8", 1), ("bfloat16", SHARD_ALIGNMENT)),  # code; the largest of a block
 }
 """Rows of a section of fp32 elements in an update page, as (dtype, elements per item)."""
+HALVES = ("bfloat16", "int16")
+"""Rows of an fp32 gradient in GRAD pages: its upper half and its lower half.
+
+A gradient that was computed in bf16 and never added to another is its upper half: the pages of the lower one are not
+used.
+"""
 FORMATS = {"fp32": ("", ""), "split": ("split", ""), "bf16-moments": ("split", "bfloat16"), "8bit": ("split", "8bit")}
 """Encodings of master and moments by `state.format`."""
 
@@ -73,14 +79,15 @@ class StateFormat:
 
     `master` is empty where the parameters are trained in the dtype they are computed in: then the PARAM pages are
     the master. `kinds` are the optimizer's own element-wise states, in order, as (name, dtype); parameters that are
-    not trained have none, and no `grad`. These are the dtypes that the optimizer sees; `encodings` has, as (section,
-    encoding), the sections that are stored otherwise.
+    not trained have none, and no gradient. These are the dtypes that the optimizer sees; `encodings` has, as (section,
+    encoding), the sections that are stored otherwise. `grads` are the dtypes of the rows of a gradient: its own, or
+    those of its `HALVES`.
     """
 
     param: str
     master: str = ""
     kinds: tuple[tuple[str, str], ...] = ()
-    grad: str = ""
+    grads: tuple[str, ...] = ()
     encodings: tuple[tuple[str, str], ...] = ()
 
     def stored_as(self, name: str) -> StateFormat:
@@ -95,7 +102,7 @@ class StateFormat:
         return replace(self, encodings=tuple((section, encoding) for section, encoding in chosen if encoding))
 
     def check(self) -> None:
-        """Check that a section is there once, and that encodings are of sections that they can be of.
+        """Check that a section is there once, and that encodings and halves are of sections that they can be of.
 
         Raises:
             ValueError: they are not.
@@ -108,6 +115,8 @@ class StateFormat:
                 raise ValueError(f"{section!r} cannot be stored as {encoding}")
             if (section == MASTER) != (encoding == "split") or (encoding == "split" and self.param != "bfloat16"):
                 raise ValueError(f"{section!r} cannot be stored as {encoding}")
+        if len(self.grads) > 1 and (self.grads, self.dtypes[MASTER]) != (HALVES, "float32"):
+            raise ValueError(f"a gradient cannot be stored as {self.grads}")
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
@@ -187,7 +196,10 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Elements [start, start + count) of a segment in one role; `nbytes` is a multiple of PAGE_ALIGNMENT."""
+    """Elements [start, start + count) of a segment in one role; `nbytes` is a multiple of PAGE_ALIGNMENT.
+
+    A GRAD page holds those of one `row` of the gradient.
+    """
 
     index: int
     role: Role
@@ -196,6 +208,7 @@ class Page:
     start: int
     count: int
     nbytes: int
+    row: int = 0
 
     @property
     def stop(self) -> int:
@@ -205,7 +218,10 @@ class Page:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One element space of a unit and the pages over it, each tuple in element order."""
+    """One element space of a unit and the pages over it, each tuple in element order.
+
+    `grad_pages` has one such tuple for each row of the gradient; all rows are cut alike.
+    """
 
     unit: int
     format: StateFormat
@@ -214,11 +230,11 @@ class Segment:
     shards: tuple[int, ...]
     param_pages: tuple[Page, ...]
     update_pages: tuple[Page, ...]
-    grad_pages: tuple[Page, ...]
+    grad_pages: tuple[tuple[Page, ...], ...]
 
     def pages(self, role: Role) -> tuple[Page, ...]:
-        """The pages of a role."""
-        return {Role.PARAM: self.param_pages, Role.UPDATE: self.update_pages, Role.GRAD: self.grad_pages}[role]
+        """The pages of weights, or of master and moments."""
+        return {Role.PARAM: self.param_pages, Role.UPDATE: self.update_pages}[role]
 
     @property
     def ranges(self) -> tuple[Page, ...]:
@@ -347,9 +363,9 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
             fmt = formats[key]
 
             def cut(
-                role: Role, itemsize: float, *, numel: int = numel, unit_index: int = unit_index
+                role: Role, itemsize: float, row: int = 0, *, numel: int = numel, unit_index: int = unit_index
             ) -> tuple[Page, ...]:
-                made = _cut(role, unit_index, len(segments), numel, itemsize, page_bytes, len(pages))
+                made = _cut(role, row, unit_index, len(segments), numel, itemsize, page_bytes, len(pages))
                 pages.extend(made)
                 return made
 
@@ -362,14 +378,14 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                     shards=tuple(members[key]),
                     param_pages=cut(Role.PARAM, ITEMSIZE[fmt.param]),
                     update_pages=cut(Role.UPDATE, fmt.update_bytes),
-                    grad_pages=cut(Role.GRAD, ITEMSIZE[fmt.grad]) if trainable else (),
+                    grad_pages=tuple(cut(Role.GRAD, ITEMSIZE[dtype], row) for row, dtype in enumerate(fmt.grads)),
                 )
             )
     return Layout(tuple(units), tuple(segments), tuple(shards), tuple(pages), page_bytes)
 
 
 def _cut(
-    role: Role, unit: int, segment: int, numel: int, itemsize: float, page_bytes: int, first: int
+    role: Role, row: int, unit: int, segment: int, numel: int, itemsize: float, page_bytes: int, first: int
 ) -> tuple[Page, ...]:
     if itemsize == 0 or numel == 0:
         return ()
@@ -385,6 +401,7 @@ def _cut(
             start=start,
             count=min(count, numel - start),
             nbytes=align_up(int(min(count, numel - start) * itemsize), PAGE_ALIGNMENT),
+            row=row,
         )
         for position, start in enumerate(range(0, numel, count))
     )

@@ -14,6 +14,7 @@ from infinity.checkpoint.manifest import read_checked, write_checked
 from infinity.checkpoint.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 from infinity.layout import (
     ENCODINGS,
+    HALVES,
     ITEMSIZE,
     MASTER,
     PAGE_ALIGNMENT,
@@ -44,7 +45,7 @@ _BODY = record(
             param=_DTYPE,
             master=one_of("", *ITEMSIZE),
             kinds=sequence(row(text(rf"(?!{MASTER}$).+"), _DTYPE)),
-            grad=one_of("", *ITEMSIZE),
+            grads=sequence(one_of(*ITEMSIZE), most=len(HALVES)),
             encodings=sequence(row(text(), one_of(*ENCODINGS))),
         ),
     ),
@@ -172,10 +173,10 @@ def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], 
         if shard.segment_key not in formats or shard.numel > shard.padded:
             raise ValueError(f"units: {brief(shard)} cannot be")
         fmt = formats[shard.segment_key]
-        if shard.trainable != bool(fmt.grad):
+        if shard.trainable != bool(fmt.grads):
             raise ValueError(f"units: {brief(shard)} is not of {brief(fmt)}")
-        nbytes += (shard.padded + RANGE_ALIGNMENT) * (fmt.state_bytes + (ITEMSIZE[fmt.grad] if fmt.grad else 0))
-        number += 3
+        nbytes += (shard.padded + RANGE_ALIGNMENT) * (fmt.state_bytes + sum(ITEMSIZE[dtype] for dtype in fmt.grads))
+        number += 2 + len(fmt.grads)
     # Pages are cut evenly, so they are more than half full but for one of each role and segment.
     if 2 * nbytes // page_bytes + number > _MOST_PAGES:
         raise ValueError(f"units: they are of more than {_MOST_PAGES} pages")

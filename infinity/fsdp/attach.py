@@ -15,7 +15,7 @@ from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
 from infinity.fsdp.materialize import Member
 from infinity.fsdp.shard import PagedShard, ShardSource
-from infinity.layout import ShardSpec, StateFormat, UnitSpec
+from infinity.layout import HALVES, ShardSpec, StateFormat, UnitSpec
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,10 @@ class ShardedModel:
                 gather = dtype_name(private.compute_dtype(group, member.param))
                 own = dtype_name(param.dtype)
                 fmt = format_of(param, gather) if param.requires_grad else StateFormat(param=gather)
-                fmt = replace(fmt, master="" if own == gather else own, grad=own if param.requires_grad else "")
+                # Alone, a rank gets each gradient in the dtype in which it was computed: its lower half may be zero.
+                halves = (gather, own) == (HALVES[0], "float32") and not private.reduces(member.param)
+                grads = (HALVES if halves else (own,)) if param.requires_grad else ()
+                fmt = replace(fmt, master="" if own == gather else own, grads=grads)
                 key = f"{'trained' if param.requires_grad else 'frozen'} {own} {fmt}"
                 formats[key] = fmt
                 shards.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
@@ -10,8 +10,20 @@ from typing import NamedTuple
 import torch
 
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp.encoding import decode, encode
-from infinity.layout import MASTER, SHARD_ALIGNMENT, Layout, Page, Placed, Role, Row, Segment, StateFormat, overlapping
+from infinity.fsdp.encoding import decode, encode, halves, joined
+from infinity.layout import (
+    HALVES,
+    MASTER,
+    SHARD_ALIGNMENT,
+    Layout,
+    Page,
+    Placed,
+    Role,
+    Row,
+    Segment,
+    StateFormat,
+    overlapping,
+)
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
 from infinity.units import align_down, align_up, format_size
@@ -37,7 +49,8 @@ def section(content: torch.Tensor, page: Page, layout: Layout) -> torch.Tensor:
         content: uint8, the page's bytes.
     """
     fmt = layout.segments[page.segment].format
-    return content[: page.nbytes].view(torch_dtype(fmt.param if page.role is Role.PARAM else fmt.grad))[: page.count]
+    dtype = torch_dtype(fmt.param if page.role is Role.PARAM else fmt.grads[page.row])
+    return content[: page.nbytes].view(dtype)[: page.count]
 
 
 def row_of(content: torch.Tensor, page: Page, row: Row) -> torch.Tensor:
@@ -101,6 +114,16 @@ def stored(
     padding = align_up(len(values), SHARD_ALIGNMENT) - len(values)
     padded = torch.nn.functional.pad(values, (0, padding))
     return list(zip(fmt.rows[name], encode(padded, fmt.encoded[name], step), strict=True))
+
+
+def gradient_rows(fmt: StateFormat, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the rows of a gradient as GRAD pages hold them: views of `values`, shape (n,)."""
+    return halves(values) if fmt.grads == HALVES else (values,)
+
+
+def gradient_of(fmt: StateFormat, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a gradient, shape (n,), from the rows of it that are stored."""
+    return joined(rows) if fmt.grads == HALVES else rows[0]
 
 
 def _copies_issued(device: torch.device) -> torch.cuda.Event | None:

@@ -55,19 +55,39 @@ def decode(rows: Sequence[torch.Tensor], encoding: str) -> torch.Tensor:
     return rows[0].float()
 
 
+def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the upper halves of fp32 values, which are bf16, and the lower ones, int16: views, shape (n,).
+
+    Args:
+        values: fp32, shape (n,), contiguous.
+    """
+    lower, upper = values.view(torch.int16).view(-1, 2).unbind(1)
+    return upper.view(torch.bfloat16), lower
+
+
+def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return fp32 values, a new tensor of shape (n,), from their upper halves and, unless all are zero, their lower."""
+    if len(rows) == 1:
+        return rows[0].float()
+    values = torch.empty(len(rows[0]))
+    for row, half in zip(rows, halves(values), strict=True):
+        half.copy_(row)
+    return values
+
+
 def _split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     weights = master.to(torch.bfloat16)
-    lower, upper = master.view(torch.int16).view(-1, 2).unbind(1)
-    rounded_up = np.packbits((upper != weights.view(torch.int16)).numpy(), bitorder="little")
+    upper, lower = halves(master)
+    rounded_up = np.packbits((upper.view(torch.int16) != weights.view(torch.int16)).numpy(), bitorder="little")
     return weights, lower, torch.from_numpy(rounded_up)
 
 
 def _joined(weights: torch.Tensor, lower: torch.Tensor, rounded_up: torch.Tensor) -> torch.Tensor:
     master = torch.empty(len(weights))
-    low, high = master.view(torch.int16).view(-1, 2).unbind(1)
+    high, low = halves(master)
     low.copy_(lower)
     bits = torch.from_numpy(np.unpackbits(rounded_up.numpy(), bitorder="little"))
-    torch.sub(weights.view(torch.int16), bits, out=high)
+    torch.sub(weights.view(torch.int16), bits, out=high.view(torch.int16))
     return master
 
 

@@ -112,6 +112,11 @@ def shard_rank_and_size(param: Any) -> tuple[int, int]:
     return getattr(info, "shard_mesh_rank", 0), getattr(info, "shard_mesh_size", 1)
 
 
+def reduces(param: Any) -> bool:
+    """Return whether the gradients of several ranks are added up."""
+    return bool(param.mesh_info.mesh.size() > 1)
+
+
 def is_tensor_parallel(param: Any) -> bool:
     """Whether the parameter was a DTensor before `fully_shard`."""
     return bool(param.is_dtensor)

@@ -27,8 +27,9 @@ from torch import nn
 
 from infinity.errors import InfinityError
 from infinity.fsdp import private
-from infinity.fsdp.content import section, torch_dtype
-from infinity.layout import Layout, Page, Segment, overlapping
+from infinity.fsdp.content import gradient_of, gradient_rows, section, torch_dtype
+from infinity.fsdp.encoding import halves
+from infinity.layout import HALVES, Layout, Page, Segment, overlapping
 from infinity.optim.kernel import Scalars, UpdateKernel
 from infinity.optim.update import Update, snapshot
 from infinity.optim.worker import UpdateWorker
@@ -85,6 +86,7 @@ class StepState:
         self._arrived: torch.cuda.Event | None = None  # where the device has the gradients that came last
         self._pending = _Pending()
         self._due: dict[int, int] = {}  # unit -> the one to be updated when it is gathered
+        self._rows: dict[int, int] = {}  # unit -> rows of its gradient that are stored: as many as were ever needed
         self._reset()
 
     def _reset(self) -> None:
@@ -137,9 +139,9 @@ class StepState:
                 f"a second gradient of unit {self._layout.units[unit].name} arrived after its update in backward; with "
                 'several backward passes per step set update.placement = "after_backward"'
             )
-        self.events.append(Event(EventKind.GRADIENTS, unit))
         with torch.no_grad():
             if unit in self.placement.in_backward:
+                self.events.append(Event(EventKind.GRADIENTS, unit, self._rows.get(unit, 1)))
                 self._done.add(unit)
                 grads = {shard: grad.reshape(-1) for shard, (_, grad) in arrivals.items()}
                 self._reduced = (unit, grads, self._settings_now(grads))
@@ -156,12 +158,14 @@ class StepState:
                 self._update(unit, settings, self.step, grads=grads)
 
     def _store(self, unit: int, arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]]) -> None:
-        stored = self._stored.pop(unit, None)
-        accesses = store_gradient_accesses(self._layout, unit, first=stored is None)
-        stored = stored or set()
+        stored = self._stored.pop(unit, set())
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
         totals = {shard: grad for shard, (_, grad) in arrivals.items()}
+        before, rows = self._rows.get(unit, 1), self._rows_of(totals, added=bool(stored))
+        self._rows[unit] = max(before, rows)
+        self.events.append(Event(EventKind.GRADIENTS, unit, self._rows[unit]))
+        accesses = store_gradient_accesses(self._layout, unit, stored=before if stored else 0, rows=self._rows[unit])
         with self._part("copy"):
             self._walk_gradients(accesses, {s: g for s, g in totals.items() if s in stored}, totals)
         with self._part("update"):
@@ -169,16 +173,31 @@ class StepState:
                 self._norms[shard] = (param, torch.linalg.vector_norm(total, 2.0))
         self._stored[unit] = stored | set(arrivals)  # at the end: arrival order
 
-    def _walk_gradients(self, accesses: Any, added: dict[int, torch.Tensor], totals: dict[int, torch.Tensor]) -> None:
+    def _rows_of(self, grads: Mapping[int, torch.Tensor], *, added: bool) -> int:
+        """Return how many rows hold the gradients of a unit; a sum of two is taken to need all there are."""
+        for shard, grad in grads.items():
+            divided = self._layout.format_of(shard).grads == HALVES
+            if divided and (added or torch.count_nonzero(halves(grad.reshape(-1))[1])):
+                return len(HALVES)
+        return 1
+
+    def _walk_gradients(
+        self, accesses: Iterable[Access], added: dict[int, torch.Tensor], totals: dict[int, torch.Tensor]
+    ) -> None:
         """Add what is stored to the new gradients, then store the sums. Addition order as in memory: commutative."""
         for access in accesses:
-            page = self._layout.pages[access[0].page]
-            with self._pager.access(access) as (content,):
-                values = section(content, page, self._layout)
-                for shard, held, part in self._slices(page, totals):
+            pages = [self._layout.pages[use.page] for use in access]
+            old = sum(use.mode.fetches for use in access)
+            with self._pager.access(access) as contents:
+                rows = [section(content, page, self._layout) for content, page in zip(contents, pages, strict=True)]
+                for row in rows[old:] if old else ():
+                    row.zero_()  # of shards that have none this time
+                for shard, held, part in self._slices(pages[0], totals):
+                    fmt = self._layout.format_of(shard)
                     if shard in added:
-                        part.add_(values[held].to(part.device))
-                    values[held].copy_(part)
+                        part.add_(gradient_of(fmt, [row[held] for row in rows[:old]]).to(part.device))
+                    for row, values in zip(rows, gradient_rows(fmt, part), strict=False):  # those that are stored
+                        row[held].copy_(values)
 
     def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> list[tuple[int, slice, torch.Tensor]]:
         """Return (shard, slice of the page, slice of the shard's flat tensor) for every overlap."""
@@ -216,7 +235,8 @@ class StepState:
     def _discard_stored(self) -> None:
         for unit in self._stored:
             for segment in self._layout.unit_segments[unit]:
-                self._pager.discard([page.index for page in self._layout.segments[segment].grad_pages])
+                for pages in self._layout.segments[segment].grad_pages[: self._rows[unit]]:
+                    self._pager.discard([page.index for page in pages])
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, order: Sequence[int]) -> torch.Tensor:
         """Scale all gradients by one factor, as `torch.nn.utils.clip_grad_norm_` does; return the norm before.
@@ -267,11 +287,16 @@ class StepState:
         if shard not in self._stored.get(placed.unit, ()):
             raise InfinityError(f"{placed.spec.name} has no gradient")
         segment = self._layout.segments[placed.segment]
-        flat = torch.empty(placed.spec.numel, dtype=torch_dtype(segment.format.grad))
-        for page, _, _ in overlapping(segment.grad_pages, placed.start, placed.start + placed.spec.numel):
-            with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
-                for _, held, part in self._slices(page, {shard: flat}):
-                    part.copy_(section(content, page, self._layout)[held])
+        stored = segment.grad_pages[: self._rows[placed.unit]]
+        rows = [
+            torch.empty(placed.spec.numel, dtype=torch_dtype(dtype)) for dtype in segment.format.grads[: len(stored)]
+        ]
+        for row, pages in zip(rows, stored, strict=True):
+            for page, _, _ in overlapping(pages, placed.start, placed.start + placed.spec.numel):
+                with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
+                    for _, held, part in self._slices(page, {shard: row}):
+                        part.copy_(section(content, page, self._layout)[held])
+        flat = gradient_of(segment.format, rows)
         if self._scale is not None:
             flat.mul_(self._scale)
         return flat
@@ -351,11 +376,11 @@ class StepState:
     ) -> None:
         """Update the shards of a unit that have `settings`, from `grads` or, scaled, from the GRAD pages."""
         update = Update(self._layout, self._kernel, settings, self.scalars, step, grads, self._arrived, scale)
-        beside = self._worker.beside
+        beside, rows = self._worker.beside, self._rows[unit] if grads is None else 0
         for index in self._layout.unit_segments[unit]:
             segment = self._layout.segments[index]
             for position, item in enumerate(segment.ranges):
-                access = range_access(segment, position, gradients_paged=grads is None)
+                access = range_access(segment, position, rows=rows)
                 lease = self._pager.lease(access, beside=beside)
                 self._worker.submit(partial(self._run, update, lease, segment, item, access))
         self._worker.submit(partial(self._finish, update))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infinity.fsdp.content import put, read_section, row_of, section, stored
+from infinity.fsdp.content import gradient_of, put, read_section, row_of, section, stored
 from infinity.layout import MASTER, RANGE_ALIGNMENT, SHARD_ALIGNMENT, Layout, Page, Role, Segment
 from infinity.optim.kernel import Piece, Scalars, UpdateKernel
 from infinity.schedule.trace import Access
@@ -141,10 +141,11 @@ class Update:
         if self.grads is not None:
             start = self.layout.shards[shard].start
             return self.grads[shard][low - start : high - start]
-        parts = [
-            values[max(low, page.start) - page.start : min(high, page.stop) - page.start]
-            for page, values in waiting.items()
-            if max(low, page.start) < min(high, page.stop)
-        ]
-        grad = parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows: dict[int, list[torch.Tensor]] = {}
+        for page, values in waiting.items():
+            first, last = max(low, page.start), min(high, page.stop)
+            if first < last:
+                rows.setdefault(page.row, []).append(values[first - page.start : last - page.start])
+        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for _, parts in sorted(rows.items())]
+        grad = gradient_of(self.layout.format_of(shard), whole)
         return grad.mul_(self.scale) if self.scale is not None else grad

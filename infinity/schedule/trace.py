@@ -27,10 +27,14 @@ class EventKind(Enum):
 
 
 class Event(NamedTuple):
-    """One thing the training loop did."""
+    """One thing the training loop did.
+
+    `rows` is how many rows of each gradient of the unit are stored from then on, unless it is updated at once.
+    """
 
     kind: EventKind
     unit: int = -1
+    rows: int = 1
 
 
 class Mode(Enum):
@@ -125,7 +129,8 @@ def expand(
         pending: whether the units that are updated in forward come with gradients of the step before.
     """
     accesses: list[Access] = []
-    arrived: dict[int, int] = {}
+    arrived: dict[int, int] = {}  # unit -> rows of its gradient that are stored
+    rows = stored_rows(events)
     due = placement.due(events)
     later = set(due.values())
     waiting = dict(due) if pending else {}
@@ -133,17 +138,21 @@ def expand(
 
     def update_reduced() -> None:
         for unit in reduced:
-            accesses.extend(update_accesses(layout, unit, gradients_paged=False))
+            accesses.extend(update_accesses(layout, unit))
         reduced.clear()
+
+    def update_waiting(gathered: int) -> None:
+        unit = waiting.pop(gathered, None)
+        if unit is not None:
+            accesses.extend(update_accesses(layout, unit, rows=rows.get(unit, 1)))
 
     for event in events:
         if event.kind is EventKind.GATHER:
-            if not placement.beside and event.unit in waiting:
-                accesses.extend(update_accesses(layout, waiting.pop(event.unit), gradients_paged=True))
+            if not placement.beside:
+                update_waiting(event.unit)
             accesses.extend(gather_accesses(layout, event.unit))
             update_reduced()
-            if event.unit in waiting:
-                accesses.extend(update_accesses(layout, waiting.pop(event.unit), gradients_paged=True))
+            update_waiting(event.unit)
         elif event.kind is EventKind.GRADIENTS:
             update_reduced()
             if event.unit in placement.in_backward:
@@ -151,23 +160,27 @@ def expand(
                 if not placement.beside:
                     update_reduced()
             else:
-                first = event.unit not in arrived
-                arrived[event.unit] = arrived.pop(event.unit, 0) + 1
-                accesses.extend(store_gradient_accesses(layout, event.unit, first=first))
+                stored = arrived.pop(event.unit, 0)
+                arrived[event.unit] = event.rows  # at the end: arrival order
+                accesses.extend(store_gradient_accesses(layout, event.unit, stored=stored, rows=event.rows))
         else:
             update_reduced()
             for unit in update_order(arrived):
                 if unit not in later:
-                    accesses.extend(update_accesses(layout, unit, gradients_paged=True))
+                    accesses.extend(update_accesses(layout, unit, rows=rows[unit]))
     return tuple(accesses)
+
+
+def stored_rows(events: Iterable[Event]) -> dict[int, int]:
+    """Return how many rows of each unit's gradient are stored at the end of a step."""
+    return {event.unit: event.rows for event in events if event.kind is EventKind.GRADIENTS}
 
 
 def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
     """Return the accesses of all updates that wait for the next forward, when they are not to wait any longer."""
+    rows = stored_rows(events)
     return tuple(
-        access
-        for unit in placement.due(events).values()
-        for access in update_accesses(layout, unit, gradients_paged=True)
+        access for unit in placement.due(events).values() for access in update_accesses(layout, unit, rows=rows[unit])
     )
 
 
@@ -185,27 +198,27 @@ def gather_accesses(layout: Layout, unit: int) -> Iterator[Access]:
             yield (Use(page.index, Mode.READ),)
 
 
-def store_gradient_accesses(layout: Layout, unit: int, *, first: bool) -> Iterator[Access]:
-    """Yield the GRAD pages that an arriving gradient is written (`first`) or added to."""
-    for segment in layout.unit_segments[unit]:
-        for page in layout.segments[segment].grad_pages:
-            yield (Use(page.index, Mode.WRITE if first else Mode.UPDATE),)
+def store_gradient_accesses(layout: Layout, unit: int, *, stored: int, rows: int) -> Iterator[Access]:
+    """Yield the GRAD pages of `rows` rows to which an arriving gradient is added, or written where none is `stored`."""
+    for index in layout.unit_segments[unit]:
+        for pages in zip(*layout.segments[index].grad_pages[:rows], strict=True):
+            yield tuple(Use(page.index, Mode.UPDATE if page.row < stored else Mode.WRITE) for page in pages)
 
 
-def update_accesses(layout: Layout, unit: int, *, gradients_paged: bool) -> Iterator[Access]:
-    """Yield one access for each range of a unit's update."""
+def update_accesses(layout: Layout, unit: int, *, rows: int = 0) -> Iterator[Access]:
+    """Yield one access for each range of a unit's update, for which `rows` rows of its gradient are stored."""
     for index in layout.unit_segments[unit]:
         segment = layout.segments[index]
         for position in range(len(segment.ranges)):
-            yield range_access(segment, position, gradients_paged=gradients_paged)
+            yield range_access(segment, position, rows=rows)
 
 
-def range_access(segment: Segment, position: int, *, gradients_paged: bool) -> Access:
-    """Return the pages that the update of one range needs: gradients, master and moments, weights."""
+def range_access(segment: Segment, position: int, *, rows: int = 0) -> Access:
+    """Return the pages that the update of one range needs: stored gradients, master and moments, weights."""
     item = segment.ranges[position]
     uses: list[Use] = []
-    if gradients_paged:
-        for page, _, stop in overlapping(segment.grad_pages, item.start, item.stop):
+    for pages in segment.grad_pages[:rows]:
+        for page, _, stop in overlapping(pages, item.start, item.stop):
             uses.append(Use(page.index, Mode.CONSUME if stop == page.stop else Mode.READ))
     if segment.update_pages:
         uses.append(Use(item.index, Mode.UPDATE))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from infinity.layout import Layout, ShardSpec, StateFormat, UnitSpec, build_layout
+from infinity.layout import HALVES, Layout, ShardSpec, StateFormat, UnitSpec, build_layout
 from infinity.schedule.trace import Event, EventKind
 
 ADAM = (("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 FORMATS = {
-    "mixed": StateFormat(param="bfloat16", master="float32", kinds=ADAM, grad="float32"),
-    "plain": StateFormat(param="float32", kinds=ADAM, grad="float32"),
-    "stateless": StateFormat(param="float32", grad="float32"),
+    "mixed": StateFormat(param="bfloat16", master="float32", kinds=ADAM, grads=("float32",)),
+    "halves": StateFormat(param="bfloat16", master="float32", kinds=ADAM, grads=HALVES),
+    "plain": StateFormat(param="float32", kinds=ADAM, grads=("float32",)),
+    "stateless": StateFormat(param="float32", grads=("float32",)),
     "frozen": StateFormat(param="bfloat16", master="float32"),
 }
 FORMATS |= {name: FORMATS["mixed"].stored_as(name) for name in ("split", "bf16-moments", "8bit")}
@@ -34,7 +35,7 @@ def layouts(draw: st.DrawFn, *, most: int = 40_000) -> Layout:
                     numel=numel,
                     padded=max(1, numel) + draw(st.sampled_from([0, 0, 1, 67])),
                     segment_key=key,
-                    trainable=bool(FORMATS[key].grad),
+                    trainable=bool(FORMATS[key].grads),
                 )
             )
         units.append(UnitSpec(name=f"u{unit}", shards=tuple(shards)))
@@ -53,7 +54,7 @@ def steps(draw: st.DrawFn, layout: Layout) -> tuple[Event, ...]:
             if draw(st.booleans()):
                 events.append(Event(EventKind.GATHER, unit))
             if unit in trainable and draw(st.integers(0, 3)):
-                events.append(Event(EventKind.GRADIENTS, unit))
+                events.append(Event(EventKind.GRADIENTS, unit, draw(st.integers(1, 2))))
     return (*events, Event(EventKind.STEP))
 
 

@@ -286,13 +286,17 @@ def moved(recipe: Recipe, placement: str, folder: Path) -> tuple[list[int], int]
 
 @pytest.mark.parametrize("placement", ["in_backward", "in_forward"])
 def test_bytes_per_step_do_not_depend_on_the_number_of_slices(placement: str, tmp_path: Path) -> None:
-    """1, 4 or 16 micro-batches: the plan is one and the same, and so are the bytes; a loop multiplies them."""
+    """1, 4 or 16 micro-batches: the plan is one and the same, and so are the bytes; a loop multiplies them.
+
+    Only gradients that wait on NVMe are smaller where nothing is added up: they fit into bf16.
+    """
     planned = {}
     for count in (1, 4, 16):
         recipe = Recipe(model="even", sequences=16, slices=count, steps=16)
         found, planned[count] = moved(recipe, placement, tmp_path)
         assert 0.85 * planned[count] < sum(found) / len(found) < 1.03 * planned[count]  # as in test_traffic.py
-    assert planned[1] == planned[4] == planned[16]
+    assert planned[4] == planned[16]
+    assert planned[1] == planned[4] or (placement == "in_forward" and 0.8 * planned[4] < planned[1] < planned[4])
     _, loop = moved(Recipe(model="even", sequences=4, micro=4, steps=6), "in_forward", tmp_path)
     assert loop > 1.8 * planned[4]
 

@@ -30,7 +30,7 @@ def element_bytes(layout: Layout, page: Page) -> float:
     if page.role is Role.UPDATE:
         rows = [row for section in fmt.rows.values() for row in section if row.role is Role.UPDATE]
         return sum(ITEMSIZE[row.dtype] / row.each for row in rows)
-    return ITEMSIZE[fmt.param if page.role is Role.PARAM else fmt.grad]
+    return ITEMSIZE[fmt.param if page.role is Role.PARAM else fmt.grads[page.row]]
 
 
 @given(layouts())
@@ -40,11 +40,12 @@ def test_every_element_is_in_exactly_one_page_per_role(layout: Layout) -> None:
     for number, segment in enumerate(layout.segments):
         fmt = segment.format
         wanted = {
-            Role.PARAM: (segment.param_pages, True),
-            Role.UPDATE: (segment.update_pages, bool(fmt.master or fmt.kinds)),
-            Role.GRAD: (segment.grad_pages, bool(fmt.grad)),
+            (Role.PARAM, 0): (segment.param_pages, True),
+            (Role.UPDATE, 0): (segment.update_pages, bool(fmt.master or fmt.kinds)),
+            **{(Role.GRAD, row): (pages, True) for row, pages in enumerate(segment.grad_pages)},
         }
-        for role, (pages, exists) in wanted.items():
+        assert len(segment.grad_pages) == len(fmt.grads)
+        for (role, row), (pages, exists) in wanted.items():
             covered = [n for page in pages for n in (page.start, page.stop)]
             if exists:
                 assert covered[0] == 0
@@ -52,7 +53,7 @@ def test_every_element_is_in_exactly_one_page_per_role(layout: Layout) -> None:
                 assert all(a.stop == b.start for a, b in pairwise(pages))
             else:
                 assert pages == ()
-            assert all(page.role is role and page.segment == number for page in pages)
+            assert all((page.role, page.row) == (role, row) and page.segment == number for page in pages)
             assert all(page.unit == segment.unit for page in pages)
             seen += [page.index for page in pages]
     assert sorted(seen) == list(range(len(layout.pages)))

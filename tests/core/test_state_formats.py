@@ -318,7 +318,7 @@ def test_a_format_that_would_change_nothing_is_refused(policy: str, name: str, t
 
 def test_a_format_concerns_what_it_can_be_of() -> None:
     """Other dtypes are stored as they are; what cannot be is not read from a description."""
-    mixed = StateFormat(param="bfloat16", master="float32", kinds=ADAM, grad="float32")
+    mixed = StateFormat(param="bfloat16", master="float32", kinds=ADAM, grads=("float32",))
     sizes = {name: mixed.stored_as(name).state_bytes for name in FORMATS}
     assert sizes == {"fp32": 14, "split": 12.125, "bf16-moments": 8.125, "8bit": 6.1875}
     half = StateFormat(param="float16", master="float32", kinds=(("mask", "bool"), ADAM[0]))

@@ -116,16 +116,16 @@ def test_measured_bytes_are_the_planned_ones_on_two_ranks(placement: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("placement", "most"), [("in_backward", 30.05), ("in_forward", 36.3), ("after_backward", 38.05)]
+    ("placement", "most"), [("in_backward", 30.05), ("in_forward", 32.3), ("after_backward", 34.05)]
 )
 def test_bytes_per_parameter_with_nothing_cached(placement: str, most: float, tmp_path: Path) -> None:
-    """30 in backward; 8 more where gradients go to NVMe and back, of which 2 are saved where the forward updates."""
+    """30 in backward; 4 more where gradients, in bf16, go to NVMe and back; 2 less where the forward updates."""
     paging = Paging(arena="least", placement=placement)
     seen = traffic(Recipe(model="even", steps=WARM), paging, str(tmp_path))
-    assert seen["resident"] <= 1
+    assert seen["resident"] <= 2
     assert seen["state"] == 14 * seen["parameters"], "this model is meant to have no padding"
     each = (seen["read"] + seen["written"]) / STEADY / seen["parameters"]
-    assert most - 2 < each <= most
+    assert most - 2.1 < each <= most
 
 
 def accounted(folder: Path) -> bool:
