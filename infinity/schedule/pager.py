@@ -85,6 +85,9 @@ class PagerObserver(Protocol):
     def fetched(self, result: str) -> None:
         """A page was needed; `result` is ``hit``, ``late`` or ``miss``."""
 
+    def moving(self, seconds: float) -> None:
+        """Pages have been on their way for so much longer; from any thread, one at a time."""
+
     def spared(self, nbytes: int) -> None:
         """A planned read was not needed: the page comes back while it is still being written."""
 
@@ -190,6 +193,7 @@ class Pager:
         self._leaving: deque[tuple[DeviceEvent, Access]] = deque()
         self._reads = 0
         self._writes = 0
+        self._moving_since = 0.0
         self._leases = 0
         self._held_leases = 0
         self._awaited = 0  # frames that somebody waits for: they come before those for fetches
@@ -616,12 +620,14 @@ class Pager:
     def _start_read(self, page: int) -> None:
         slot = self._slots[page]
         slot.reading, slot.dirty = True, False
+        self._book_moving()
         self._reads += 1
         memory = self._arena.view(slot.frame, self._layout.pages[page].nbytes)
 
         def done(error: Exception | None) -> None:
             with self._changed:
                 slot.reading = False
+                self._book_moving()
                 self._reads -= 1
                 self._note(error)
                 self._settle(page)
@@ -632,12 +638,14 @@ class Pager:
     def _start_write(self, page: int) -> None:
         slot = self._slots[page]
         slot.writing, slot.dirty = True, False
+        self._book_moving()
         self._writes += 1
         memory = self._arena.view(slot.frame, self._layout.pages[page].nbytes)
 
         def done(error: Exception | None) -> None:
             with self._changed:
                 slot.writing = False
+                self._book_moving()
                 self._writes -= 1
                 if error is not None:
                     slot.dirty = True  # the frame still has the only copy
@@ -648,6 +656,13 @@ class Pager:
                 self._changed.notify_all()
 
         self._store.write(page, memory, done)
+
+    def _book_moving(self) -> None:
+        """Report for how long pages have been on their way, before their number changes."""
+        now = time.perf_counter()
+        if self._reads or self._writes:
+            self._observer.moving(now - self._moving_since)
+        self._moving_since = now
 
     def _note(self, error: Exception | None) -> None:
         if error is not None and self._failure is None:

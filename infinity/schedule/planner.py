@@ -229,6 +229,18 @@ def lengths(plan: Plan, layout: Layout, works: Sequence[float], *, beside: bool)
     ]
 
 
+def predict_seconds(plan: Plan, layout: Layout, *, bandwidth: float, computation: float, beside: bool) -> float:
+    """Return how many seconds a steady step takes.
+
+    Args:
+        bandwidth: of the drives, bytes per second of reads and writes together.
+        computation: seconds that the training thread takes where it waits for no page.
+        beside: whether updates are waited for on a thread of their own.
+    """
+    (length,) = lengths(plan, layout, [computation * bandwidth], beside=beside)
+    return max(length, plan.traffic.total_bytes) / bandwidth
+
+
 def prepend(prefix: Sequence[Access], plan: Plan) -> Plan:
     """Return a plan that executes a prefix, accesses of the same pages, once before the trace of `plan`."""
     if plan.streaming_frames:
