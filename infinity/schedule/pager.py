@@ -196,6 +196,7 @@ class Pager:
         self._moving_since = 0.0
         self._leases = 0
         self._held_leases = 0
+        self._returned = 0  # transfers and held leases that have ended: each may leave a frame
         self._awaited = 0  # frames that somebody waits for: they come before those for fetches
 
     # What the training loop calls #
@@ -250,6 +251,7 @@ class Pager:
         with self._changed:
             self._leases -= 1
             self._held_leases -= 1
+            self._returned += 1
             for use in lease.uses:
                 slot = self._slots[use.page]
                 slot.leases -= 1
@@ -570,19 +572,10 @@ class Pager:
                     f"all {self._arena.frames} frames of the arena are in use at once; set memory.host_bytes higher"
                 )
             if not self._free:
-                before = (self._reads, self._writes, self._held_leases)
                 self._awaited += 1
                 try:
                     self._wait(
-                        lambda before=before: (
-                            bool(self._free)  # type: ignore[misc]
-                            or any(
-                                now < then
-                                for now, then in zip(
-                                    (self._reads, self._writes, self._held_leases), before, strict=True
-                                )
-                            )
-                        ),
+                        lambda before=self._returned: bool(self._free) or self._returned != before,  # type: ignore[misc]
                         "arena",
                         page,
                         beside=beside,
@@ -629,6 +622,7 @@ class Pager:
                 slot.reading = False
                 self._book_moving()
                 self._reads -= 1
+                self._returned += 1
                 self._note(error)
                 self._settle(page)
                 self._changed.notify_all()
@@ -647,6 +641,7 @@ class Pager:
                 slot.writing = False
                 self._book_moving()
                 self._writes -= 1
+                self._returned += 1
                 if error is not None:
                     slot.dirty = True  # the frame still has the only copy
                     self._note(error)
