@@ -207,6 +207,25 @@ def measure_time(options: argparse.Namespace, folder: Path, threads: int) -> dic
     return {**facts["infinity"], "by_tokens": {str(count): figures(rows) for count, rows in steps.items()}}
 
 
+def measure_devices(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Return the figures of all drives and numbers of threads."""
+    from benchmarks.loopdev import LoopDeviceError, loop_device
+    from infinity.units import GIB
+
+    (folder / "time").mkdir()
+    drives = {"drive": folder / "time"}
+    if options.loop:
+        try:
+            drives["loop device in memory"] = stack.enter_context(loop_device(12 * GIB))
+        except LoopDeviceError as error:
+            sys.exit(f"--loop: {error}")
+    found = {}
+    for threads, (drive, place) in itertools.product(options.threads, drives.items()):
+        name = f"{drive}, {threads} of {os.cpu_count()} cores compute" if threads else drive
+        found[name] = measure_time(options, place, threads)
+    return found
+
+
 def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return medians and ratios of one number of tokens."""
     seconds = {variant: [row["seconds"] for row in found] for variant, found in rows.items()}
@@ -259,7 +278,7 @@ def headlines(result: dict[str, Any]) -> dict[str, Any]:
         "bytes_per_parameter": {},
         "predicted_over_measured_bytes": {},
     }
-    for row in result["bytes"]:
+    for row in result.get("bytes", ()):
         if row["smallest"]:
             found["bytes_per_parameter"].setdefault(row["format"], {})[row["placement"]] = row["bytes_per_parameter"]
         if row["format"] == "fp32":
@@ -358,7 +377,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     from matplotlib.figure import Figure
 
     devices = result["devices"]
-    number = len(devices) + bool(result["bytes"])
+    number = len(devices) + ("bytes" in result)
     columns = min(number, 3)
     rows = -(-number // columns)
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
@@ -382,7 +401,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
         axes.set_title(f"{result['config']['model']}, {device}")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    if result["bytes"]:
+    if "bytes" in result:
         draw_bytes(plots[-1], result["bytes"])
     figure.savefig(file, dpi=120)
 
@@ -422,7 +441,7 @@ def show(result: dict[str, Any]) -> None:
                               f"{plain['median']:.2f}" if plain else "",
                               f"{roofline['median']:.2f} ({row['bound_by']})" if roofline else "")  # fmt: skip
         console.print(table)
-    if not result["bytes"]:
+    if "bytes" not in result:
         return
     table = Table(title="NVMe bytes per parameter and step")
     for name in ("format", "placement", "arena, % of state", "measured", "predicted/measured", "least possible"):
@@ -451,8 +470,7 @@ def publish(
 def main() -> None:
     """Measure, write results/step.json and step.png."""
     sys.path.insert(0, str(ROOT))
-    from benchmarks.loopdev import LoopDeviceError, loop_device
-    from infinity.units import GIB, parse_size
+    from infinity.units import parse_size
     from infinity_tools.presets import best_dtype
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -469,6 +487,7 @@ def main() -> None:
     parser.add_argument("--variants", default="infinity,resident,io_only,fsdp_memory,torch_memory")
     parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
     parser.add_argument("--loop", action="store_true", help="also on XFS on a loop device in memory (root only)")
+    parser.add_argument("--no-time", action="store_true", help="count bytes only; the times in --out stay")
     parser.add_argument("--no-bytes", action="store_true", help="do not count bytes by placement and arena")
     parser.add_argument("--out", type=Path, default=RESULTS / "step.json")
     parser.add_argument("--json", action="store_true")
@@ -484,26 +503,26 @@ def main() -> None:
         sys.exit("--variants must contain infinity")
     if bad := [count for count in options.tokens if count > options.seq and count % options.seq]:
         sys.exit(f"--tokens {bad[0]} is not a multiple of --seq {options.seq}")
-    left_out = ("nvme", "out", "json")
-    result = {"config": {k: v for k, v in vars(options).items() if k not in left_out}, **machine(), "devices": {}}
+    left_out = ("nvme", "out", "json", "no_time")
+    if options.no_time:
+        result = json.loads(options.out.read_text())
+        changed = [name for name in ("model", "dtype", "seq") if result["config"][name] != getattr(options, name)]
+        if changed:
+            sys.exit(f"--no-time: the times in {options.out} are of another --{changed[0]}")
+    else:
+        result = {"config": {k: v for k, v in vars(options).items() if k not in left_out}, **machine(), "devices": {}}
     with ExitStack() as stack:
         folder = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme or "."))
         )
-        (folder / "time").mkdir()
-        drives = {"drive": folder / "time"}
-        if options.loop:
-            try:
-                drives["loop device in memory"] = stack.enter_context(loop_device(12 * GIB))
-            except LoopDeviceError as error:
-                sys.exit(f"--loop: {error}")
-        for threads, (drive, place) in itertools.product(options.threads, drives.items()):
-            name = f"{drive}, {threads} of {os.cpu_count()} cores compute" if threads else drive
-            result["devices"][name] = measure_time(options, place, threads)
-        options.parameters = next(iter(result["devices"].values()))["parameters"]
-        options.smallest_arena = LEAST_PAGES * PAGE_BYTES + 2 * largest_unit(options)  # 2: bytes of a weight in bf16
-        result["bytes"] = [] if options.no_bytes else measure_bytes(options, folder)
-    publish({**headlines(result), **result}, options, draw, show)
+        if not options.no_time:
+            result["devices"] = measure_devices(options, folder, stack)
+        if not options.no_bytes:
+            options.parameters = next(iter(result["devices"].values()))["parameters"]
+            options.smallest_arena = LEAST_PAGES * PAGE_BYTES + 2 * largest_unit(options)  # bytes of a weight in bf16
+            result["bytes"], result["bytes_commit"] = measure_bytes(options, folder), machine()["commit"]
+    first = headlines(result)
+    publish({**first, **result, **first}, options, draw, show)
 
 
 if __name__ == "__main__":

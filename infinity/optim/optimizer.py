@@ -19,7 +19,7 @@ from infinity.optim.step import StepState
 from infinity.optim.update import snapshot
 from infinity.peers import Peers
 from infinity.schedule.pager import Pager
-from infinity.schedule.planner import Plan, make_plan, preferred, prepend
+from infinity.schedule.planner import Plan, make_plan, predict_seconds, preferred, prepend
 from infinity.schedule.trace import Access, Event, Placement, eligible_for_backward, expand, expand_pending
 from infinity.store.folder import RunFolder
 from infinity.telemetry import Stats
@@ -219,6 +219,21 @@ class PagedOptimizer(torch.optim.Optimizer):
     def plan(self) -> Plan | None:
         """The plan that is followed; None until the first step has been recorded."""
         return self._plan
+
+    def predict_seconds(self, bandwidth: float, computation: float) -> float:
+        """Return how many seconds the plan predicts for a step.
+
+        Args:
+            bandwidth: of the drives, for this rank, bytes per second of reads and writes together.
+            computation: seconds per step that are no stalls.
+
+        Raises:
+            InfinityError: there is no plan before the first step has been taken.
+        """
+        if self._plan is None:
+            raise InfinityError("there is no plan before the first step: take a step first")
+        beside = self._step_state.has_worker
+        return predict_seconds(self._plan, self._layout, bandwidth=bandwidth, computation=computation, beside=beside)
 
     @property
     def layout(self) -> Layout:

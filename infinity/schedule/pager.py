@@ -85,6 +85,9 @@ class PagerObserver(Protocol):
     def fetched(self, result: str) -> None:
         """A page was needed; `result` is ``hit``, ``late`` or ``miss``."""
 
+    def moving(self, seconds: float) -> None:
+        """Pages have been on their way for so much longer; from any thread, one at a time."""
+
     def spared(self, nbytes: int) -> None:
         """A planned read was not needed: the page comes back while it is still being written."""
 
@@ -190,8 +193,10 @@ class Pager:
         self._leaving: deque[tuple[DeviceEvent, Access]] = deque()
         self._reads = 0
         self._writes = 0
+        self._moving_since = 0.0
         self._leases = 0
         self._held_leases = 0
+        self._returned = 0  # transfers and held leases that have ended: each may leave a frame
         self._awaited = 0  # frames that somebody waits for: they come before those for fetches
 
     # What the training loop calls #
@@ -246,6 +251,7 @@ class Pager:
         with self._changed:
             self._leases -= 1
             self._held_leases -= 1
+            self._returned += 1
             for use in lease.uses:
                 slot = self._slots[use.page]
                 slot.leases -= 1
@@ -566,19 +572,10 @@ class Pager:
                     f"all {self._arena.frames} frames of the arena are in use at once; set memory.host_bytes higher"
                 )
             if not self._free:
-                before = (self._reads, self._writes, self._held_leases)
                 self._awaited += 1
                 try:
                     self._wait(
-                        lambda before=before: (
-                            bool(self._free)  # type: ignore[misc]
-                            or any(
-                                now < then
-                                for now, then in zip(
-                                    (self._reads, self._writes, self._held_leases), before, strict=True
-                                )
-                            )
-                        ),
+                        lambda before=self._returned: bool(self._free) or self._returned != before,  # type: ignore[misc]
                         "arena",
                         page,
                         beside=beside,
@@ -616,13 +613,16 @@ class Pager:
     def _start_read(self, page: int) -> None:
         slot = self._slots[page]
         slot.reading, slot.dirty = True, False
+        self._book_moving()
         self._reads += 1
         memory = self._arena.view(slot.frame, self._layout.pages[page].nbytes)
 
         def done(error: Exception | None) -> None:
             with self._changed:
                 slot.reading = False
+                self._book_moving()
                 self._reads -= 1
+                self._returned += 1
                 self._note(error)
                 self._settle(page)
                 self._changed.notify_all()
@@ -632,13 +632,16 @@ class Pager:
     def _start_write(self, page: int) -> None:
         slot = self._slots[page]
         slot.writing, slot.dirty = True, False
+        self._book_moving()
         self._writes += 1
         memory = self._arena.view(slot.frame, self._layout.pages[page].nbytes)
 
         def done(error: Exception | None) -> None:
             with self._changed:
                 slot.writing = False
+                self._book_moving()
                 self._writes -= 1
+                self._returned += 1
                 if error is not None:
                     slot.dirty = True  # the frame still has the only copy
                     self._note(error)
@@ -648,6 +651,13 @@ class Pager:
                 self._changed.notify_all()
 
         self._store.write(page, memory, done)
+
+    def _book_moving(self) -> None:
+        """Report for how long pages have been on their way, before their number changes."""
+        now = time.perf_counter()
+        if self._reads or self._writes:
+            self._observer.moving(now - self._moving_since)
+        self._moving_since = now
 
     def _note(self, error: Exception | None) -> None:
         if error is not None and self._failure is None:

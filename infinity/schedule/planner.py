@@ -39,8 +39,8 @@ from infinity.units import format_setting, format_size
 
 LEAST_WRITING = 2
 LEAST_STREAMING = 6
-_WIDER, _TRIES = 2, 1
-"""By how much a window is wider than the one that was tried before, and how often if that is no better."""
+_WIDER = 2
+"""By how much a window is wider than the one that was tried before; the first that is no better is the last."""
 _AT_ONCE = 48
 """Streaming frames up to which wider windows are tried in any case, or a quarter of the arena if that is less."""
 _ABOUT = 1.02
@@ -159,7 +159,7 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, beside: b
     while True:
         found += [(_slowness(draft, layout, least, beside=beside), draft) for draft in drafts]
         _, quickest = min(found, key=lambda pair: pair[0])
-        tried = max(min(frames // 4, _AT_ONCE), _WIDER**_TRIES * quickest.streaming_frames)
+        tried = max(min(frames // 4, _AT_ONCE), _WIDER * quickest.streaming_frames)
         widest = frames - LEAST_WRITING
         if streaming >= min(tried, widest):
             draft = _preferred(found)
@@ -227,6 +227,18 @@ def lengths(plan: Plan, layout: Layout, works: Sequence[float], *, beside: bool)
         step_length(plan.trace, plan.reach, moves, layout, frames, [share * work for share in shares], beside=beside)
         for work in works
     ]
+
+
+def predict_seconds(plan: Plan, layout: Layout, *, bandwidth: float, computation: float, beside: bool) -> float:
+    """Return how many seconds a steady step takes.
+
+    Args:
+        bandwidth: of the drives, bytes per second of reads and writes together.
+        computation: seconds that the training thread takes where it waits for no page.
+        beside: whether updates are waited for on a thread of their own.
+    """
+    (length,) = lengths(plan, layout, [computation * bandwidth], beside=beside)
+    return max(length, plan.traffic.total_bytes) / bandwidth
 
 
 def prepend(prefix: Sequence[Access], plan: Plan) -> Plan:

@@ -32,6 +32,7 @@ class StepRecord:
     `collective` all-gathers, reduce-scatters and the reduction of the norm; `copy` weights out of pages and gradients
     into them; `update` clipping and the optimizer; the stalls are waits for a page to be read, for one to be written,
     and for a free frame; `python` is the user's loop between `step()` and the next forward, and our bookkeeping.
+    `transfer_seconds` is beside them: the time in which pages were on their way.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepRecord:
     write_stall_seconds: float
     arena_stall_seconds: float
     python_seconds: float
+    transfer_seconds: float
     read_bytes: int
     written_bytes: int
 
@@ -71,6 +73,7 @@ class Ledger:
             (source, target): stats.counter("transfer_bytes_total", source_tier=source, target_tier=target)
             for source, target in (("nvme", "host"), ("host", "nvme"), ("host", "device"), ("device", "host"))
         }
+        self._transferring = stats.counter("transfer_seconds_total")
         self._held = {role: stats.gauge("tier_used_bytes", tier="host", state=role) for role in ROLES}
         self._durations = {op: stats.histogram("io_request_duration_seconds", op=op) for op in OPS}
         self._stalls = {
@@ -103,6 +106,7 @@ class Ledger:
         self._spent = dict.fromkeys(PARTS, 0.0)
         self._moved = dict.fromkeys(OPS, 0)
         self._moved_before = dict.fromkeys(OPS, 0)
+        self._moving = self._moving_before = 0.0
 
     # The store and the pager report here #
 
@@ -144,6 +148,11 @@ class Ledger:
     def fetched(self, result: str) -> None:
         """Count a page that was needed: ``hit``, ``late`` or ``miss``."""
         self._fetches[result].add()
+
+    def moving(self, seconds: float) -> None:
+        """Count time in which pages were on their way. Called from any thread, by one at a time."""
+        self._moving += seconds
+        self._transferring.add(seconds)
 
     def spared(self, nbytes: int) -> None:
         """Count a planned read that was not needed."""
@@ -242,6 +251,7 @@ class Ledger:
             write_stall_seconds=spent["write_stall"],
             arena_stall_seconds=spent["arena_stall"],
             python_seconds=spent["python"],
+            transfer_seconds=self._moving - self._moving_before,
             read_bytes=moved["read"] - self._moved_before["read"],
             written_bytes=moved["write"] - self._moved_before["write"],
         )
@@ -271,7 +281,7 @@ class Ledger:
     def _begin_step(self, moved: dict[str, int]) -> None:
         if self._timeline is not None:
             self._timeline.span("phase", self._phase, "", self._phase_since, self._since)
-        self._moved_before = moved
+        self._moved_before, self._moving_before = moved, self._moving
         self._step_start = self._phase_since = self._since
         self._spent = dict.fromkeys(PARTS, 0.0)
 

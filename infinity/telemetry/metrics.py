@@ -152,6 +152,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         Label(name="source_tier", values=TIERS),
         Label(name="target_tier", values=TIERS),
     ),
+    _rank("transfer_seconds_total", "counter", "Seconds in which pages were on their way from or to NVMe."),
     _rank(
         "pool_frames",
         "gauge",

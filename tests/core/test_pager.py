@@ -106,6 +106,9 @@ class Silence:
     def spared(self, nbytes: int) -> None:
         """Not looked at."""
 
+    def moving(self, seconds: float) -> None:
+        """Not looked at."""
+
     def diverged(self, detail: str) -> None:
         self.departures += 1
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_planner import plans
 
 from infinity.layout import Layout, Role
-from infinity.schedule.planner import Plan, lengths, make_plan, preferred
+from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
 from infinity.schedule.timing import Clockwork, computation
 from infinity.schedule.trace import Access, Placement, eligible_for_backward, expand
 
@@ -56,6 +56,21 @@ def test_nothing_is_waited_for_where_nothing_moves() -> None:
     trace, layout = step()
     plan = make_plan(trace, layout, len(layout.pages))
     assert lengths(plan, layout, [1e9], beside=False) == pytest.approx([1e9])
+
+
+def test_seconds_are_those_of_the_slower_and_what_cannot_hide() -> None:
+    """Twice the bandwidth and half the computation: half the seconds. Neither alone takes longer than the step."""
+    trace, layout = step()
+    plan = make_plan(trace, layout, 200)
+    moved = plan.traffic.total_bytes
+
+    def seconds(bandwidth: float, computation: float) -> float:
+        return predict_seconds(plan, layout, bandwidth=bandwidth, computation=computation, beside=False)
+
+    assert seconds(moved, 0.0) == pytest.approx(1.0, rel=0.2)
+    assert 1.0 <= seconds(moved, 0.5) <= 1.7
+    assert 10.0 <= seconds(moved, 10.0) <= 11.0
+    assert seconds(2 * moved, 0.5) == pytest.approx(seconds(moved, 1.0) / 2)
 
 
 def test_updates_on_another_thread_are_not_waited_for() -> None:

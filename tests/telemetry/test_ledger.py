@@ -80,6 +80,18 @@ def test_each_second_lands_in_its_part(clock):
     assert end(ledger).python_seconds == 1
 
 
+def test_time_of_transfers_is_beside_the_parts():
+    ledger, stats = make()
+    ledger.moving(3)
+    ledger.restart_step()  # what came before belongs to no step
+    ledger.moving(1)
+    ledger.moving(0.5)
+    assert end(ledger).transfer_seconds == 1.5
+    ledger.moving(2)
+    assert end(ledger, 2).transfer_seconds == 2
+    assert stats.snapshot().value("transfer_seconds_total") == 6.5
+
+
 def test_what_a_commit_takes_belongs_to_no_step(clock):
     ledger, stats = make()
     with ledger.phase("commit"):

@@ -22,7 +22,8 @@ KEYS = {
     "run_id", "parameters", "world_size", "steps", "tokens_per_step", "losses", "step_seconds", "tokens_per_second",
     "state_bytes", "host_memory_bytes", "peak_rss_bytes", "io_engine", "update_placement", "nvme_read_bytes_per_step",
     "nvme_written_bytes_per_step", "predicted_read_bytes_per_step", "predicted_written_bytes_per_step",
-    "stall_seconds_per_step", "compute_seconds_per_step", "nvme_paths",
+    "stall_seconds_per_step", "compute_seconds_per_step", "nvme_paths", "transfer_seconds_per_step",
+    "nvme_bandwidth_bytes_per_second", "predicted_transfer_seconds_per_step", "predicted_step_seconds",
 }  # fmt: skip
 
 
@@ -41,6 +42,11 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     assert summary["nvme_written_bytes_per_step"] == pytest.approx(
         summary["predicted_written_bytes_per_step"], rel=0.05
     )
+    assert "step by the plan" in done.output
+    alone = summary["predicted_read_bytes_per_step"] + summary["predicted_written_bytes_per_step"]
+    alone /= summary["nvme_bandwidth_bytes_per_second"]
+    assert alone == pytest.approx(summary["predicted_transfer_seconds_per_step"])
+    assert alone <= summary["predicted_step_seconds"] < alone + 2 * summary["step_seconds"]
     assert (tmp_path / "o/summary.png").read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == summary["losses"]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from infinity import PagedOptimizer
 from infinity.ranks import Ranks
@@ -32,6 +33,15 @@ class RankReport:
     retries_total: int
     predicted_read_bytes: int
     predicted_written_bytes: int
+    bandwidth: float
+    """Bytes per second in the step that moved pages fastest, while it did; 0 where none moved any."""
+    predicted_seconds: float
+    """Of a step at this bandwidth; 0 without a plan, or where nothing moved."""
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Bytes that the plan predicts for a step."""
+        return self.predicted_read_bytes + self.predicted_written_bytes
 
 
 @dataclass
@@ -91,6 +101,7 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
     """Return what this rank counted. Nothing is in flight any more."""
     read, written = nvme_totals(optimizer)
     traffic = optimizer.plan.traffic if optimizer.plan is not None else None
+    bandwidth, seconds = _rates(optimizer)
     page = optimizer.run.stats.snapshot()
     return RankReport(
         node=int(os.environ.get("GROUP_RANK", 0)),
@@ -105,4 +116,22 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
         retries_total=sum(int(page.value("io_retries_total", op=op)) for op in OPS),
         predicted_read_bytes=traffic.read_bytes if traffic else 0,
         predicted_written_bytes=traffic.written_bytes if traffic else 0,
+        bandwidth=bandwidth,
+        predicted_seconds=seconds,
     )
+
+
+def steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Return the records of the steps that figures per step are made of."""
+    return records[WARM_STEPS if len(records) > WARM_STEPS else 0 :]
+
+
+def _rates(optimizer: PagedOptimizer) -> tuple[float, float]:
+    """Return bandwidth and predicted seconds of a step, as a `RankReport` has them."""
+    records = steady(optimizer.records)
+    rates = [(r.read_bytes + r.written_bytes) / r.transfer_seconds for r in records if r.transfer_seconds]
+    bandwidth = max(rates, default=0.0)
+    if optimizer.plan is None or not bandwidth:
+        return bandwidth, 0.0
+    computation = median(record.seconds - record.stall_seconds for record in records)
+    return bandwidth, optimizer.predict_seconds(bandwidth, computation)

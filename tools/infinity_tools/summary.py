@@ -15,7 +15,7 @@ from rich.table import Table
 from infinity.telemetry.ledger import StepRecord
 from infinity.telemetry.metrics import PARTS
 from infinity.units import format_size
-from infinity_tools.measure import WARM_STEPS, RankReport
+from infinity_tools.measure import WARM_STEPS, RankReport, steady
 from infinity_tools.progress import rate, short
 
 
@@ -46,23 +46,22 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
     steps (the first two left out; all of them where there are no more). `reports` are those of this node.
     """
     records = reports[0].records
-    steady = slice(WARM_STEPS if len(records) > WARM_STEPS else 0, None)
 
     def total(of: Callable[[RankReport], int]) -> int:
         return sum(of(report) for report in reports)
 
     def per_step(of: Callable[[StepRecord], float]) -> float:
-        return fmean(sum(map(of, together)) for together in zip(*(r.records[steady] for r in reports), strict=True))
+        return fmean(sum(map(of, together)) for together in zip(*(steady(r.records) for r in reports), strict=True))
 
     def seconds(of: Callable[[StepRecord], float]) -> float:
         return per_step(of) / len(reports)
 
     def kernel(index: int) -> float | None:
-        counts = [count for report in reports for count in report.kernel[steady]]
+        counts = [count for report in reports for count in report.kernel[-len(steady(records)) :]]
         known = [count[index] for count in counts if count is not None]
         return sum(known) / (len(counts) / len(reports)) if len(known) == len(counts) else None
 
-    step_seconds = median(record.seconds for record in records[steady])
+    step_seconds = median(record.seconds for record in steady(records))
     arena, peak = total(lambda r: r.arena_bytes), total(lambda r: r.peak_rss_bytes)
     return {
         **asdict(facts),
@@ -77,11 +76,17 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
         "nvme_written_bytes_per_step": per_step(lambda r: r.written_bytes),
         "predicted_read_bytes_per_step": total(lambda r: r.predicted_read_bytes),
         "predicted_written_bytes_per_step": total(lambda r: r.predicted_written_bytes),
+        "nvme_bandwidth_bytes_per_second": sum(r.bandwidth for r in reports),
+        "predicted_transfer_seconds_per_step": max(
+            r.predicted_bytes / r.bandwidth if r.bandwidth else 0.0 for r in reports
+        ),
+        "predicted_step_seconds": max(r.predicted_seconds for r in reports),
         "kernel_read_bytes_per_step": kernel(0),
         "kernel_written_bytes_per_step": kernel(1),
         "nvme_read_bytes_total": total(lambda r: r.read_bytes_total),
         "nvme_written_bytes_total": total(lambda r: r.written_bytes_total),
         "nvme_retries_total": total(lambda r: r.retries_total),
+        "transfer_seconds_per_step": seconds(lambda r: r.transfer_seconds),
         "stall_seconds_per_step": seconds(lambda r: r.stall_seconds),
         **{f"{part}_seconds_per_step": seconds(attrgetter(f"{part}_seconds")) for part in PARTS},
         "step_records": [asdict(record) for record in records],
@@ -132,13 +137,22 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak resident", f"{format_size(s['peak_rss_bytes'])}, {format_size(outside)} outside the arena"),
         ("read per step", _moved(s, "read", seconds)),
         ("written per step", _moved(s, "written", seconds)),
+        *_plan(s),
         ("bytes/parameter", f"{traffic / s['parameters']:.3g} per step"),
         *retried,
     ]  # fmt: skip
 
 
+def _plan(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what the plan says of the step's time, where there were steps to which it applies."""
+    bandwidth, seconds = s["nvme_bandwidth_bytes_per_second"], s["predicted_step_seconds"]
+    if not seconds or len(s["losses"]) <= WARM_STEPS:
+        return []
+    alone = s["predicted_transfer_seconds_per_step"]
+    return [("step by the plan", f"{seconds:.3g} s; its transfers alone {alone:.3g} s at {rate(bandwidth)}")]
+
+
 def _moved(s: dict[str, Any], direction: str, seconds: float) -> str:
     moved, predicted = s[f"nvme_{direction}_bytes_per_step"], s[f"predicted_{direction}_bytes_per_step"]
-    steady = len(s["losses"]) > WARM_STEPS
-    planned = f", {moved / predicted:.1%} of the plan" if predicted and steady else ""
+    planned = f", {moved / predicted:.1%} of the plan" if predicted and len(s["losses"]) > WARM_STEPS else ""
     return f"{format_size(moved)} at {rate(moved / seconds)}{planned}"
