@@ -48,8 +48,8 @@ VARIANTS = (
 PAGED = VARIANTS[:3]
 PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
-LEAST_PAGES, PAGE_BYTES = 48, 1 << 20
-"""The smallest arena has so many pages, and room for the weights of the largest unit."""
+LEAST_PAGES, PAGE_BYTES = 48 + 8, 1 << 20
+"""The smallest arena has so many pages, which stream or are being written, and room for the largest unit's weights."""
 FEW_TOKENS, BYTES_STEPS = 16, 2
 TURN = 2
 """Steps of a turn; the last one counts."""
