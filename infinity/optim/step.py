@@ -175,11 +175,12 @@ class StepState:
 
     def _rows_of(self, grads: Mapping[int, torch.Tensor], *, added: bool) -> int:
         """Return how many rows hold the gradients of a unit; a sum of two is taken to need all there are."""
-        for shard, grad in grads.items():
-            divided = self._layout.format_of(shard).grads == HALVES
-            if divided and (added or torch.count_nonzero(halves(grad.reshape(-1))[1])):
-                return len(HALVES)
-        return 1
+        divided = [grad for shard, grad in grads.items() if self._layout.format_of(shard).grads == HALVES]
+        if not divided:
+            return 1
+        # Added up on the device: it is waited for once.
+        needed = added or bool(sum(torch.count_nonzero(halves(grad.reshape(-1))[1]) for grad in divided))
+        return len(HALVES) if needed else 1
 
     def _walk_gradients(
         self, accesses: Iterable[Access], added: dict[int, torch.Tensor], totals: dict[int, torch.Tensor]
