@@ -152,7 +152,7 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, beside: b
             f"{fewest}: set memory.host_bytes to {format_setting(fewest * layout.page_bytes)} or more, "
             "or memory.page_bytes lower"
         )
-    streaming = fewest - LEAST_WRITING
+    streaming, most = fewest - LEAST_WRITING, frames - LEAST_WRITING
     drafts = _drafts(trace, layout, frames, streaming)
     least = drafts[0].traffic.total_bytes
     found: list[tuple[float, Plan]] = []
@@ -160,12 +160,11 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, beside: b
         found += [(_slowness(draft, layout, least, beside=beside), draft) for draft in drafts]
         _, quickest = min(found, key=lambda pair: pair[0])
         tried = max(min(frames // 4, _AT_ONCE), _WIDER * quickest.streaming_frames)
-        widest = frames - LEAST_WRITING
-        if streaming >= min(tried, widest):
+        if streaming >= min(tried, most):
             draft = _preferred(found)
             plan = _plan(trace, layout, frames, draft.streaming_frames, draft.kept.frames)
             return preferred([plan, draft], layout, beside=beside)
-        streaming = min(int(_WIDER * streaming), widest)
+        streaming = min(_WIDER * streaming, most)
         drafts = _drafts(trace, layout, frames, streaming)
 
 

@@ -78,9 +78,7 @@ def step_length(
     """
     length, clockwork = len(trace), Clockwork(layout, frames)
     before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
-    aside = [
-        beside and any(layout.pages[page].role is Role.UPDATE for page, _ in access) for access in trace
-    ]  # fmt: skip
+    aside = [beside and any(layout.pages[page].role is Role.UPDATE for page, _ in access) for access in trace]
     training = updates = 0.0
     cursor, began = -1, 0.0
     for step in range(_STEPS):

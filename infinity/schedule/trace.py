@@ -167,7 +167,7 @@ def expand(
             update_reduced()
             for unit in update_order(arrived):
                 if unit not in later:
-                    accesses.extend(update_accesses(layout, unit, rows=rows[unit]))
+                    accesses.extend(update_accesses(layout, unit, rows=arrived[unit]))
     return tuple(accesses)
 
 
