@@ -18,6 +18,7 @@ these numbers, no item is of two shards. `infinity.fsdp.encoding` has the arithm
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -278,6 +279,15 @@ class Layout:
         return tuple(map(tuple, members))
 
     @cached_property
+    def page_shards(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the shards of which each page holds elements."""
+        found = []
+        for page in self.pages:
+            placed = [(shard, self.shards[shard]) for shard in self.segments[page.segment].shards]
+            found.append(tuple(s for s, at in placed if at.start < page.stop and page.start < at.start + at.spec.numel))
+        return tuple(found)
+
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of everything that decides where bytes lie; equal layouts can read each other's pages."""
         text = json.dumps([[asdict(unit) for unit in self.units], self.page_bytes,
@@ -329,7 +339,7 @@ def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[
             low = middle + 1
         else:
             high = middle
-    for page in pages[low:]:
+    for page in itertools.islice(pages, low, None):
         if page.start >= stop:
             return
         yield page, max(start, page.start), min(stop, page.stop)

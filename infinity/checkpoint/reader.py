@@ -161,11 +161,11 @@ class CommitReader:
             lambda page, copy: copy(self._page(rank, page.index)),
         )
 
-    def _read_page(self, rank: int, page: int) -> torch.Tensor:
+    def _read_page(self, rank: int, page: int) -> memoryview:
         version = self._manifests[rank].pages[page]
         file = self._folder.data_file(version.extent.path, rank)
         data = read_version(file, page, version, self._ranks[rank].layout.page_name(page))
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return memoryview(bytearray(data))
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's persistent buffers.

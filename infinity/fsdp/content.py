@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from infinity.schedule.trace import Mode, Use
 from infinity.units import align_down, align_up, format_size
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return a dtype from its name in a `StateFormat`."""
     dtype = getattr(torch, name)
@@ -42,42 +43,45 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def section(content: torch.Tensor, page: Page, layout: Layout) -> torch.Tensor:
-    """Return the elements of a PARAM or GRAD page, shape (page.count,).
-
-    Args:
-        content: uint8, the page's bytes.
-    """
+def section(content: memoryview, page: Page, layout: Layout, start: int, stop: int) -> torch.Tensor:
+    """Return elements [start, stop) of the segment, of a PARAM or GRAD page: a view."""
     fmt = layout.segments[page.segment].format
-    dtype = torch_dtype(fmt.param if page.role is Role.PARAM else fmt.grads[page.row])
-    return content[: page.nbytes].view(dtype)[: page.count]
+    return _items(
+        content, fmt.param if page.role is Role.PARAM else fmt.grads[page.row], 0, start - page.start, stop - page.start
+    )
 
 
-def row_of(content: torch.Tensor, page: Page, row: Row) -> torch.Tensor:
-    """Return one row of a page's bytes (uint8), shape (page.count / row.each,)."""
-    dtype = torch_dtype(row.dtype)
-    start = int(row.offset * page.count)
-    return content[start : start + page.count // row.each * dtype.itemsize].view(dtype)
+def _items(content: memoryview, dtype: str, offset: int, low: int, high: int) -> torch.Tensor:
+    """Return items [low, high) of those of `dtype` that begin `offset` bytes into a page.
+
+    One call, and one that keeps the GIL: each that lets go of it lets another thread in, and that has to be waited for.
+    """
+    kind = torch_dtype(dtype)
+    return torch.frombuffer(content, dtype=kind, count=high - low, offset=offset + low * kind.itemsize)
 
 
-def put(content: torch.Tensor, page: Page, row: Row, start: int, items: torch.Tensor) -> None:
+def row_of(content: memoryview, page: Page, row: Row, start: int, stop: int) -> torch.Tensor:
+    """Return the items of a row for elements [start, stop) of the segment, of a page: a view."""
+    low, high = (start - page.start) // row.each, (stop - page.start) // row.each
+    return _items(content, row.dtype, int(row.offset * page.count), low, high)
+
+
+def put(content: memoryview, page: Page, row: Row, start: int, items: torch.Tensor) -> None:
     """Write what a page holds of the items of a row that begin with element `start` of the segment."""
     low, high = max(start, page.start), min(start + len(items) * row.each, page.stop)
     if low < high:
-        own, given = (slice((low - at) // row.each, (high - at) // row.each) for at in (page.start, start))
-        row_of(content, page, row)[own] = items[given]
+        row_of(content, page, row, low, high).copy_(items[(low - start) // row.each : (high - start) // row.each])
 
 
-def take(content: torch.Tensor, page: Page, row: Row, start: int, items: torch.Tensor) -> None:
+def take(content: memoryview, page: Page, row: Row, start: int, items: torch.Tensor) -> None:
     """Read what a page holds of the items of a row that begin with element `start` of the segment."""
     low, high = max(start, page.start), min(start + len(items) * row.each, page.stop)
     if low < high:
-        own, wanted = (slice((low - at) // row.each, (high - at) // row.each) for at in (page.start, start))
-        items[wanted] = row_of(content, page, row)[own]
+        items[(low - start) // row.each : (high - start) // row.each] = row_of(content, page, row, low, high)
 
 
 def read_section(
-    segment: Segment, name: str, start: int, stop: int, visit: Callable[[Page, Callable[[torch.Tensor], None]], None]
+    segment: Segment, name: str, start: int, stop: int, visit: Callable[[Page, Callable[[memoryview], None]], None]
 ) -> torch.Tensor:
     """Return elements [start, stop) of a segment in one section (``master`` or a state kind), decoded, flat.
 
@@ -90,7 +94,7 @@ def read_section(
     for role in dict.fromkeys(row.role for row in rows):
         for page, _, _ in overlapping(segment.pages(role), low, high):
 
-            def copy(content: torch.Tensor, page: Page = page) -> None:
+            def copy(content: memoryview, page: Page = page) -> None:
                 for row, part in zip(rows, items, strict=True):
                     if row.role is page.role:
                         take(content, page, row, low, part)
@@ -194,7 +198,7 @@ class ShardContent:
             use = (Use(page.index, Mode.READ),)
             leaves = partial(_copies_issued, destination.device)
             with self._pager.access(use, planned=planned, leaves=leaves) as (content,):
-                source = section(content, page, self._layout)[first - page.start : last - page.start]
+                source = section(content, page, self._layout, first, last)
                 with self._part("copy"):
                     destination[first - placed.start : last - placed.start].copy_(source, non_blocking=True)
 
@@ -218,7 +222,7 @@ class ShardContent:
             )
         self._opened().settle()
 
-        def visit(page: Page, copy: Callable[[torch.Tensor], None]) -> None:
+        def visit(page: Page, copy: Callable[[memoryview], None]) -> None:
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
                 copy(content)
 
@@ -258,7 +262,7 @@ class ShardContent:
             ]
             for page in (*segment.param_pages, *segment.update_pages):
                 with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
-                    content.zero_()
+                    torch.frombuffer(content, dtype=torch.uint8).zero_()
                     for start, row, items in parts:
                         if row.role is page.role:
                             put(content, page, row, start, items)

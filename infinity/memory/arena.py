@@ -54,14 +54,9 @@ class Arena:
         return self._registered
 
     def view(self, frame: int, nbytes: int) -> memoryview:
-        """Return the first `nbytes` bytes of a frame, for an I/O engine."""
+        """Return the first `nbytes` bytes of a frame."""
         start = frame * self.frame_bytes
         return self.memory[start : start + nbytes]
-
-    def tensor(self, frame: int, nbytes: int) -> torch.Tensor:
-        """Return the first `nbytes` bytes of a frame as uint8, shape (nbytes,)."""
-        start = frame * self.frame_bytes
-        return self.bytes[start : start + nbytes]
 
     def close(self) -> None:
         """Unregister. The memory itself goes when the last view of it does."""

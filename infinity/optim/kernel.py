@@ -138,7 +138,7 @@ class UpdateKernel:
             state = runner.state[param]
             for key, view in piece.states.items():
                 value = state.get(key)
-                if value is not None and value.data_ptr() != view.data_ptr():
+                if value is not None and value is not view and value.data_ptr() != view.data_ptr():
                     view.copy_(value)  # first step, or an optimizer that replaces its state
             after[piece.shard] = {k: v for k, v in state.items() if k not in piece.states and v is not None}
         runner.state.clear()

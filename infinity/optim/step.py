@@ -15,11 +15,12 @@ arithmetic runs on the worker's thread, in the same order. Whoever needs one of 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from infinity.fsdp.content import gradient_of, gradient_rows, section, torch_dty
 from infinity.fsdp.encoding import halves
 from infinity.layout import HALVES, Layout, Page, Segment, overlapping
 from infinity.optim.kernel import Scalars, UpdateKernel
-from infinity.optim.update import Update, snapshot
+from infinity.optim.update import Opened, Update, snapshot
 from infinity.optim.worker import UpdateWorker
 from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.trace import (
@@ -45,6 +46,17 @@ from infinity.schedule.trace import (
     store_gradient_accesses,
     update_order,
 )
+
+_TOGETHER = 4
+"""Ranges that are updated in one call of the optimizer at most: what a call costs beside the arithmetic is shared."""
+
+
+class _Range(NamedTuple):
+    """A range of a segment that is to be updated, and the lease of its pages."""
+
+    segment: Segment
+    item: Page
+    lease: Lease
 
 
 @dataclass
@@ -190,7 +202,10 @@ class StepState:
             pages = [self._layout.pages[use.page] for use in access]
             old = sum(use.mode.fetches for use in access)
             with self._pager.access(access) as contents:
-                rows = [section(content, page, self._layout) for content, page in zip(contents, pages, strict=True)]
+                rows = [
+                    section(content, page, self._layout, page.start, page.stop)
+                    for content, page in zip(contents, pages, strict=True)
+                ]
                 for row in rows[old:] if old else ():
                     row.zero_()  # of shards that have none this time
                 for shard, held, part in self._slices(pages[0], totals):
@@ -296,7 +311,7 @@ class StepState:
             for page, _, _ in overlapping(pages, placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
                     for _, held, part in self._slices(page, {shard: row}):
-                        part.copy_(section(content, page, self._layout)[held])
+                        part.copy_(section(content, page, self._layout, page.start, page.stop)[held])
         flat = gradient_of(segment.format, rows)
         if self._scale is not None:
             flat.mul_(self._scale)
@@ -378,23 +393,31 @@ class StepState:
         """Update the shards of a unit that have `settings`, from `grads` or, scaled, from the GRAD pages."""
         update = Update(self._layout, self._kernel, settings, self.scalars, step, grads, self._arrived, scale)
         beside, rows = self._worker.beside, self._rows[unit] if grads is None else 0
+        ranges: deque[_Range] = deque()
         for index in self._layout.unit_segments[unit]:
             segment = self._layout.segments[index]
             for position, item in enumerate(segment.ranges):
-                access = range_access(segment, position, rows=rows)
-                lease = self._pager.lease(access, beside=beside)
-                self._worker.submit(partial(self._run, update, lease, segment, item, access))
-        self._worker.submit(partial(self._finish, update))
+                lease = self._pager.lease(range_access(segment, position, rows=rows), beside=beside)
+                ranges.append(_Range(segment, item, lease))
+        self._worker.submit(partial(self._run, update, ranges))
 
-    @staticmethod
-    def _run(update: Update, lease: Lease, segment: Segment, item: Page, access: Access) -> None:
-        with lease as contents:
-            update.run(segment, item, access, contents)
+    def _run(self, update: Update, ranges: deque[_Range]) -> None:
+        """Update ranges in order: one that is waited for, and with it those behind it that are there."""
+        while ranges:
+            with ExitStack() as held:
+                contents: list[memoryview] | None = held.enter_context(ranges[0].lease)
+                opened: list[Opened] = []
+                while contents is not None:
+                    segment, item, lease = ranges.popleft()
+                    opened.append(Opened(self._layout, segment, item, lease.uses, contents))
+                    more = ranges and len(opened) < _TOGETHER
+                    contents = ranges[0].lease.hold_at_once() if more else None
+                    if contents is not None:
+                        held.push(ranges[0].lease)
+                update.run(opened)
+        self.scalars.update(update.after)
+        self.updated_elements += update.elements
 
     def close(self) -> None:
         """End the worker; updates that have not begun are dropped."""
         self._worker.close()
-
-    def _finish(self, update: Update) -> None:
-        self.scalars.update(update.after)
-        self.updated_elements += update.elements

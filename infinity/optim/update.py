@@ -24,6 +24,59 @@ def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
+class Opened:
+    """One range of a segment's update, and the pages that it needs, in memory.
+
+    `access` is what `range_access` returns for it, `contents` are the bytes of the pages of the access.
+    """
+
+    def __init__(
+        self, layout: Layout, segment: Segment, item: Page, access: Access, contents: Sequence[memoryview]
+    ) -> None:
+        self.segment, self.item = segment, item
+        self._layout = layout
+        self._held = [(layout.pages[use.page], content) for use, content in zip(access, contents, strict=True)]
+
+    def pages(self, role: Role) -> list[tuple[Page, memoryview]]:
+        """Return pages and their bytes."""
+        return [(page, content) for page, content in self._held if page.role is role]
+
+    def state(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop), of one page, of a section that is stored as the optimizer sees it: a view."""
+        (row,) = self.segment.format.rows[name]
+        page, content = next(held for held in self.pages(row.role) if held[0].start <= start < held[0].stop)
+        return row_of(content, page, row, start, stop)
+
+    def gradient(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) of the gradient that is stored."""
+        rows: dict[int, list[torch.Tensor]] = {}
+        for page, content in self.pages(Role.GRAD):
+            low, high = max(start, page.start), min(stop, page.stop)
+            if low < high:
+                rows.setdefault(page.row, []).append(section(content, page, self._layout, low, high))
+        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for _, parts in sorted(rows.items())]
+        return gradient_of(self.segment.format, whole)
+
+    def decode(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) of a section that is stored otherwise."""
+        contents = {page.index: content for page, content in self._held}
+        return read_section(self.segment, name, start, stop, lambda page, copy: copy(contents[page.index]))
+
+    def encode(self, name: str, start: int, values: torch.Tensor, step: int) -> None:
+        """Store elements from `start` on of such a section."""
+        for row, items in stored(self.segment.format, name, values, step):
+            for page, content in self._held:
+                if page.role is row.role:
+                    put(content, page, row, start, items)
+
+    def replace_weights(self) -> None:
+        """Write the weights that the updated master makes, where they are no part of it."""
+        if self.segment.format.replaces_weights:
+            for page, content in self.pages(Role.PARAM):
+                low, high = max(page.start, self.item.start), min(page.stop, self.item.stop)
+                section(content, page, self._layout, low, high).copy_(self.state(MASTER, low, high))
+
+
 @dataclass
 class Update:
     """The update of one unit.
@@ -46,71 +99,39 @@ class Update:
     elements: int = 0
     """Elements updated so far."""
 
-    def run(self, segment: Segment, item: Page, access: Access, contents: Sequence[torch.Tensor]) -> None:
-        """Update the elements of one range.
-
-        Args:
-            item: one of the segment's ranges.
-            access: what `range_access` returns for it.
-            contents: the pages of the access, uint8.
-        """
+    def run(self, ranges: Sequence[Opened]) -> None:
+        """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""
         self._fetch_gradients()
-        fmt = segment.format
-        held = {self.layout.pages[use.page]: content for use, content in zip(access, contents, strict=True)}
-        params = {page: section(c, page, self.layout) for page, c in held.items() if page.role is Role.PARAM}
-        waiting = {page: section(c, page, self.layout) for page, c in held.items() if page.role is Role.GRAD}
-        states = {
-            name: row_of(held[item], item, rows[0])
-            for name, rows in fmt.rows.items()
-            if name not in fmt.encoded and rows[0].role is Role.UPDATE
-        }
-        most = _DECODED if fmt.encoded else item.count
-        for start in range(item.start, item.stop, most):
-            self._run(segment, item, start, min(start + most, item.stop), held, params, waiting, states)
-        if MASTER in states:
-            for page, weights in params.items():
-                low, high = max(page.start, item.start), min(page.stop, item.stop)
-                weights[low - page.start : high - page.start].copy_(
-                    states[MASTER][low - item.start : high - item.start]
-                )
+        plain = [opened for opened in ranges if not opened.segment.format.encoded]
+        self._run([(opened, opened.item.start, opened.item.stop) for opened in plain])
+        for opened in ranges:
+            item = opened.item
+            if opened.segment.format.encoded:
+                for start in range(item.start, item.stop, _DECODED):
+                    self._run([(opened, start, min(start + _DECODED, item.stop))])
+        for opened in ranges:
+            opened.replace_weights()
 
-    def _run(
-        self,
-        segment: Segment,
-        item: Page,
-        start: int,
-        stop: int,
-        held: Mapping[Page, torch.Tensor],
-        params: Mapping[Page, torch.Tensor],
-        waiting: Mapping[Page, torch.Tensor],
-        states: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Update elements [start, stop): in the pages, or, sections that are stored otherwise, decoded."""
-        fmt = segment.format
-        decoded: list[tuple[int, str, torch.Tensor]] = []
+    def _run(self, parts: Sequence[tuple[Opened, int, int]]) -> None:
+        """Update elements [start, stop) of some ranges: in the pages, or, what is stored otherwise, decoded."""
+        decoded: list[tuple[Opened, int, str, torch.Tensor]] = []
         by_group: dict[int, tuple[Mapping[str, Any], list[Piece]]] = {}
-        for shard, low, high in self._cuts(segment, start, stop, tuple(params)):
-            grad = self._gradient(shard, low, high, waiting)
-            views = {name: view[low - item.start : high - item.start] for name, view in states.items()}
-            for name in fmt.encoded:
-                end = align_up(high, SHARD_ALIGNMENT)
-                values = read_section(segment, name, low, end, lambda page, copy: copy(held[page]))
-                decoded.append((low, name, values))
-                views[name] = values[: high - low]
-            master = views.pop(MASTER, None)
-            if master is None:
-                page = next(page for page in params if page.start <= low < page.stop)
-                master = params[page][low - page.start : high - page.start]
-            group = self.settings[shard]
-            by_group.setdefault(id(group), (group, []))[1].append(Piece(shard, master, grad, views))
+        for opened, start, stop in parts:
+            fmt = opened.segment.format
+            for shard, low, high in self._cuts(opened, start, stop):
+                views = {name: opened.state(name, low, high) for name in fmt.dtypes if name not in fmt.encoded}
+                for name in fmt.encoded:
+                    values = opened.decode(name, low, align_up(high, SHARD_ALIGNMENT))
+                    decoded.append((opened, low, name, values))
+                    views[name] = values[: high - low]
+                group = self.settings[shard]
+                piece = Piece(shard, views.pop(MASTER), self._gradient(opened, shard, low, high), views)
+                by_group.setdefault(id(group), (group, []))[1].append(piece)
         for group, pieces in by_group.values():
             self.after.update(self.kernel.update(pieces, group, self.before))
             self.elements += sum(piece.master.numel() for piece in pieces)
-        for low, name, values in decoded:
-            for row, items in stored(fmt, name, values, self.step):
-                for page, content in held.items():
-                    if page.role is row.role:
-                        put(content, page, row, low, items)
+        for opened, low, name, values in decoded:
+            opened.encode(name, low, values, self.step)
 
     def _fetch_gradients(self) -> None:
         """Bring gradients from the device, on a stream of their own: nobody but this thread waits for the copies."""
@@ -121,14 +142,14 @@ class Update:
                 self.grads = {shard: grad.cpu() for shard, grad in self.grads.items()}
             self.arrived = None
 
-    def _cuts(self, segment: Segment, start: int, stop: int, params: Sequence[Page]) -> list[tuple[int, int, int]]:
+    def _cuts(self, opened: Opened, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (shard, first, last) for the slices in [start, stop) of shards with a gradient, in elements.
 
         Where the PARAM pages are the master, a slice ends where its page does.
         """
-        borders = [] if segment.format.master else [page.start for page in params]
+        borders = [] if opened.segment.format.master else [page.start for page, _ in opened.pages(Role.PARAM)]
         found = []
-        for shard in segment.shards:
+        for shard in self.layout.page_shards[opened.item.index]:
             placed = self.layout.shards[shard]
             low, high = max(placed.start, start), min(placed.start + placed.spec.numel, stop)
             if shard not in self.settings or low >= high:
@@ -137,15 +158,9 @@ class Update:
             found += [(shard, a, b) for a, b in itertools.pairwise(points)]
         return found
 
-    def _gradient(self, shard: int, low: int, high: int, waiting: Mapping[Page, torch.Tensor]) -> torch.Tensor:
+    def _gradient(self, opened: Opened, shard: int, low: int, high: int) -> torch.Tensor:
         if self.grads is not None:
             start = self.layout.shards[shard].start
             return self.grads[shard][low - start : high - start]
-        rows: dict[int, list[torch.Tensor]] = {}
-        for page, values in waiting.items():
-            first, last = max(low, page.start), min(high, page.stop)
-            if first < last:
-                rows.setdefault(page.row, []).append(values[first - page.start : last - page.start])
-        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for _, parts in sorted(rows.items())]
-        grad = gradient_of(self.layout.format_of(shard), whole)
+        grad = opened.gradient(low, high)
         return grad.mul_(self.scale) if self.scale is not None else grad

@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from threading import Condition
 from typing import Protocol
 
-import torch
-
 from infinity.errors import InfinityError, StallError
 from infinity.layout import Layout, Role
 from infinity.memory.arena import Arena
@@ -155,7 +153,11 @@ class Lease:
         self.uses, self.following, self.taken, self.beside = uses, following, taken, beside
         self._pager = pager
 
-    def __enter__(self) -> list[torch.Tensor]:
+    def hold_at_once(self) -> list[memoryview] | None:
+        """Hold the pages, to be let go by `__exit__`, if there is nothing to wait for; else return None."""
+        return self._pager._hold_at_once(self)
+
+    def __enter__(self) -> list[memoryview]:
         """Wait for the pages; return them as `Pager.access` does. Raises what that raises."""
         return self._pager._hold(self)
 
@@ -204,8 +206,8 @@ class Pager:
     @contextmanager
     def access(
         self, uses: Access, *, planned: bool = True, leaves: Callable[[], DeviceEvent | None] | None = None
-    ) -> Iterator[list[torch.Tensor]]:
-        """Hold the pages of `uses` in memory, as uint8 tensors of each page's length.
+    ) -> Iterator[list[memoryview]]:
+        """Hold the pages of `uses` in memory, and return their bytes.
 
         Args:
             uses: distinct pages that are needed at the same moment.
@@ -218,7 +220,7 @@ class Pager:
         """
         planned = self._begin(uses, planned)
         try:
-            yield [self._tensor(use.page) for use in uses]
+            yield [self._content(use.page) for use in uses]
         finally:
             self._end(uses, planned, leaves() if leaves else None)
 
@@ -241,11 +243,18 @@ class Pager:
                 self._slots[use.page].leases += 1
         return Lease(self, uses, following, taken, beside=beside)
 
-    def _hold(self, lease: Lease) -> list[torch.Tensor]:
+    def _hold(self, lease: Lease) -> list[memoryview]:
         with self._changed:
             self._bring_in(lease.uses, beside=lease.beside)
             self._held_leases += 1
-        return [self._tensor(use.page) for use in lease.uses]
+        return [self._content(use.page) for use in lease.uses]
+
+    def _hold_at_once(self, lease: Lease) -> list[memoryview] | None:
+        with self._changed:
+            slots = [(self._slots[use.page], use.mode) for use in lease.uses]
+            if any(slot.frame < 0 or slot.reading or (slot.writing and mode.modifies) for slot, mode in slots):
+                return None
+            return self._hold(lease)
 
     def _give_back(self, lease: Lease) -> None:
         with self._changed:
@@ -466,8 +475,8 @@ class Pager:
                     self._settle(use.page)
         return found
 
-    def _tensor(self, page: int) -> torch.Tensor:
-        return self._arena.tensor(self._slots[page].frame, self._layout.pages[page].nbytes)
+    def _content(self, page: int) -> memoryview:
+        return self._arena.view(self._slots[page].frame, self._layout.pages[page].nbytes)
 
     # Claims: what the plan's window wants in memory #
 
@@ -615,7 +624,7 @@ class Pager:
         slot.reading, slot.dirty = True, False
         self._book_moving()
         self._reads += 1
-        memory = self._arena.view(slot.frame, self._layout.pages[page].nbytes)
+        memory = self._content(page)
 
         def done(error: Exception | None) -> None:
             with self._changed:
@@ -634,7 +643,7 @@ class Pager:
         slot.writing, slot.dirty = True, False
         self._book_moving()
         self._writes += 1
-        memory = self._arena.view(slot.frame, self._layout.pages[page].nbytes)
+        memory = self._content(page)
 
         def done(error: Exception | None) -> None:
             with self._changed:

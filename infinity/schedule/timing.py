@@ -80,6 +80,7 @@ def step_length(
     before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
     aside = [beside and any(layout.pages[page].role is Role.UPDATE for page, _ in access) for access in trace]
     training = updates = 0.0
+    ended: deque[tuple[int, float]] = deque()  # how far the window reaches until an access has ended, and when it has
     cursor, began = -1, 0.0
     for step in range(_STEPS):
         began = training
@@ -90,6 +91,8 @@ def step_length(
                     if read:
                         clockwork.want(page)
             training += before[position]
+            while not aside[position] and ended and ended[0][0] < step * length + position:
+                training = max(training, ended.popleft()[1])
             clockwork.go_on(training)
             at = max(training, updates) if aside[position] else training
             for page, read in moves.entering[position]:
@@ -99,6 +102,7 @@ def step_length(
             else:
                 training = at
             clockwork.go_on(at)
+            ended.append((step * length + reach[position], at))
             for page, written in moves.leaving[position]:
                 clockwork.leave(page, modified=written)
     return training - began

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Event, Lock
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from infinity.errors import InfinityError, StallError, StorageError
 from infinity.layout import Layout, Role
 from infinity.memory.arena import Arena
-from infinity.schedule.pager import Pager
+from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.planner import Plan, least_frames, make_plan
 from infinity.schedule.trace import Access, Mode, Placement, Use, eligible_for_backward, expand
 
@@ -125,6 +126,7 @@ class Bench:
         self._number = 0
         self._worker = ThreadPoolExecutor(1)
         self._jobs: list[Future[None]] = []
+        self._leases: deque[tuple[Lease, Access]] = deque()
         for page in layout.pages:
             if page.role is not Role.GRAD:
                 self.access((Use(page.index, Mode.WRITE),), planned=False)
@@ -135,20 +137,38 @@ class Bench:
 
     def lease(self, uses: Access) -> None:
         """Do the same on another thread, which takes its time."""
-        self._jobs.append(self._worker.submit(self._use, self.pager.lease(uses, beside=True), uses, 0.001))
+        self._leases.append((self.pager.lease(uses, beside=True), uses))
+        self._jobs.append(self._worker.submit(self._use_leased))
 
-    def _use(self, held: AbstractContextManager[list[torch.Tensor]], uses: Access, seconds: float = 0) -> None:
+    def _use_leased(self) -> None:
+        """Wait for the first lease that is left, and use with it those behind it for which nothing is waited for."""
+        if not self._leases:
+            return
+        with ExitStack() as held:
+            lease, uses = self._leases.popleft()
+            ready: list[tuple[list[memoryview], Access]] = [(held.enter_context(lease), uses)]
+            while self._leases and (contents := self._leases[0][0].hold_at_once()) is not None:
+                lease, uses = self._leases.popleft()
+                held.push(lease)
+                ready.append((contents, uses))
+            for contents, uses in ready:
+                self._look(contents, uses, 0.001)
+
+    def _use(self, held: AbstractContextManager[list[memoryview]], uses: Access) -> None:
         with held as contents:
-            for (page, mode), content in zip(uses, contents, strict=True):
-                if mode.fetches:
-                    assert content[:8].numpy().tobytes() == self.newest[page], f"page {page} is not the newest"
-                time.sleep(random.random() * seconds)
-                if mode.modifies:
-                    self._number += 1
-                    self.newest[page] = self._number.to_bytes(8)
-                    content[:8] = torch.tensor(list(self.newest[page]), dtype=torch.uint8)
-                if mode is Mode.CONSUME:
-                    del self.newest[page]
+            self._look(contents, uses)
+
+    def _look(self, contents: list[memoryview], uses: Access, seconds: float = 0) -> None:
+        for (page, mode), content in zip(uses, contents, strict=True):
+            if mode.fetches:
+                assert content[:8].tobytes() == self.newest[page], f"page {page} is not the newest"
+            time.sleep(random.random() * seconds)
+            if mode.modifies:
+                self._number += 1
+                self.newest[page] = self._number.to_bytes(8)
+                content[:8] = self.newest[page]
+            if mode is Mode.CONSUME:
+                del self.newest[page]
 
     def drain(self) -> None:
         """Wait for the other thread, and hear of its failures."""

@@ -83,6 +83,22 @@ def test_updates_on_another_thread_are_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("frames", [14, 40, 160, 300])
+def test_training_goes_no_further_ahead_of_updates_than_the_window_reaches(frames: int, beside: bool) -> None:
+    """So forward, a third of the computation, hides nothing of what updates in backward move but what the frames hold.
+
+    Those of the window and those that are being written, once before backward and once behind it.
+    """
+    trace, layout = step(beside=beside)
+    plan = make_plan(trace, layout, frames, beside=beside)
+    work, traffic = plan.traffic.total_bytes, plan.traffic
+    updates = traffic.read[Role.UPDATE] + traffic.written[Role.UPDATE]
+    hidden = (plan.streaming_frames + plan.writing_frames) * PAGE
+    (found,) = lengths(plan, layout, [work], beside=beside)
+    assert found >= work / 3 + updates - 2 * hidden
+
+
+@pytest.mark.parametrize("beside", [False, True])
 def test_an_arena_with_room_for_a_unit_keeps_the_drive_busy(beside: bool) -> None:
     """Where computation takes as long as the transfers, most of them hide behind it if the arena holds a unit."""
     trace, layout = step()
