@@ -48,7 +48,10 @@ from infinity.schedule.trace import (
 )
 
 _TOGETHER = 4
-"""Ranges that are updated in one call of the optimizer at most: what a call costs beside the arithmetic is shared."""
+"""Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
+
+What has to be decoded takes several calls for each range, so there is nothing to share.
+"""
 
 
 class _Range(NamedTuple):
@@ -410,7 +413,7 @@ class StepState:
                 while contents is not None:
                     segment, item, lease = ranges.popleft()
                     opened.append(Opened(self._layout, segment, item, lease.uses, contents))
-                    more = ranges and len(opened) < _TOGETHER
+                    more = ranges and len(opened) < _TOGETHER and not segment.format.encoded
                     contents = ranges[0].lease.hold_at_once() if more else None
                     if contents is not None:
                         held.push(ranges[0].lease)

@@ -11,7 +11,7 @@ import torch
 class UpdateWorker:
     """Runs updates one after the other, on a thread that takes `cores` of the CPU, or at once where that is 0.
 
-    `failed` is told of the first error, from that thread.
+    `failed` is told of errors, from that thread: a unit that is updated in part is nothing to go on from.
     """
 
     def __init__(self, cores: int, failed: Callable[[Exception], None]) -> None:
@@ -31,7 +31,11 @@ class UpdateWorker:
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job`, behind those that were submitted before. Raises its error if it runs at once."""
         if self._thread is None:
-            job()
+            try:
+                job()
+            except Exception as error:
+                self._failed(error)
+                raise
         else:
             self._last = self._thread.submit(self._run, job)
 

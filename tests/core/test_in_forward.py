@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import core_models
 import pytest
@@ -12,6 +14,8 @@ from core_train import Outcome, Paging, Recipe, batch, local, make_optimizer, of
 from torch import nn
 
 import infinity
+from infinity.errors import InfinityError
+from infinity.optim.kernel import UpdateKernel
 
 RECIPE = Recipe(model="toy", clip=0.5, groups=True, steps=6)
 PLAIN = Recipe(model="toy", clip=0.5, steps=6)
@@ -113,3 +117,26 @@ def test_a_norm_that_is_not_finite_skips_the_update(placement: str, tmp_path: Pa
         assert int(optimizer.read_state(next(iter(found)))["step"]) == 8 - len(bad)
         assert optimizer.run.stats.counter("steps_skipped_total").value == len(bad)
         assert optimizer.steps == 8
+
+
+@pytest.mark.parametrize("cores", [0, 1])
+@pytest.mark.parametrize("placement", ["in_backward", "in_forward"])
+def test_a_unit_that_was_updated_in_part_is_not_committed(
+    placement: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer refuses in the middle of a step: from then on every call says so, and none waits."""
+    with offloaded(Recipe(model="toy"), Paging(placement=placement, cores=cores), tmp_path) as (model, optimizer):
+        train(Recipe(model="toy", steps=2), model, optimizer, Outcome())
+        optimizer.commit()
+        update, calls = UpdateKernel.update, itertools.count()
+
+        def refuse(*given: Any) -> Any:
+            if next(calls) == 2:
+                raise ValueError("refused")
+            return update(*given)
+
+        monkeypatch.setattr(UpdateKernel, "update", refuse)
+        with pytest.raises(ValueError, match="refused"):
+            train(Recipe(model="toy", steps=3), model, optimizer, Outcome())
+        with pytest.raises((ValueError, InfinityError), match=r"refused|between backward and step"):
+            optimizer.commit()
