@@ -18,7 +18,6 @@ these numbers, no item is of two shards. `infinity.fsdp.encoding` has the arithm
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -284,7 +283,9 @@ class Layout:
         found = []
         for page in self.pages:
             placed = [(shard, self.shards[shard]) for shard in self.segments[page.segment].shards]
-            found.append(tuple(s for s, at in placed if at.start < page.stop and page.start < at.start + at.spec.numel))
+            found.append(
+                tuple(s for s, at in placed if max(at.start, page.start) < min(at.start + at.spec.numel, page.stop))
+            )
         return tuple(found)
 
     @cached_property
@@ -339,7 +340,8 @@ def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[
             low = middle + 1
         else:
             high = middle
-    for page in itertools.islice(pages, low, None):
+    for position in range(low, len(pages)):
+        page = pages[position]
         if page.start >= stop:
             return
         yield page, max(start, page.start), min(stop, page.stop)

@@ -221,12 +221,10 @@ class StepState:
     def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> list[tuple[int, slice, torch.Tensor]]:
         """Return (shard, slice of the page, slice of the shard's flat tensor) for every overlap."""
         found = []
-        for shard in self._layout.segments[page.segment].shards:
-            if shard not in flats:
-                continue
-            placed = self._layout.shards[shard]
-            low, high = max(placed.start, page.start), min(placed.start + placed.spec.numel, page.stop)
-            if low < high:
+        for shard in self._layout.page_shards[page.index]:
+            if shard in flats:
+                placed = self._layout.shards[shard]
+                low, high = max(placed.start, page.start), min(placed.start + placed.spec.numel, page.stop)
                 flat = flats[shard].reshape(-1)[low - placed.start : high - placed.start]
                 found.append((shard, slice(low - page.start, high - page.start), flat))
         return found
@@ -311,10 +309,10 @@ class StepState:
             torch.empty(placed.spec.numel, dtype=torch_dtype(dtype)) for dtype in segment.format.grads[: len(stored)]
         ]
         for row, pages in zip(rows, stored, strict=True):
-            for page, _, _ in overlapping(pages, placed.start, placed.start + placed.spec.numel):
+            for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
-                    for _, held, part in self._slices(page, {shard: row}):
-                        part.copy_(section(content, page, self._layout, page.start, page.stop)[held])
+                    part = section(content, page, self._layout, first, last)
+                    row[first - placed.start : last - placed.start] = part
         flat = gradient_of(segment.format, rows)
         if self._scale is not None:
             flat.mul_(self._scale)

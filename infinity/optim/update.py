@@ -65,9 +65,8 @@ class Opened:
     def encode(self, name: str, start: int, values: torch.Tensor, step: int) -> None:
         """Store elements from `start` on of such a section."""
         for row, items in stored(self.segment.format, name, values, step):
-            for page, content in self._held:
-                if page.role is row.role:
-                    put(content, page, row, start, items)
+            for page, content in self.pages(row.role):
+                put(content, page, row, start, items)
 
     def replace_weights(self) -> None:
         """Write the weights that the updated master makes, where they are no part of it."""

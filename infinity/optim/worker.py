@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -31,11 +31,7 @@ class UpdateWorker:
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job`, behind those that were submitted before. Raises its error if it runs at once."""
         if self._thread is None:
-            try:
-                job()
-            except Exception as error:
-                self._failed(error)
-                raise
+            self._run(job)
         else:
             self._last = self._thread.submit(self._run, job)
 
@@ -45,11 +41,12 @@ class UpdateWorker:
                 job()
         except Exception as error:
             self._failed(error)
+            raise
 
     def drain(self) -> None:
         """Wait until all jobs have run; a failure is raised by whoever looks at a page next."""
         if self._last is not None:
-            self._last.result()
+            wait([self._last])
 
     def close(self) -> None:
         """Drop what has not begun, and end the thread."""

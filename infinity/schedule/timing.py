@@ -80,7 +80,7 @@ def step_length(
     before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
     aside = [beside and any(layout.pages[page].role is Role.UPDATE for page, _ in access) for access in trace]
     training = updates = 0.0
-    ended: deque[tuple[int, float]] = deque()  # how far the window reaches until an access has ended, and when it has
+    ended: deque[tuple[int, float]] = deque()  # how far the window reaches until an update has ended, and when it has
     cursor, began = -1, 0.0
     for step in range(_STEPS):
         began = training
@@ -99,10 +99,10 @@ def step_length(
                 at = clockwork.arrive(page, at) if read else clockwork.occupy(at)
             if aside[position]:
                 updates = at
+                ended.append((step * length + reach[position], at))
             else:
                 training = at
             clockwork.go_on(at)
-            ended.append((step * length + reach[position], at))
             for page, written in moves.leaving[position]:
                 clockwork.leave(page, modified=written)
     return training - began
