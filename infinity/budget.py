@@ -13,7 +13,7 @@ from infinity.units import KIB, MIB, format_setting, format_size
 
 _LARGEST_PAGE = 8 * MIB
 _SMALLEST_PAGE = 64 * KIB
-_WANTED_FRAMES = 64
+_WANTED_FRAMES = 32
 _LEAST_FILLED = 0.8
 
 

@@ -1,9 +1,10 @@
 """Which bytes of this rank's state lie in which page. Pure arithmetic: no I/O, no torch.
 
 A unit's shards are grouped into *segments*: shards that share dtype and state format. A segment is one
-element space, shards back to back, each starting at a multiple of `SHARD_ALIGNMENT` elements. Its PARAM
-pages cut that space evenly; its UPDATE pages cut it again, and hold for their range of elements master and
-moments one after the other; its GRAD pages cut it a third time, once for each row of the gradient.
+element space, shards back to back, each starting at a multiple of `SHARD_ALIGNMENT` elements. Its UPDATE
+pages cut that space evenly, and hold for their range of elements master and moments one after the other; its
+PARAM pages cut it again, and its GRAD pages, once for each row of the gradient. All join pieces of the finest of these
+cuts, so that an update can be divided where no page is on both sides.
 
 [Note: alignment and bits] Vectorised kernels treat the last few elements of a tensor with scalar code.
 Because every cut is a multiple of `RANGE_ALIGNMENT` elements from the segment's start, and every shard starts
@@ -18,6 +19,7 @@ these numbers, no item is of two shards. `infinity.fsdp.encoding` has the arithm
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,10 +28,10 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from infinity.units import align_down, align_up
+from infinity.units import align_up
 
 SHARD_ALIGNMENT = 64
-RANGE_ALIGNMENT = 1024
+RANGE_ALIGNMENT = 2048
 PAGE_ALIGNMENT = 4096
 MASTER = "master"
 ITEMSIZE = {
@@ -278,6 +280,14 @@ class Layout:
         return tuple(map(tuple, members))
 
     @cached_property
+    def unit_ranges(self) -> tuple[tuple[tuple[Segment, int], ...], ...]:
+        """All ranges of every unit as (segment, position), in the order in which an update walks over them."""
+        return tuple(
+            tuple((self.segments[s], position) for s in indices for position in range(len(self.segments[s].ranges)))
+            for indices in self.unit_segments
+        )
+
+    @cached_property
     def page_shards(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the shards of which each page holds elements."""
         found = []
@@ -370,14 +380,34 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
             )
             extent[key] = align_up(extent[key] + spec.padded, SHARD_ALIGNMENT)
         for key in keys:
-            trainable = shards[members[key][0]].spec.trainable
+            fmt, segment = formats[key], len(segments)
             numel = align_up(extent[key], RANGE_ALIGNMENT)
-            fmt = formats[key]
+            sizes = (ITEMSIZE[fmt.param], fmt.update_bytes, *(ITEMSIZE[dtype] for dtype in fmt.grads))
+            finest = _joined(range(0, numel + 1, RANGE_ALIGNMENT), int(page_bytes / max(sizes)))
 
             def cut(
-                role: Role, itemsize: float, row: int = 0, *, numel: int = numel, unit_index: int = unit_index
+                role: Role,
+                size: float,
+                row: int = 0,
+                *,
+                unit: int = unit_index,
+                segment: int = segment,
+                finest: Sequence[int] = finest,
             ) -> tuple[Page, ...]:
-                made = _cut(role, row, unit_index, len(segments), numel, itemsize, page_bytes, len(pages))
+                joined = itertools.pairwise(_joined(finest, int(page_bytes / size)))
+                made = tuple(
+                    Page(
+                        index=len(pages) + position,
+                        role=role,
+                        unit=unit,
+                        segment=segment,
+                        start=start,
+                        count=stop - start,
+                        nbytes=align_up(int((stop - start) * size), PAGE_ALIGNMENT),
+                        row=row,
+                    )
+                    for position, (start, stop) in enumerate(joined)
+                )
                 pages.extend(made)
                 return made
 
@@ -385,35 +415,24 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                 Segment(
                     unit=unit_index,
                     format=fmt,
-                    trainable=trainable,
+                    trainable=shards[members[key][0]].spec.trainable,
                     numel=numel,
                     shards=tuple(members[key]),
                     param_pages=cut(Role.PARAM, ITEMSIZE[fmt.param]),
-                    update_pages=cut(Role.UPDATE, fmt.update_bytes),
+                    update_pages=cut(Role.UPDATE, fmt.update_bytes) if fmt.update_bytes else (),
                     grad_pages=tuple(cut(Role.GRAD, ITEMSIZE[dtype], row) for row, dtype in enumerate(fmt.grads)),
                 )
             )
     return Layout(tuple(units), tuple(segments), tuple(shards), tuple(pages), page_bytes)
 
 
-def _cut(
-    role: Role, row: int, unit: int, segment: int, numel: int, itemsize: float, page_bytes: int, first: int
-) -> tuple[Page, ...]:
-    if itemsize == 0 or numel == 0:
-        return ()
-    most = align_down(int(page_bytes / itemsize), RANGE_ALIGNMENT)
-    number = -(-numel // most)
-    count = align_up(-(-numel // number), RANGE_ALIGNMENT)  # even cuts: no tiny last page
-    return tuple(
-        Page(
-            index=first + position,
-            role=role,
-            unit=unit,
-            segment=segment,
-            start=start,
-            count=min(count, numel - start),
-            nbytes=align_up(int(min(count, numel - start) * itemsize), PAGE_ALIGNMENT),
-            row=row,
-        )
-        for position, start in enumerate(range(0, numel, count))
-    )
+def _joined(cut: Sequence[int], most: int) -> Sequence[int]:
+    """Return another cut: as few and as even pages of at most `most` elements as can be made by joining those of `cut`.
+
+    A cut is where its pages begin and the last one ends; the first is the longest.
+    """
+    pieces = len(cut) - 1
+    if not pieces:
+        return cut
+    number = -(-pieces // (most // cut[1]))
+    return [cut[-(-pieces * page // number)] for page in range(number + 1)]

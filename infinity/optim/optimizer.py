@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -341,10 +342,13 @@ class PagedOptimizer(torch.optim.Optimizer):
                 )
             self._placed = "in_backward" if early else "in_forward"
         if events != self._events:
-            placement, worker = Placement.of(self._placed, events), self._step_state.has_worker
+            placement, worker = Placement.of(self._placed, events, self._layout), self._step_state.has_worker
             choices: dict[tuple[Access, ...], Placement] = {}
-            for beside in (True, False) if worker else (False,):
-                choice = replace(placement, beside=beside)
+            placements = [placement]
+            if self._wanted == "auto":
+                placements.append(placement.balanced(events, self._layout))
+            for choice, beside in itertools.product(placements, (True, False) if worker else (False,)):
+                choice = replace(choice, beside=beside)
                 choices.setdefault(expand(events, self._layout, choice), choice)
             plans = [make_plan(trace, self._layout, self._frames, beside=worker) for trace in choices]
             plan = preferred(plans, self._layout, beside=worker)

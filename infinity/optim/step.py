@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,16 +61,6 @@ class _Range(NamedTuple):
     lease: Lease
 
 
-@dataclass
-class _Pending:
-    """Gradients of a step that has ended, and how they are to be applied."""
-
-    shards: dict[int, set[int]] = field(default_factory=dict)  # by unit
-    settings: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by shard
-    scale: torch.Tensor | None = None
-    step: int = 0
-
-
 class StepState:
     """Gradients, pending updates and optimizer scalars of the step that is running."""
 
@@ -99,7 +88,7 @@ class StepState:
         self._unit = -1
         self._arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
         self._arrived: torch.cuda.Event | None = None  # where the device has the gradients that came last
-        self._pending = _Pending()
+        self._pending: dict[int, Update] = {}  # unit -> what is left of its update after the step
         self._due: dict[int, int] = {}  # unit -> the one to be updated when it is gathered
         self._rows: dict[int, int] = {}  # unit -> rows of its gradient that are stored: as many as were ever needed
         self._reset()
@@ -107,8 +96,8 @@ class StepState:
     def _reset(self) -> None:
         self.events.clear()
         self._stored: dict[int, set[int]] = {}  # unit -> shards whose gradient waits in GRAD pages, in arrival order
-        self._done: set[int] = set()  # units updated in backward
-        self._reduced: tuple[int, dict[int, torch.Tensor], dict[int, Mapping[str, Any]]] | None = None
+        self._begun: dict[int, Update] = {}  # unit -> its update in backward
+        self._reduced = -1  # the unit whose update in backward is to come next
         self._norms: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
         self._scale: torch.Tensor | None = None
         self._skip = False
@@ -120,14 +109,14 @@ class StepState:
         """Note that a training pass begins to gather a unit; update it if that is still to be done."""
         self.close_arrivals()
         self.events.append(Event(EventKind.GATHER, unit))
-        if unit in self._pending.shards:
+        if unit in self._pending:
             self._apply_pending(unit)
 
     def gathered(self, unit: int) -> None:
         """Note that a training pass has gathered a unit; update what was left to this moment."""
         self._update_reduced()
         due = self._due.get(unit)
-        if due is not None and due in self._pending.shards:
+        if due is not None and due in self._pending:
             self._apply_pending(due)
 
     def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
@@ -149,52 +138,68 @@ class StepState:
         self._update_reduced()
         unit, arrivals = self._unit, self._arrivals
         self._unit, self._arrivals = -1, {}
-        if unit in self._done:
+        if unit in self._begun:
             raise InfinityError(
                 f"a second gradient of unit {self._layout.units[unit].name} arrived after its update in backward; with "
                 'several backward passes per step set update.placement = "after_backward"'
             )
+        early = self.placement.in_backward.get(unit, 0)
         with torch.no_grad():
-            if unit in self.placement.in_backward:
+            if early < len(self._layout.unit_ranges[unit]):
+                self._store(unit, arrivals, early)
+            else:
                 self.events.append(Event(EventKind.GRADIENTS, unit, self._rows.get(unit, 1)))
-                self._done.add(unit)
+            if early:
                 grads = {shard: grad.reshape(-1) for shard, (_, grad) in arrivals.items()}
-                self._reduced = (unit, grads, self._settings_now(grads))
+                self._begun[unit] = Update(
+                    self._layout, self._kernel, self._settings_now(grads), self.scalars, self.step, grads, self._arrived
+                )
+                self._reduced = unit
                 if not self.placement.beside:
                     self._update_reduced()
-            else:
-                self._store(unit, arrivals)
 
     def _update_reduced(self) -> None:
-        """Update the unit whose gradients came in last, if it is one that is updated in backward."""
-        if self._reduced is not None:
-            (unit, grads, settings), self._reduced = self._reduced, None
-            with self._phase("update", self._layout.units[unit].name), torch.no_grad():
-                self._update(unit, settings, self.step, grads=grads)
+        """Update the unit whose gradients came in last, as far as it is updated in backward."""
+        unit, self._reduced = self._reduced, -1
+        if unit >= 0:
+            self._update(unit, self._begun[unit], self.placement.in_backward[unit])
 
-    def _store(self, unit: int, arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]]) -> None:
+    def _store(self, unit: int, arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]], start: int) -> None:
+        """Store the gradients of a unit's ranges from `start` on, or add them to what is stored."""
         stored = self._stored.pop(unit, set())
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
         totals = {shard: grad for shard, (_, grad) in arrivals.items()}
-        before, rows = self._rows.get(unit, 1), self._rows_of(totals, added=bool(stored))
+        before, rows = self._rows.get(unit, 1), self._rows_of(unit, totals, start, added=bool(stored))
         self._rows[unit] = max(before, rows)
         self.events.append(Event(EventKind.GRADIENTS, unit, self._rows[unit]))
-        accesses = store_gradient_accesses(self._layout, unit, stored=before if stored else 0, rows=self._rows[unit])
+        accesses = store_gradient_accesses(
+            self._layout, unit, start=start, stored=before if stored else 0, rows=self._rows[unit]
+        )
         with self._part("copy"):
             self._walk_gradients(accesses, {s: g for s, g in totals.items() if s in stored}, totals)
-        with self._part("update"):
-            for shard, (param, total) in arrivals.items():
-                self._norms[shard] = (param, torch.linalg.vector_norm(total, 2.0))
+        if not start:
+            with self._part("update"):
+                for shard, (param, total) in arrivals.items():
+                    self._norms[shard] = (param, torch.linalg.vector_norm(total, 2.0))
         self._stored[unit] = stored | set(arrivals)  # at the end: arrival order
 
-    def _rows_of(self, grads: Mapping[int, torch.Tensor], *, added: bool) -> int:
-        """Return how many rows hold the gradients of a unit; a sum of two is taken to need all there are."""
-        divided = [grad for shard, grad in grads.items() if self._layout.format_of(shard).grads == HALVES]
+    def _rows_of(self, unit: int, grads: Mapping[int, torch.Tensor], start: int, *, added: bool) -> int:
+        """Return how many rows hold the gradients of a unit's ranges; a sum of two is taken to need all there are."""
+        pages = [
+            self._layout.pages[access[0].page]
+            for access in store_gradient_accesses(self._layout, unit, start=start, stored=0, rows=1)
+        ]
+        divided = [
+            part
+            for page in pages
+            if self._layout.segments[page.segment].format.grads == HALVES
+            for _, _, part in self._slices(page, grads)
+        ]
         if not divided:
             return 1
         # Added up on the device: it is waited for once.
-        needed = added or bool(sum(torch.count_nonzero(halves(grad.reshape(-1))[1]) for grad in divided))
+        needed = added or bool(sum(torch.count_nonzero(halves(part)[1]) for part in divided))
         return len(HALVES) if needed else 1
 
     def _walk_gradients(
@@ -232,7 +237,7 @@ class StepState:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients have arrived since the last step."""
-        return bool(self._stored or self._done or self._arrivals)
+        return bool(self._stored or self._begun or self._arrivals)
 
     def drop_gradients(self) -> None:
         """Forget stored gradients (`zero_grad` without a step).
@@ -241,7 +246,7 @@ class StepState:
             InfinityError: a unit was already updated in backward: there is no way back.
         """
         self.close_arrivals()
-        if self._done:
+        if self._begun:
             raise InfinityError(
                 "zero_grad() before step(): updates already ran in backward; to drop gradients set "
                 'update.placement = "after_backward"'
@@ -268,7 +273,7 @@ class StepState:
             RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
         """
         self.close_arrivals()
-        if self._done:
+        if self._begun:
             raise InfinityError(
                 "clip_grad_norm_ needs all gradients at once, but updates already ran in backward; set "
                 'update.placement = "after_backward"'
@@ -333,7 +338,7 @@ class StepState:
         Returns:
             Whether there was an update: none where the norm of the gradients was not finite.
         """
-        for unit in list(self._pending.shards):  # what this step did not gather
+        for unit in list(self._pending):  # what this step did not gather
             self._apply_pending(unit)
         self.step += 1
         if self._skip:
@@ -342,9 +347,20 @@ class StepState:
             return False
         self._due = self.placement.due(self.events)
         settings = self._settings_now(shard for present in self._stored.values() for shard in present)
-        self._pending = _Pending(self._stored, settings, self._scale, self.step - 1)
+        for unit, present in self._stored.items():
+            self._pending[unit] = self._begun.get(unit) or Update(
+                self._layout,
+                self._kernel,
+                {shard: settings[shard] for shard in present},
+                self.scalars,
+                self.step - 1,
+                scale=self._scale,
+            )
         self._reset()
-        for unit in update_order(self._pending.shards):
+        early = self.placement.in_backward  # other than in this step, if that was the first one of its kind
+        if any(update.begun != early.get(unit, 0) for unit, update in self._pending.items()):
+            self._due = {}
+        for unit in update_order(self._pending):
             if unit not in self._due.values():
                 self._apply_pending(unit)
         return True
@@ -368,41 +384,30 @@ class StepState:
     @property
     def pending(self) -> bool:
         """Whether updates wait for the next forward."""
-        return bool(self._pending.shards)
+        return bool(self._pending)
 
     def settle(self) -> None:
         """Run the updates that wait for the next forward, in the order in which it would; wait until all have run."""
         for unit in self._due.values():
-            if unit in self._pending.shards:
+            if unit in self._pending:
                 self._apply_pending(unit)
         self._worker.drain()
 
     def _apply_pending(self, unit: int) -> None:
-        settings = {shard: self._pending.settings[shard] for shard in self._pending.shards.pop(unit)}
-        with self._phase("update", self._layout.units[unit].name), torch.no_grad():
-            self._update(unit, settings, self._pending.step, scale=self._pending.scale)
+        self._update(unit, self._pending.pop(unit), len(self._layout.unit_ranges[unit]), rows=self._rows[unit])
 
-    def _update(
-        self,
-        unit: int,
-        settings: Mapping[int, Mapping[str, Any]],
-        step: int,
-        *,
-        grads: dict[int, torch.Tensor] | None = None,
-        scale: torch.Tensor | None = None,
-    ) -> None:
-        """Update the shards of a unit that have `settings`, from `grads` or, scaled, from the GRAD pages."""
-        update = Update(self._layout, self._kernel, settings, self.scalars, step, grads, self._arrived, scale)
-        beside, rows = self._worker.beside, self._rows[unit] if grads is None else 0
+    def _update(self, unit: int, update: Update, stop: int, *, rows: int = 0) -> None:
+        """Update a unit's ranges up to `stop` that are still to be, from `rows` rows of stored gradients if not 0."""
+        unit_ranges = self._layout.unit_ranges[unit]
         ranges: deque[_Range] = deque()
-        for index in self._layout.unit_segments[unit]:
-            segment = self._layout.segments[index]
-            for position, item in enumerate(segment.ranges):
-                lease = self._pager.lease(range_access(segment, position, rows=rows), beside=beside)
-                ranges.append(_Range(segment, item, lease))
-        self._worker.submit(partial(self._run, update, ranges))
+        with self._phase("update", self._layout.units[unit].name), torch.no_grad():
+            for segment, position in unit_ranges[update.begun : stop]:
+                lease = self._pager.lease(range_access(segment, position, rows=rows), beside=self._worker.beside)
+                ranges.append(_Range(segment, segment.ranges[position], lease))
+            update.begun = stop
+            self._worker.submit(partial(self._run, update, ranges, stop == len(unit_ranges)))
 
-    def _run(self, update: Update, ranges: deque[_Range]) -> None:
+    def _run(self, update: Update, ranges: deque[_Range], ends: bool) -> None:
         """Update ranges in order: one that is waited for, and with it those behind it that are there."""
         while ranges:
             with ExitStack() as held:
@@ -416,8 +421,10 @@ class StepState:
                     if contents is not None:
                         held.push(ranges[0].lease)
                 update.run(opened)
-        self.scalars.update(update.after)
-        self.updated_elements += update.elements
+        update.grads = None
+        if ends:
+            self.scalars.update(update.after)
+            self.updated_elements += update.elements
 
     def close(self) -> None:
         """End the worker; updates that have not begun are dropped."""

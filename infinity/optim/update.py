@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from infinity.fsdp.content import gradient_of, put, read_section, row_of, section, stored
-from infinity.layout import MASTER, RANGE_ALIGNMENT, SHARD_ALIGNMENT, Layout, Page, Role, Segment
+from infinity.layout import HALVES, MASTER, RANGE_ALIGNMENT, SHARD_ALIGNMENT, Layout, Page, Role, Segment
 from infinity.optim.kernel import Piece, Scalars, UpdateKernel
 from infinity.schedule.trace import Access
 from infinity.units import align_up
 
-_DECODED = 128 * RANGE_ALIGNMENT
+_DECODED = 64 * RANGE_ALIGNMENT
 """Most elements that are decoded at once: what an update needs beside the pages is bounded, and fits a cache."""
 
 
@@ -48,13 +48,17 @@ class Opened:
         return row_of(content, page, row, start, stop)
 
     def gradient(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of the gradient that is stored."""
+        """Return elements [start, stop) of the gradient that is stored: a copy.
+
+        Optimizers may change what they are given, while the page is being written, or read by another range's update.
+        """
         rows: dict[int, list[torch.Tensor]] = {}
         for page, content in self.pages(Role.GRAD):
             low, high = max(start, page.start), min(stop, page.stop)
             if low < high:
                 rows.setdefault(page.row, []).append(section(content, page, self._layout, low, high))
-        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for _, parts in sorted(rows.items())]
+        halved = self.segment.format.grads == HALVES  # what is joined from halves is a copy anyway
+        whole = [parts[0] if len(parts) == 1 and halved else torch.cat(parts) for _, parts in sorted(rows.items())]
         return gradient_of(self.segment.format, whole)
 
     def decode(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -82,7 +86,8 @@ class Update:
 
     `settings` has those of its group for every shard that has a gradient; `before` the scalars of shards at the start
     of the step, whose number is `step`. Gradients are in `grads` by shard, flat, on the device, which has them behind
-    `arrived`; or else in GRAD pages, of which all are multiplied by `scale`.
+    `arrived`; or else in GRAD pages, of which all are multiplied by `scale`. Of a unit that is updated in backward in
+    part, the other part is in GRAD pages.
     """
 
     layout: Layout
@@ -97,6 +102,8 @@ class Update:
     """Scalars of the shards after the step."""
     elements: int = 0
     """Elements updated so far."""
+    begun: int = 0
+    """How many of the unit's ranges, the first ones, were given to be updated."""
 
     def run(self, ranges: Sequence[Opened]) -> None:
         """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.layout import Layout, Role
-from infinity.schedule.trace import Access, Mode
+from infinity.schedule.trace import BACKWARD, Access, Mode
 
-_BACKWARD = 2.0
-"""Computation of a unit in backward, over that in forward."""
 _STEPS = 2
 """How many steps it takes until one is like those that follow."""
 
@@ -37,7 +35,7 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
             shares[position], due = due, 0.0
         if gathers:
             if page.unit != unit:
-                factor = _BACKWARD if page.unit in gathered else 1.0
+                factor = BACKWARD if page.unit in gathered else 1.0
                 unit = page.unit
                 gathered.add(unit)
             due += factor * page.nbytes

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 from infinity.layout import Layout, Segment, overlapping
+
+BACKWARD = 2.5
+"""Computation of a unit in backward, over that in forward: between 2, and 3 where backward computes forward again."""
 
 
 class EventKind(Enum):
@@ -68,19 +71,22 @@ Access = tuple[Use, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where units are updated: in backward, ahead of their use in the next forward, or (all others) in `step()`.
+    """Where units are updated: in backward, ahead of their use in the next forward, or in `step()`.
+
+    `in_backward` says how many of a unit's ranges, the first ones, are updated in backward; units in `in_forward` have
+    the others updated in the next forward, all others in `step()`.
 
     `beside` says whether updates come behind the gather of another unit, to run beside its computation: in backward of
     the unit that is gathered next; in forward of the unit before (the first unit is updated in `step()`). Else a unit
     is updated as soon as its gradients are there, or just before it is gathered: that needs fewer frames.
     """
 
-    in_backward: frozenset[int] = frozenset()
+    in_backward: Mapping[int, int] = field(default_factory=dict)
     in_forward: frozenset[int] = frozenset()
     beside: bool = True
 
     @classmethod
-    def of(cls, name: str, events: Sequence[Event]) -> Placement:
+    def of(cls, name: str, events: Sequence[Event], layout: Layout) -> Placement:
         """Return the placement of a setting, for a step that looks like `events`.
 
         What cannot be updated in backward is updated in the next forward.
@@ -91,13 +97,67 @@ class Placement:
         gathered, trained = (
             {event.unit for event in events if event.kind is kind} for kind in (EventKind.GATHER, EventKind.GRADIENTS)
         )
-        return cls(in_backward=early, in_forward=frozenset(gathered & trained - early))
+        return cls(
+            in_backward={unit: len(layout.unit_ranges[unit]) for unit in early},
+            in_forward=frozenset(gathered & trained - early),
+        )
+
+    def balanced(self, events: Sequence[Event], layout: Layout) -> Placement:
+        """Return this placement with a part of what is updated in backward left to the next forward, of every unit.
+
+        Forward only reads weights, unless it updates something; with it, each pass moves its share of the bytes, which
+        is its share of the computation. Solved for the fraction f of the updates that are left to forward, where
+        nothing stays in memory: P + f (U + G) = share (2 P + U + 2 f G), with P bytes of weights, U that updates
+        move, G of gradients. The unit that is gathered first has none: there is no computation to hide it behind. A
+        unit is divided between pages; what it has too much or too little, the next one makes up for.
+        """
+        rows = stored_rows(events)
+        order = list(dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER))
+        weights = updates = gradients = whole = 0
+        for segment in (layout.segments[index] for unit in order for index in layout.unit_segments[unit]):
+            size = sum(page.nbytes for page in segment.param_pages)
+            weights += size
+            if segment.unit in self.in_backward:
+                updates += 2 * sum(page.nbytes for page in segment.update_pages) + size
+                stored = segment.grad_pages[: rows[segment.unit]]
+                gradients += sum(page.nbytes for pages in stored for page in pages)
+                whole += segment.numel
+        divisible = [unit for unit in order[1:] if unit in self.in_backward]
+        share = 1 / (1 + BACKWARD)
+        fraction = (share * (2 * weights + updates) - weights) / max(1, updates + (1 - 2 * share) * gradients)
+        passed = sum(layout.segments[index].numel for unit in divisible for index in layout.unit_segments[unit])
+        fraction *= whole / max(1, passed)
+        in_backward, wanted = dict(self.in_backward), 0.0
+        for unit in divisible:
+            sizes = [segment.ranges[position].count for segment, position in layout.unit_ranges[unit]]
+            wanted += fraction * sum(sizes)
+            left = {place: sum(sizes[place:]) for place in divisions(layout, unit)}
+            place = min(left, key=lambda place: abs(wanted - left[place]))
+            wanted -= left[place]
+            in_backward[unit] = place
+        later = frozenset(unit for unit in divisible if in_backward[unit] < len(layout.unit_ranges[unit]))
+        return replace(
+            self,
+            in_backward={unit: number for unit, number in in_backward.items() if number},
+            in_forward=self.in_forward | later,
+        )
 
     def due(self, events: Iterable[Event]) -> dict[int, int]:
         """Return which unit is to be updated when a unit is first gathered; those updated in `step()` are not there."""
-        gathered = dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER)
-        order = [unit for unit in gathered if unit in self.in_forward]
-        return dict(itertools.pairwise(order)) if self.beside else {unit: unit for unit in order}
+        order = tuple(dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER))
+        pairs = itertools.pairwise(order) if self.beside else zip(order, order, strict=True)
+        return {gathered: unit for gathered, unit in pairs if unit in self.in_forward}
+
+
+def divisions(layout: Layout, unit: int) -> Iterator[int]:
+    """Yield the numbers of ranges after which the update of a unit can be divided: no page is on both sides."""
+    ranges = layout.unit_ranges[unit]
+    for number, (segment, position) in enumerate(ranges):
+        start = segment.ranges[position].start
+        others = (segment.param_pages, *segment.grad_pages)
+        if all(any(page.start == start for page in pages) for pages in others):
+            yield number
+    yield len(ranges)
 
 
 def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
@@ -134,17 +194,18 @@ def expand(
     due = placement.due(events)
     later = set(due.values())
     waiting = dict(due) if pending else {}
+    early = placement.in_backward
     reduced: list[int] = []  # to be updated in backward, behind the next gather
 
     def update_reduced() -> None:
         for unit in reduced:
-            accesses.extend(update_accesses(layout, unit))
+            accesses.extend(update_accesses(layout, unit, stop=early[unit]))
         reduced.clear()
 
     def update_waiting(gathered: int) -> None:
         unit = waiting.pop(gathered, None)
         if unit is not None:
-            accesses.extend(update_accesses(layout, unit, rows=rows.get(unit, 1)))
+            accesses.extend(update_accesses(layout, unit, start=early.get(unit, 0), rows=rows.get(unit, 1)))
 
     for event in events:
         if event.kind is EventKind.GATHER:
@@ -155,19 +216,22 @@ def expand(
             update_waiting(event.unit)
         elif event.kind is EventKind.GRADIENTS:
             update_reduced()
-            if event.unit in placement.in_backward:
+            first = early.get(event.unit, 0)
+            if first < len(layout.unit_ranges[event.unit]):
+                stored = arrived.pop(event.unit, 0)
+                arrived[event.unit] = event.rows  # at the end: arrival order
+                accesses.extend(
+                    store_gradient_accesses(layout, event.unit, start=first, stored=stored, rows=event.rows)
+                )
+            if first:
                 reduced.append(event.unit)
                 if not placement.beside:
                     update_reduced()
-            else:
-                stored = arrived.pop(event.unit, 0)
-                arrived[event.unit] = event.rows  # at the end: arrival order
-                accesses.extend(store_gradient_accesses(layout, event.unit, stored=stored, rows=event.rows))
         else:
             update_reduced()
             for unit in update_order(arrived):
                 if unit not in later:
-                    accesses.extend(update_accesses(layout, unit, rows=arrived[unit]))
+                    accesses.extend(update_accesses(layout, unit, start=early.get(unit, 0), rows=arrived[unit]))
     return tuple(accesses)
 
 
@@ -178,9 +242,11 @@ def stored_rows(events: Iterable[Event]) -> dict[int, int]:
 
 def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
     """Return the accesses of all updates that wait for the next forward, when they are not to wait any longer."""
-    rows = stored_rows(events)
+    rows, early = stored_rows(events), placement.in_backward
     return tuple(
-        access for unit in placement.due(events).values() for access in update_accesses(layout, unit, rows=rows[unit])
+        access
+        for unit in placement.due(events).values()
+        for access in update_accesses(layout, unit, start=early.get(unit, 0), rows=rows[unit])
     )
 
 
@@ -198,19 +264,25 @@ def gather_accesses(layout: Layout, unit: int) -> Iterator[Access]:
             yield (Use(page.index, Mode.READ),)
 
 
-def store_gradient_accesses(layout: Layout, unit: int, *, stored: int, rows: int) -> Iterator[Access]:
-    """Yield the GRAD pages of `rows` rows to which an arriving gradient is added, or written where none is `stored`."""
-    for index in layout.unit_segments[unit]:
-        for pages in zip(*layout.segments[index].grad_pages[:rows], strict=True):
-            yield tuple(Use(page.index, Mode.UPDATE if page.row < stored else Mode.WRITE) for page in pages)
+def store_gradient_accesses(layout: Layout, unit: int, *, stored: int, rows: int, start: int = 0) -> Iterator[Access]:
+    """Yield the GRAD pages of `rows` rows to which an arriving gradient is added, or written where none is `stored`.
+
+    Args:
+        start: the first of the unit's ranges whose gradient is stored.
+    """
+    for segment, ranges in itertools.groupby(layout.unit_ranges[unit][start:], key=lambda item: item[0]):
+        first = segment.ranges[next(ranges)[1]].start
+        for pages in zip(*segment.grad_pages[:rows], strict=True):
+            if pages[0].start >= first:
+                yield tuple(Use(page.index, Mode.UPDATE if page.row < stored else Mode.WRITE) for page in pages)
 
 
-def update_accesses(layout: Layout, unit: int, *, rows: int = 0) -> Iterator[Access]:
-    """Yield one access for each range of a unit's update, for which `rows` rows of its gradient are stored."""
-    for index in layout.unit_segments[unit]:
-        segment = layout.segments[index]
-        for position in range(len(segment.ranges)):
-            yield range_access(segment, position, rows=rows)
+def update_accesses(
+    layout: Layout, unit: int, *, start: int = 0, stop: int | None = None, rows: int = 0
+) -> Iterator[Access]:
+    """Yield one access for each range of a unit's update, or for some, of which `rows` rows of gradient are stored."""
+    for segment, position in layout.unit_ranges[unit][start:stop]:
+        yield range_access(segment, position, rows=rows)
 
 
 def range_access(segment: Segment, position: int, *, rows: int = 0) -> Access:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from infinity.layout import HALVES, Layout, ShardSpec, StateFormat, UnitSpec, build_layout
-from infinity.schedule.trace import Event, EventKind
+from infinity.schedule.trace import Event, EventKind, Placement, divisions
 
 ADAM = (("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 FORMATS = {
@@ -16,6 +18,7 @@ FORMATS = {
     "frozen": StateFormat(param="bfloat16", master="float32"),
 }
 FORMATS |= {name: FORMATS["mixed"].stored_as(name) for name in ("split", "bf16-moments", "8bit")}
+PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 KIB = 1 << 10
 
 
@@ -56,6 +59,21 @@ def steps(draw: st.DrawFn, layout: Layout) -> tuple[Event, ...]:
             if unit in trainable and draw(st.integers(0, 3)):
                 events.append(Event(EventKind.GRADIENTS, unit, draw(st.integers(1, 2))))
     return (*events, Event(EventKind.STEP))
+
+
+@st.composite
+def placements(draw: st.DrawFn, layout: Layout, events: tuple[Event, ...]) -> Placement:
+    """Draw a placement for a step; some of what is updated in backward may be left to the next forward."""
+    placement = Placement.of(draw(st.sampled_from(PLACEMENTS)), events, layout)
+    placement = replace(placement, beside=draw(st.booleans()))
+    if draw(st.booleans()):
+        return placement.balanced(events, layout)
+    early = {unit: draw(st.sampled_from(list(divisions(layout, unit)))) for unit in placement.in_backward}
+    gathered = {event.unit for event in events if event.kind is EventKind.GATHER}
+    left = frozenset(unit for unit, number in early.items() if number < len(layout.unit_ranges[unit])) & gathered
+    if draw(st.booleans()):  # else what is left is updated in step()
+        placement = replace(placement, in_forward=placement.in_forward | left)
+    return replace(placement, in_backward=early)
 
 
 def transformer(layers: int, elements: int, page_bytes: int, key: str = "mixed") -> Layout:

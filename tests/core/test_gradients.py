@@ -8,12 +8,15 @@ from pathlib import Path
 import core_models
 import pytest
 import torch
+from core_layouts import transformer
 from core_train import Paging, Recipe, batch, build, make_optimizer, offloaded
 from torch import nn
 
 from infinity.fsdp.encoding import halves, joined
 from infinity.layout import Role
-from infinity.schedule.trace import EventKind, stored_rows
+from infinity.optim.kernel import UpdateKernel
+from infinity.optim.update import Opened, Update, snapshot
+from infinity.schedule.trace import EventKind, range_access, stored_rows
 
 LEAST = Paging(arena="least", placement="in_forward")
 
@@ -72,6 +75,26 @@ def test_one_backward_stores_the_upper_half(tmp_path: Path) -> None:
         rows, moved = of_one_step(1)
         assert rows == {2}
         assert 3.6 < moved <= 4
+
+
+@pytest.mark.parametrize("key", ["plain", "halves"])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_an_update_leaves_stored_gradients_as_they_are(key: str, scale: float | None) -> None:
+    """Their page may be on its way to the drive; this optimizer adds its momentum to the gradient that it is given."""
+    layout = transformer(1, 4 * 2048, 64 << 10, key)
+    (segment,) = layout.segments
+    optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    kernel, settings = UpdateKernel(optimizer), {0: snapshot(optimizer.param_groups[0])}
+    for position, item in enumerate(segment.ranges):
+        access = range_access(segment, position, rows=len(segment.grad_pages))
+        pages = [layout.pages[use.page] for use in access]
+        contents = [memoryview(bytearray(b"\x3f" * page.nbytes)) for page in pages]
+        stored = [bytes(content) for page, content in zip(pages, contents, strict=True) if page.role is Role.GRAD]
+        update = Update(layout, kernel, settings, {}, 0, scale=None if scale is None else torch.tensor(scale))
+        update.run([Opened(layout, segment, item, access, contents)])
+        assert update.elements
+        assert stored
+        assert stored == [bytes(c) for page, c in zip(pages, contents, strict=True) if page.role is Role.GRAD]
 
 
 def test_a_gradient_that_is_not_finite_changes_no_plan(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from threading import Event, Lock
 
 import pytest
 import torch
-from core_layouts import layouts, steps, transformer, transformer_step
+from core_layouts import layouts, placements, steps, transformer, transformer_step
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from infinity.layout import Layout, Role
 from infinity.memory.arena import Arena
 from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.planner import Plan, least_frames, make_plan
-from infinity.schedule.trace import Access, Mode, Placement, Use, eligible_for_backward, expand
+from infinity.schedule.trace import Access, Mode, Placement, Use, expand
 
 GARBAGE = b"\xee" * 8
 NO_SHRINK = tuple(phase for phase in Phase if phase not in (Phase.shrink, Phase.explain))  # timing differs each time
@@ -216,8 +217,9 @@ def benches(draw: st.DrawFn) -> tuple[Layout, Plan]:
     """Draw a layout and a plan of a step on it, with few or many frames."""
     layout = draw(layouts(most=80_000))
     events = draw(steps(layout))
-    backward = eligible_for_backward(events) if draw(st.booleans()) else frozenset()
-    trace = expand(events, layout, Placement(in_backward=backward))
+    drawn = draw(placements(layout, events))
+    placement = replace(drawn, in_forward=frozenset())  # no gradients of a step before
+    trace = expand(events, layout, placement)
     assume(trace)
     least = least_frames(max(len(access) for access in trace))
     return layout, make_plan(trace, layout, draw(st.integers(least, least + len(layout.pages))))
@@ -265,7 +267,7 @@ def small_bench(timeout: float = 20) -> tuple[Layout, Plan, Bench]:
     """Return a bench with few frames, in the middle of nothing."""
     layout = transformer(4, 16 * 1024, 64 << 10)
     events = transformer_step(4)
-    plan = make_plan(expand(events, layout, Placement(in_backward=eligible_for_backward(events))), layout, 10)
+    plan = make_plan(expand(events, layout, Placement.of("in_backward", events, layout)), layout, 10)
     return layout, plan, Bench(layout, plan.frames, timeout=timeout)
 
 

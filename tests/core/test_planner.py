@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
-from core_layouts import layouts, steps, transformer, transformer_step
+from core_layouts import PLACEMENTS, layouts, placements, steps, transformer, transformer_step
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,6 @@ from infinity.schedule.planner import Plan, least_frames, make_plan, prepend
 from infinity.schedule.trace import Access, Event, Mode, Placement, eligible_for_backward, expand, expand_pending
 
 KIB = 1 << 10
-PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 CYCLES = 5
 STEADY = 3
 
@@ -88,7 +87,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Layout]:
     """Draw a layout, a step, a placement, what comes before the first such step, and an arena; plan it."""
     layout = draw(layouts(most=120_000))
     events = draw(steps(layout))
-    placement = Placement.of(draw(st.sampled_from(PLACEMENTS)), events)
+    placement = draw(placements(layout, events))
     trace = expand(events, layout, placement)
     assume(trace)
     before = draw(st.sampled_from(["pending", "nothing", "settling"]))  # as the optimizer does it
@@ -207,7 +206,7 @@ def test_a_transformer_reaches_the_closed_form(placement: str, share: float) -> 
     """To within one page per role: bytes that stay save all of their transfers, bytes that wait at a turn one."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
-    placed = replace(Placement.of(placement, events), beside=False)  # beside costs bytes where frames are few
+    placed = replace(Placement.of(placement, events, layout), beside=False)  # beside costs bytes where frames are few
     plan = make_plan(expand(events, layout, placed), layout, int(share * layout.state_bytes) // PAGE)
     for role in Role:
         moving = sum(page.nbytes for page in layout.pages if page.role is role and page.index not in plan.resident)
@@ -228,7 +227,7 @@ def small_steps(draw: st.DrawFn) -> tuple[Layout, tuple[Access, ...]]:
         layers, 1024 * draw(st.sampled_from([1, 4, 5])), PAGE, draw(st.sampled_from(["mixed", "plain"]))
     )
     events = transformer_step(layers)
-    return layout, expand(events, layout, Placement.of(draw(st.sampled_from(PLACEMENTS)), events))
+    return layout, expand(events, layout, draw(placements(layout, events)))
 
 
 def residences(trace: Sequence[Access], page: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -304,7 +303,7 @@ def test_state_formats_reach_the_closed_form(share: float, key: str) -> None:
     layers = 12
     layout = transformer(layers, 16 * 5 * 1024, PAGE, key)
     events = transformer_step(layers)
-    trace = expand(events, layout, Placement(in_backward=eligible_for_backward(events), beside=False))
+    trace = expand(events, layout, replace(Placement.of("in_backward", events, layout), beside=False))
     plan = make_plan(trace, layout, 24 + int(share * len(layout.pages)))
     weights, state = layout.bytes_of(Role.PARAM), layout.state_bytes
     cached = sum(layout.pages[page].nbytes for page in plan.resident)
@@ -325,7 +324,7 @@ def test_weights_are_kept_first() -> None:
     """A resident weight byte saves three transfers, any other byte two."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
-    trace = expand(events, layout, Placement(in_backward=eligible_for_backward(events)))
+    trace = expand(events, layout, Placement.of("in_backward", events, layout))
     plan = make_plan(trace, layout, 120)
     assert plan.resident
     assert {layout.pages[page].role for page in plan.resident} == {Role.PARAM}
