@@ -79,7 +79,8 @@ class UpdateConfig:
         "auto",
         "`in_backward` updates a unit as soon as its gradients are reduced, `in_forward` when the next forward gathers "
         "it, `after_backward` in `step()`. `auto` takes in_backward when the first step shows that nothing global is "
-        "needed (no clipping, one backward per step), else in_forward.",
+        "needed (no clipping, one backward per step), and leaves a share of every update to the next forward if steps "
+        "end sooner so; else in_forward.",
     )
     cores: int = _setting(
         -1,

@@ -301,7 +301,7 @@ class Layout:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of everything that decides where bytes lie; equal layouts can read each other's pages."""
-        text = json.dumps([[asdict(unit) for unit in self.units], self.page_bytes,
+        text = json.dumps([[asdict(unit) for unit in self.units], self.page_bytes, RANGE_ALIGNMENT,
                            [asdict(segment.format) for segment in self.segments]], sort_keys=True)  # fmt: skip
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -363,7 +363,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
     Args:
         units: in the order in which they are first gathered.
         formats: state format of every `segment_key`.
-        page_bytes: largest page, in bytes.
+        page_bytes: largest page, in bytes; has room for `RANGE_ALIGNMENT` elements.
     """
     pages: list[Page] = []
     segments: list[Segment] = []

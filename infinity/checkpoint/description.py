@@ -167,7 +167,8 @@ def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], 
     nbytes, number = 0.0, 0
     for fmt in formats.values():
         fmt.check()
-        if max(ITEMSIZE[fmt.param], fmt.update_bytes) * RANGE_ALIGNMENT > page_bytes:
+        sizes = (ITEMSIZE[fmt.param], fmt.update_bytes, *(ITEMSIZE[dtype] for dtype in fmt.grads))
+        if max(sizes) * RANGE_ALIGNMENT > page_bytes:
             raise ValueError(f"page_bytes: {page_bytes} is too small for the state of {RANGE_ALIGNMENT} elements")
     for shard in (shard for unit in units for shard in unit.shards):
         if shard.segment_key not in formats or shard.numel > shard.padded:
@@ -177,8 +178,8 @@ def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], 
             raise ValueError(f"units: {brief(shard)} is not of {brief(fmt)}")
         nbytes += (shard.padded + RANGE_ALIGNMENT) * (fmt.state_bytes + sum(ITEMSIZE[dtype] for dtype in fmt.grads))
         number += 2 + len(fmt.grads)
-    # Pages are cut evenly, so they are more than half full but for one of each role and segment.
-    if 2 * nbytes // page_bytes + number > _MOST_PAGES:
+    # Pages are cut about evenly (`layout`), so they are at least an eighth full but for one of each role and segment.
+    if 8 * nbytes // page_bytes + number > _MOST_PAGES:
         raise ValueError(f"units: they are of more than {_MOST_PAGES} pages")
 
 
