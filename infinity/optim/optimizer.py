@@ -87,7 +87,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._step_state, self._ledger, self._run = state, ledger, run
         self._order, self._names = order, names
         self._wanted = placement
-        self._placed: str | None = placement if placement in ("in_forward", "after_backward") else None
+        self._candidates: tuple[str, ...] = (placement,) if placement in ("in_forward", "after_backward") else ()
+        self._placed = placement if self._candidates else "recording"
         self._events: tuple[Event, ...] = ()
         self._plan: Plan | None = None
         self._plans: dict[str, Plan] = {}
@@ -213,8 +214,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def update_placement(self) -> str:
-        """``in_backward``, ``in_forward`` or ``after_backward``; ``recording`` in the first step."""
-        return self._placed or "recording"
+        """``in_backward``, ``in_both``, ``in_forward`` or ``after_backward``; ``recording`` in the first step."""
+        return self._placed
 
     @property
     def plan(self) -> Plan | None:
@@ -325,34 +326,32 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Take over a reduced gradient."""
         self._ledger.enter("backward")
         with self._ledger.part("python", name="gradient"):
-            if self._placed == "in_backward" and self._settings_in_backward is None:
+            if self._step_state.placement.in_backward and self._settings_in_backward is None:
                 self._settings_in_backward = self._settings()
             self._step_state.gradient_arrived(shard, param, grad)
 
     # Planning #
 
     def _choose_placement(self, events: tuple[Event, ...], clipped: bool) -> None:
-        """Choose the placement once, after the first step; say what it means for a step of other events."""
-        if self._placed is None:
+        """Choose the candidates once, after the first step; of those, the best one for a step of other events."""
+        if not self._candidates:
             early = frozenset() if clipped else eligible_for_backward(events)
-            if self._wanted == "in_backward" and not early:
+            if self._wanted in ("in_backward", "in_both") and not early:
                 raise InfinityError(
-                    'update.placement = "in_backward" is impossible here: the step clips, or every unit has '
+                    f'update.placement = "{self._wanted}" is impossible here: the step clips, or every unit has '
                     'several gradients per step; set "auto", "in_forward" or "after_backward"'
                 )
-            self._placed = "in_backward" if early else "in_forward"
+            automatic = ("in_backward", "in_both") if early else ("in_forward",)
+            self._candidates = automatic if self._wanted == "auto" else (self._wanted,)
         if events != self._events:
-            placement, worker = Placement.of(self._placed, events, self._layout), self._step_state.has_worker
-            choices: dict[tuple[Access, ...], Placement] = {}
-            placements = [placement]
-            if self._wanted == "auto":
-                placements.append(placement.balanced(events, self._layout))
-            for choice, beside in itertools.product(placements, (True, False) if worker else (False,)):
-                choice = replace(choice, beside=beside)
-                choices.setdefault(expand(events, self._layout, choice), choice)
+            worker = self._step_state.has_worker
+            choices: dict[tuple[Access, ...], tuple[str, Placement]] = {}
+            for name, beside in itertools.product(self._candidates, (True, False) if worker else (False,)):
+                choice = replace(Placement.of(name, events, self._layout), beside=beside)
+                choices.setdefault(expand(events, self._layout, choice), (name, choice))
             plans = [make_plan(trace, self._layout, self._frames, beside=worker) for trace in choices]
             plan = preferred(plans, self._layout, beside=worker)
-            self._step_state.placement = choices[plan.trace]
+            self._placed, self._step_state.placement = choices[plan.trace]
             self._plans = {"pending": plan}
 
     def _follow(self, events: tuple[Event, ...]) -> None:

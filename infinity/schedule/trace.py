@@ -93,16 +93,17 @@ class Placement:
         """
         if name == "after_backward":
             return cls()
-        early = eligible_for_backward(events) if name == "in_backward" else frozenset()
+        early = eligible_for_backward(events) if name in ("in_backward", "in_both") else frozenset()
         gathered, trained = (
             {event.unit for event in events if event.kind is kind} for kind in (EventKind.GATHER, EventKind.GRADIENTS)
         )
-        return cls(
+        placement = cls(
             in_backward={unit: len(layout.unit_ranges[unit]) for unit in early},
             in_forward=frozenset(gathered & trained - early),
         )
+        return placement._balanced(events, layout) if name == "in_both" else placement
 
-    def balanced(self, events: Sequence[Event], layout: Layout) -> Placement:
+    def _balanced(self, events: Sequence[Event], layout: Layout) -> Placement:
         """Return this placement with a part of what is updated in backward left to the next forward, of every unit.
 
         Forward only reads weights, unless it updates something; with it, each pass moves its share of the bytes, which

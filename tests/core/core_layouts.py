@@ -18,7 +18,7 @@ FORMATS = {
     "frozen": StateFormat(param="bfloat16", master="float32"),
 }
 FORMATS |= {name: FORMATS["mixed"].stored_as(name) for name in ("split", "bf16-moments", "8bit")}
-PLACEMENTS = ("in_backward", "in_forward", "after_backward")
+PLACEMENTS = ("in_backward", "in_both", "in_forward", "after_backward")
 KIB = 1 << 10
 
 
@@ -67,7 +67,7 @@ def placements(draw: st.DrawFn, layout: Layout, events: tuple[Event, ...]) -> Pl
     placement = Placement.of(draw(st.sampled_from(PLACEMENTS)), events, layout)
     placement = replace(placement, beside=draw(st.booleans()))
     if draw(st.booleans()):
-        return placement.balanced(events, layout)
+        return placement
     early = {unit: draw(st.sampled_from(list(divisions(layout, unit)))) for unit in placement.in_backward}
     gathered = {event.unit for event in events if event.kind is EventKind.GATHER}
     left = frozenset(unit for unit, number in early.items() if number < len(layout.unit_ranges[unit])) & gathered

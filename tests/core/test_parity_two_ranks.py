@@ -46,6 +46,10 @@ CASES = {
         {"delays": Paging(arena="least", delays=True)},
     ),
     **variants({"toy": Recipe(model="toy", clip=0.5)}, {"paths": Paging(paths=2)}),
+    **variants(
+        {"even": Recipe(model="even"), "eval-between": Recipe(model="even", evaluate=True, seed=1)},
+        {"both-delays": Paging(arena="least", placement="in_both", delays=True)},
+    ),
 }
 
 

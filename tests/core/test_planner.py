@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
-from core_layouts import PLACEMENTS, layouts, placements, steps, transformer, transformer_step
+from core_layouts import layouts, placements, steps, transformer, transformer_step
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -201,7 +201,7 @@ def waiting(plan: Plan, layout: Layout, events: Sequence[Event], placement: Plac
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75, 0.9])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", LAWS)
 def test_a_transformer_reaches_the_closed_form(placement: str, share: float) -> None:
     """To within one page per role: bytes that stay save all of their transfers, bytes that wait at a turn one."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)

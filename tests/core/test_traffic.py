@@ -14,7 +14,7 @@ import infinity
 from infinity.layout import Role
 
 WARM, STEADY = 3, 24  # as many steps as make what is in flight at both ends less than 1 %
-PLACEMENTS = ("in_backward", "in_forward", "after_backward")
+PLACEMENTS = ("in_backward", "in_both", "in_forward", "after_backward")
 
 
 def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | float]:

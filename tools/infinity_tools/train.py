@@ -86,7 +86,9 @@ def train(
     ] = None,
     update: Annotated[
         str | None,
-        typer.Option(help="auto, in_backward, in_forward or after_backward. [default: auto]", rich_help_panel=_STATE),
+        typer.Option(
+            help="auto, in_backward, in_both, in_forward or after_backward. [default: auto]", rich_help_panel=_STATE
+        ),
     ] = None,
     commit_every: Annotated[
         int,
