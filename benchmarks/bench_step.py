@@ -13,6 +13,8 @@ the first one has left in flight, as in training. Reported are medians, and medi
 - `bytes_per_parameter` by state format and placement, with next to nothing cached, and `predicted_over_measured_bytes`
   by placement and share of the state in the arena; bf16 compute, few tokens.
 
+A balanced step is one whose computation takes about as long as the transfers; `bound_by` says "both" then.
+
 What is not infinity runs as torch is by itself, without the huge pages that infinity asks for, except
 `fsdp_memory_huge`. `--threads` is how many threads compute, in all variants: fewer than there are cores leave one to
 storage and updates, as where a GPU computes.
@@ -294,7 +296,7 @@ def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     from infinity.layout import FORMATS
 
     cases = [("fp32", placement, share) for placement in PLACEMENTS for share in SHARES]
-    cases += [(fmt, "in_backward", 0.0) for fmt in FORMATS if fmt != "fp32"]
+    cases += [("fp32", "in_both", 0.0), *((fmt, "in_backward", 0.0) for fmt in FORMATS if fmt != "fp32")]
     context = mp.get_context("spawn")
     found = []
     with Progress(transient=True) as progress:
@@ -334,7 +336,7 @@ def count_bytes(
     layout, steps = optimizer.layout, BYTES_STEPS
     for number in range(WARM + steps):
         tokens = torch.randint(0, vocabulary, (1, FEW_TOKENS))
-        train_step(model, optimizer, tokens, clip=placement != "in_backward")
+        train_step(model, optimizer, tokens, clip=placement in ("in_forward", "after_backward"))
         if number + 1 == WARM:
             before = optimizer.run.ledger.total_bytes
     moved = {op: nbytes - before[op] for op, nbytes in optimizer.run.ledger.total_bytes.items()}
@@ -358,7 +360,7 @@ def count_bytes(
             "predicted_over_measured_bytes": (traffic.read_bytes + traffic.written_bytes) * steps / sum(moved.values())
             if sum(moved.values())
             else 1.0,
-            "least": max(0, least) / parameters,
+            "least": max(0, least) / parameters if placement in PLACEMENTS else None,
         }
     )
     optimizer.close()
@@ -448,7 +450,8 @@ def show(result: dict[str, Any]) -> None:
         table.add_column(name, justify="left" if name in ("format", "placement") else "right")
     for row in result["bytes"]:
         table.add_row(row["format"], row["placement"], f"{100 * row['share']:.0f}", f"{row['bytes_per_parameter']:.2f}",
-                      f"{row['predicted_over_measured_bytes']:.4f}", f"{row['least']:.2f}")  # fmt: skip
+                      f"{row['predicted_over_measured_bytes']:.4f}",
+                      "" if row["least"] is None else f"{row['least']:.2f}")  # fmt: skip
     console.print(table)
 
 

@@ -9,6 +9,9 @@ few bytes: the training thread needs it at once, and can compute with it while t
 the settings of their groups. Each unit is updated in the next forward, before it is gathered (`Placement`). Whoever
 wants to see the state in between calls `settle`.
 
+Of a unit that is updated in both passes, the first ranges are updated in backward, and the gradients of the others are
+stored; it is one `Update`, which has ended when the last range has.
+
 [Note: updates on another thread] An update takes its place in the plan, page by page, when it is due (a lease); the
 arithmetic runs on the worker's thread, in the same order. Whoever needs one of the pages earlier waits for it.
 """
