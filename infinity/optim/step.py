@@ -146,7 +146,7 @@ class StepState:
                 f"a second gradient of unit {self._layout.units[unit].name} arrived after its update in backward; with "
                 'several backward passes per step set update.placement = "after_backward"'
             )
-        early = self.placement.in_backward.get(unit, 0)
+        early = self.placement.division(unit)
         with torch.no_grad():
             if early < len(self._layout.unit_ranges[unit]):
                 self._store(unit, arrivals, early)
@@ -165,7 +165,7 @@ class StepState:
         """Update the unit whose gradients came in last, as far as it is updated in backward."""
         unit, self._reduced = self._reduced, -1
         if unit >= 0:
-            self._update(unit, self._begun[unit], self.placement.in_backward[unit])
+            self._update(unit, self._begun[unit], self.placement.division(unit))
 
     def _store(self, unit: int, arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]], start: int) -> None:
         """Store the gradients of a unit's ranges from `start` on, or add them to what is stored."""
@@ -360,8 +360,8 @@ class StepState:
                 scale=self._scale,
             )
         self._reset()
-        early = self.placement.in_backward  # other than in this step, if that was the first one of its kind
-        if any(update.begun != early.get(unit, 0) for unit, update in self._pending.items()):
+        # Divided otherwise than the next steps will be, if this one was the first of its kind.
+        if any(update.begun != self.placement.division(unit) for unit, update in self._pending.items()):
             self._due = {}
         for unit in update_order(self._pending):
             if unit not in self._due.values():

@@ -143,6 +143,10 @@ class Placement:
             in_forward=self.in_forward | later,
         )
 
+    def division(self, unit: int) -> int:
+        """Return how many of a unit's ranges, the first ones, are updated in backward; the others are later."""
+        return self.in_backward.get(unit, 0)
+
     def due(self, events: Iterable[Event]) -> dict[int, int]:
         """Return which unit is to be updated when a unit is first gathered; those updated in `step()` are not there."""
         order = tuple(dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER))
@@ -152,13 +156,16 @@ class Placement:
 
 def divisions(layout: Layout, unit: int) -> Iterator[int]:
     """Yield the numbers of ranges after which the update of a unit can be divided: no page is on both sides."""
-    ranges = layout.unit_ranges[unit]
-    for number, (segment, position) in enumerate(ranges):
-        start = segment.ranges[position].start
-        others = (segment.param_pages, *segment.grad_pages)
-        if all(any(page.start == start for page in pages) for pages in others):
-            yield number
-    yield len(ranges)
+    number = 0
+    for index in layout.unit_segments[unit]:
+        segment = layout.segments[index]
+        cuts = [{page.start for page in pages} for pages in (segment.param_pages, *segment.grad_pages)]
+        starts = set.intersection(*cuts)
+        for item in segment.ranges:
+            if item.start in starts:
+                yield number
+            number += 1
+    yield number
 
 
 def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
@@ -195,18 +202,17 @@ def expand(
     due = placement.due(events)
     later = set(due.values())
     waiting = dict(due) if pending else {}
-    early = placement.in_backward
     reduced: list[int] = []  # to be updated in backward, behind the next gather
 
     def update_reduced() -> None:
         for unit in reduced:
-            accesses.extend(update_accesses(layout, unit, stop=early[unit]))
+            accesses.extend(update_accesses(layout, unit, stop=placement.division(unit)))
         reduced.clear()
 
     def update_waiting(gathered: int) -> None:
         unit = waiting.pop(gathered, None)
         if unit is not None:
-            accesses.extend(update_accesses(layout, unit, start=early.get(unit, 0), rows=rows.get(unit, 1)))
+            accesses.extend(update_accesses(layout, unit, start=placement.division(unit), rows=rows.get(unit, 1)))
 
     for event in events:
         if event.kind is EventKind.GATHER:
@@ -217,7 +223,7 @@ def expand(
             update_waiting(event.unit)
         elif event.kind is EventKind.GRADIENTS:
             update_reduced()
-            first = early.get(event.unit, 0)
+            first = placement.division(event.unit)
             if first < len(layout.unit_ranges[event.unit]):
                 stored = arrived.pop(event.unit, 0)
                 arrived[event.unit] = event.rows  # at the end: arrival order
@@ -232,7 +238,7 @@ def expand(
             update_reduced()
             for unit in update_order(arrived):
                 if unit not in later:
-                    accesses.extend(update_accesses(layout, unit, start=early.get(unit, 0), rows=arrived[unit]))
+                    accesses.extend(update_accesses(layout, unit, start=placement.division(unit), rows=arrived[unit]))
     return tuple(accesses)
 
 
@@ -243,11 +249,11 @@ def stored_rows(events: Iterable[Event]) -> dict[int, int]:
 
 def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
     """Return the accesses of all updates that wait for the next forward, when they are not to wait any longer."""
-    rows, early = stored_rows(events), placement.in_backward
+    rows = stored_rows(events)
     return tuple(
         access
         for unit in placement.due(events).values()
-        for access in update_accesses(layout, unit, start=early.get(unit, 0), rows=rows[unit])
+        for access in update_accesses(layout, unit, start=placement.division(unit), rows=rows[unit])
     )
 
 

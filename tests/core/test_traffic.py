@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from core_layouts import PLACEMENTS
 from core_ranks import RankPool
 from core_train import PAGE, Outcome, Paging, Recipe, offloaded, train
 
@@ -14,7 +15,6 @@ import infinity
 from infinity.layout import Role
 
 WARM, STEADY = 3, 24  # as many steps as make what is in flight at both ends less than 1 %
-PLACEMENTS = ("in_backward", "in_both", "in_forward", "after_backward")
 
 
 def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | float]:
