@@ -8,6 +8,9 @@ the first one has left in flight, as in training. Reported are medians, and medi
 - `roofline_ratio`: infinity's step over the slower of its two limits, which are the same model with everything resident
   (compute) and the transfers of the same plan without any computation (I/O); by device and regime, which is what the
   step is bound by.
+- `roofline_with_cores`: the same with a third limit: the processor time of both, over the number of cores. Computation,
+  checksums and (on a device in memory) the transfers themselves need the same cores, so that no step can be shorter.
+  Threads that wait by spinning count as busy.
 - `hides_from_tokens`: the fewest tokens per step of those measured whose computation takes longer than the transfers;
   `over_torch`: infinity's step over that of plain torch in memory from there on.
 - `bytes_per_parameter` by state format and placement, with next to nothing cached, and `predicted_over_measured_bytes`
@@ -113,6 +116,14 @@ def train_step(model: Any, optimizer: Any, tokens: Any, *, clip: bool = False, a
     return float(loss)
 
 
+def processor_seconds() -> float:
+    """Return for how long the cores of this machine have been busy so far, threads of the kernel included."""
+    import psutil
+
+    times = psutil.cpu_times()
+    return float(times.user + times.system + sum(getattr(times, name, 0.0) for name in ("nice", "irq", "softirq")))
+
+
 def replay(optimizer: Any) -> None:
     """Do what the plan says with the pages, and nothing else: what is in them is lost."""
     for access in optimizer.plan.trace:
@@ -142,12 +153,12 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
             torch.manual_seed(number)
             tokens = torch.randint(0, vocabulary, (max(1, count // options.seq), min(count, options.seq)))
             answer: dict[str, Any] = {}
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), processor_seconds()
             if variant == "io_only" and number >= WARM:
                 replay(optimizer)
             else:
                 answer["loss"] = train_step(model, optimizer, tokens, autocast=autocast)
-            answer["seconds"] = time.perf_counter() - began
+            answer |= {"seconds": time.perf_counter() - began, "processor_seconds": processor_seconds() - busy}
             number += 1
         if variant == "infinity":
             answer |= {"stall": optimizer.records[-1].stall_seconds, "placement": optimizer.update_placement}
@@ -237,6 +248,10 @@ def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
     result: dict[str, Any] = {
         "step_seconds": {variant: spread(values) for variant, values in seconds.items()},
+        "cores_busy": {
+            variant: spread([row["processor_seconds"] / row["seconds"] for row in found])
+            for variant, found in rows.items()
+        },
         "stall_share": spread([row["stall"] / row["seconds"] for row in rows["infinity"]]),
         "update_placement": rows["infinity"][-1]["placement"],
         "samples": seconds,
@@ -248,8 +263,12 @@ def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         result["over_torch"] = over("infinity", seconds["torch_memory"])
     if {"resident", "io_only"} <= seconds.keys():
         limits = [max(pair) for pair in zip(seconds["resident"], seconds["io_only"], strict=True)]
+        both = zip(rows["resident"], rows["io_only"], strict=True)
+        cores = [sum(row["processor_seconds"] for row in pair) / (os.cpu_count() or 1) for pair in both]
         compute, io = (statistics.median(seconds[name]) for name in ("resident", "io_only"))
+        result["cores_limit_seconds"] = spread(cores)
         result["roofline_ratio"] = over("infinity", limits)
+        result["roofline_with_cores"] = over("infinity", list(map(max, limits, cores)))
         result["bound_by"] = "compute" if compute > 1.5 * io else "I/O" if io > 1.5 * compute else "both"
         result["hidden"] = compute >= io
     return result
@@ -264,13 +283,12 @@ def headlines(result: dict[str, Any]) -> dict[str, Any]:
             device: {n: row["over_in_memory"]["infinity"] for n, row in rows.items() if "over_in_memory" in row}
             for device, rows in devices.items()
         },
-        "roofline_ratio": {
-            device: {
-                row["bound_by"]: {"tokens": int(n), **row["roofline_ratio"]}
-                for n, row in rows.items()
-                if "roofline_ratio" in row
+        **{
+            name: {
+                device: {row["bound_by"]: {"tokens": int(n), **row[name]} for n, row in rows.items() if name in row}
+                for device, rows in devices.items()
             }
-            for device, rows in devices.items()
+            for name in ("roofline_ratio", "roofline_with_cores")
         },
         "hides_from_tokens": {device: min(counts, default=None) for device, counts in hiding.items()},
         "over_torch": {
@@ -374,7 +392,7 @@ def machine() -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw step time against tokens with both limits, and bytes against the arena with the bound."""
+    """Draw step time against tokens with its limits, and bytes against the arena with the bound."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -395,6 +413,9 @@ def draw(result: dict[str, Any], file: Path) -> None:
             if variant in result["config"]["variants"]:
                 medians = [found["by_tokens"][str(n)]["step_seconds"][variant]["median"] for n in counts]
                 axes.plot(counts, medians, line, color=colour, marker="o", markersize=4, label=label)
+        if all("cores_limit_seconds" in row for row in found["by_tokens"].values()):
+            medians = [row["cores_limit_seconds"]["median"] for row in found["by_tokens"].values()]
+            axes.plot(counts, medians, "-.", color="#ccbb44", marker="o", markersize=4, label="cores, for both")
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.set_yscale("log")
@@ -430,18 +451,22 @@ def show(result: dict[str, Any]) -> None:
     console = Console()
     for device, found in result["devices"].items():
         table = Table(title=f"{result['config']['model']}, {found['parameters'] / 1e6:.0f} M parameters, {device}")
-        names = ("tokens", "variant", "s/step (median)", "min", "max", "over FSDP2 in memory", "over torch", "roofline")
+        names = ("tokens", "variant", "s/step (median)", "min", "max", "cores busy", "over FSDP2 in memory",
+                 "over torch", "roofline", "with cores")  # fmt: skip
         for name in names:
             table.add_column(name, justify="left" if name == "variant" else "right")
         for count, row in found["by_tokens"].items():
             for variant, seconds in row["step_seconds"].items():
                 ratio = row.get("over_in_memory", {}).get(variant)
                 ours = variant == "infinity"
-                roofline, plain = (row.get(name) if ours else None for name in ("roofline_ratio", "over_torch"))
+                ratios = ("roofline_ratio", "roofline_with_cores", "over_torch")
+                roofline, cores, plain = (row.get(name) if ours else None for name in ratios)
                 table.add_row(count, variant, *(f"{seconds[key]:.2f}" for key in ("median", "min", "max")),
+                              f"{row['cores_busy'][variant]['median']:.1f}",
                               f"{ratio['median']:.2f}" if ratio else "",
                               f"{plain['median']:.2f}" if plain else "",
-                              f"{roofline['median']:.2f} ({row['bound_by']})" if roofline else "")  # fmt: skip
+                              f"{roofline['median']:.2f} ({row['bound_by']})" if roofline else "",
+                              f"{cores['median']:.2f}" if cores else "")  # fmt: skip
         console.print(table)
     if "bytes" not in result:
         return
