@@ -79,8 +79,8 @@ class UpdateConfig:
         "auto",
         "`in_backward` updates a unit as soon as its gradients are reduced, `in_forward` when the next forward gathers "
         "it, `in_both` a part of each unit in either, `after_backward` in `step()`. `auto` takes in_backward when the "
-        "first step shows that nothing global is needed (no clipping, one backward per step), or in_both if there is "
-        "a thread for updates and steps end sooner so; else in_forward.",
+        "first step shows that nothing global is needed (no clipping, one backward per step), or in_both if steps end "
+        "sooner so; else in_forward.",
     )
     cores: int = _setting(
         -1,

@@ -318,7 +318,7 @@ class _Run:
 
         def gathering(shard: int) -> bool:
             if layout.begins_unit(shard):
-                self.freed.bound()
+                self.freed.bound(measure=attachment.training_pass and paged.plan is None)
             return paged.gathering(shard, attachment.training_pass)
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)

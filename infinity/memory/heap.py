@@ -1,4 +1,4 @@
-"""What the C library keeps of freed memory: enough for the next unit, and no more however many units there are.
+"""What the C library keeps of freed memory: what the largest unit needs, and no more however many units there are.
 
 FSDP2 allocates and frees the weights and gradients of every unit in every pass. glibc by itself does one of two things,
 both bad: it gives large blocks back to the kernel, which then clears their pages anew for every unit (a third of a
@@ -16,15 +16,15 @@ import os
 from infinity.units import MIB
 
 KEPT_BYTES = 256 * MIB
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_MOST_MMAP_THRESHOLD = 32 * MIB
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = (1 << 31) - 1
 
 
 class FreedMemory:
-    """Lets the C library keep freed memory until the process has grown by `KEPT_BYTES`; only glibc, no other.
+    """Lets the C library keep freed memory, in blocks of any size, while the process is as large as units need it.
 
-    Blocks of more than 32 MiB always go back to the kernel at once: glibc has no way to keep them.
+    That is measured in the first step, where every unit begins with nothing kept: by how large the process is when it
+    has ended. From then on the heap may creep by `KEPT_BYTES`. Only glibc can be told so; others keep what they keep.
     """
 
     def __init__(self) -> None:
@@ -32,19 +32,28 @@ class FreedMemory:
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None)
             libc.malloc_trim.argtypes = [ctypes.c_size_t]
-            if libc.mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER):
+            if libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER):
                 self._libc = libc
-        self._least = _resident_bytes()
+        self._needed = _resident_bytes()
+        self._measuring = self._emptied = False
 
-    def bound(self) -> None:
-        """Give all freed memory back if the process has grown too far. To be called once per unit, from one thread."""
+    def bound(self, *, measure: bool = False) -> None:
+        """Give all freed memory back if the process is larger than it has to be. Once per unit, from one thread.
+
+        Args:
+            measure: whether to see how large it has to be, and to give back what is free at every call meanwhile.
+        """
         if self._libc is None:
             return
         resident = _resident_bytes()
-        self._least = min(self._least, resident)
-        if resident > self._least + KEPT_BYTES:
+        if measure and not self._measuring:
+            self._needed = 0
+        elif self._emptied:  # so all that has been allocated since is of one unit
+            self._needed = max(self._needed, resident)
+        self._measuring = measure
+        self._emptied = measure or resident > self._needed + KEPT_BYTES
+        if self._emptied:
             self._libc.malloc_trim(0)
-            self._least = _resident_bytes()
 
 
 def _resident_bytes() -> int:

@@ -341,9 +341,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                     f'update.placement = "{self._wanted}" is impossible here: the step clips, or every unit has '
                     'several gradients per step; set "auto", "in_forward" or "after_backward"'
                 )
-            # Without a thread for updates forward hides none of them, and gradients are stored for little.
-            both = ("in_both",) if self._step_state.has_worker else ()
-            automatic = ("in_backward", *both) if early else ("in_forward",)
+            automatic = ("in_backward", "in_both") if early else ("in_forward",)
             self._candidates = automatic if self._wanted == "auto" else (self._wanted,)
         if events != self._events:
             worker = self._step_state.has_worker

@@ -99,23 +99,57 @@ def test_training_works_under_a_memory_limit(tmp_path: Path) -> None:
     assert len(set(limited["losses"])) == 2
 
 
-def test_freed_memory_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a unit are found again; beyond the bound all that is free goes back to the kernel."""
+def use(blocks: int) -> None:
+    """Write to so many blocks of 64 MiB, and free them."""
+    held = [torch.ones(16 * MIB) for _ in range(blocks)]
+    assert len(held) == blocks
+
+
+def measured(blocks: int) -> heap.FreedMemory:
+    """Return what bounds freed memory, after a step of units that need no, and so many blocks."""
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("only glibc can be told what to keep")
     freed = heap.FreedMemory()
-    monkeypatch.setattr(heap, "KEPT_BYTES", -freed._least)
-    freed.bound()  # what tests before have left
+    freed.bound(measure=True)  # what tests before have left
+    for number in (0, blocks, 0):
+        use(number)
+        freed.bound(measure=True)
+    freed.bound()
+    return freed
 
-    def use(blocks: int) -> None:
-        held = [torch.ones(MIB // 4) for _ in range(blocks)]
-        assert len(held) == blocks
 
-    use(64)
+def test_freed_memory_is_kept_as_far_as_a_unit_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large its blocks are; and the heap may creep by so much more."""
+    freed = measured(4)
+    monkeypatch.setattr(heap, "KEPT_BYTES", 32 * MIB)
     before = heap._resident_bytes()
-    monkeypatch.setattr(heap, "KEPT_BYTES", 1024 * MIB)
+    use(4)
     freed.bound()
-    assert heap._resident_bytes() > before - 16 * MIB
-    monkeypatch.setattr(heap, "KEPT_BYTES", MIB)
+    assert heap._resident_bytes() > before + 4 * 64 * MIB - 16 * MIB
+
+
+def test_freed_memory_beyond_that_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the next unit needs by itself is kept from then on."""
+    freed = measured(1)
+    monkeypatch.setattr(heap, "KEPT_BYTES", 32 * MIB)
+    before = heap._resident_bytes()
+    use(4)
     freed.bound()
-    assert heap._resident_bytes() < before - 48 * MIB
+    assert heap._resident_bytes() < before + 16 * MIB
+    use(4)
+    freed.bound()
+    assert heap._resident_bytes() > before + 4 * 64 * MIB - 16 * MIB
+
+
+def test_memory_of_before_the_first_step_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was in memory once leaves no room for a heap as large."""
+    held = torch.ones(64 * MIB)
+    freed = measured(1)
+    del held
+    freed.bound(measure=True)
+    freed.bound()
+    monkeypatch.setattr(heap, "KEPT_BYTES", 32 * MIB)
+    before = heap._resident_bytes()
+    use(4)
+    freed.bound()
+    assert heap._resident_bytes() < before + 16 * MIB
