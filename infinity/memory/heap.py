@@ -15,7 +15,8 @@ import os
 
 from infinity.units import MIB
 
-KEPT_BYTES = 256 * MIB
+CREEP_BYTES = 256 * MIB
+"""How much more than units need may be kept, before all that is free is given back."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = (1 << 31) - 1
 
@@ -24,7 +25,7 @@ class FreedMemory:
     """Lets the C library keep freed memory, in blocks of any size, while the process is as large as units need it.
 
     That is measured in the first step, where every unit begins with nothing kept: by how large the process is when it
-    has ended. From then on the heap may creep by `KEPT_BYTES`. Only glibc can be told so; others keep what they keep.
+    has ended. From then on the heap may creep by `CREEP_BYTES`. Only glibc can be told so; others keep what they keep.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class FreedMemory:
         elif self._emptied:  # so all that has been allocated since is of one unit
             self._needed = max(self._needed, resident)
         self._measuring = measure
-        self._emptied = measure or resident > self._needed + KEPT_BYTES
+        self._emptied = measure or resident > self._needed + CREEP_BYTES
         if self._emptied:
             self._libc.malloc_trim(0)
 

@@ -41,7 +41,7 @@ def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
     (that commit, to DCP) or ``load`` (begin a run with what was exported).
     """
     torch.set_num_threads(1)
-    infinity.memory.heap.KEPT_BYTES = 2 << 20
+    infinity.memory.heap.CREEP_BYTES = 2 << 20
     losses = []
     if mode == "export":
         export(Path(folder))

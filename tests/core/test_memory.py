@@ -105,6 +105,12 @@ def use(blocks: int) -> None:
     assert len(held) == blocks
 
 
+@pytest.fixture
+def little_creep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the heap creep by half a block."""
+    monkeypatch.setattr(heap, "CREEP_BYTES", 32 * MIB)
+
+
 def measured(blocks: int) -> heap.FreedMemory:
     """Return what bounds freed memory, after a step of units that need no, and so many blocks."""
     if platform.libc_ver()[0] != "glibc":
@@ -118,38 +124,34 @@ def measured(blocks: int) -> heap.FreedMemory:
     return freed
 
 
-def test_freed_memory_is_kept_as_far_as_a_unit_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large its blocks are; and the heap may creep by so much more."""
-    freed = measured(4)
-    monkeypatch.setattr(heap, "KEPT_BYTES", 32 * MIB)
+def kept(freed: heap.FreedMemory, blocks: int) -> int:
+    """Return by how many bytes the process has grown after a unit that needs so many blocks."""
     before = heap._resident_bytes()
-    use(4)
+    use(blocks)
     freed.bound()
-    assert heap._resident_bytes() > before + 4 * 64 * MIB - 16 * MIB
+    return heap._resident_bytes() - before
 
 
-def test_freed_memory_beyond_that_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("little_creep")
+def test_freed_memory_is_kept_as_far_as_a_unit_needs_it() -> None:
+    """However large its blocks are."""
+    assert kept(measured(4), 4) > 4 * 64 * MIB - 16 * MIB
+
+
+@pytest.mark.usefixtures("little_creep")
+def test_freed_memory_beyond_that_is_given_back() -> None:
     """And what the next unit needs by itself is kept from then on."""
     freed = measured(1)
-    monkeypatch.setattr(heap, "KEPT_BYTES", 32 * MIB)
-    before = heap._resident_bytes()
-    use(4)
-    freed.bound()
-    assert heap._resident_bytes() < before + 16 * MIB
-    use(4)
-    freed.bound()
-    assert heap._resident_bytes() > before + 4 * 64 * MIB - 16 * MIB
+    assert kept(freed, 4) < 16 * MIB
+    assert kept(freed, 4) > 4 * 64 * MIB - 16 * MIB
 
 
-def test_memory_of_before_the_first_step_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("little_creep")
+def test_memory_of_before_the_first_step_says_nothing() -> None:
     """A model that was in memory once leaves no room for a heap as large."""
     held = torch.ones(64 * MIB)
     freed = measured(1)
     del held
     freed.bound(measure=True)
     freed.bound()
-    monkeypatch.setattr(heap, "KEPT_BYTES", 32 * MIB)
-    before = heap._resident_bytes()
-    use(4)
-    freed.bound()
-    assert heap._resident_bytes() < before + 16 * MIB
+    assert kept(freed, 4) < 16 * MIB
