@@ -419,6 +419,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.set_xlabel("tokens per step")
         axes.set_ylabel("seconds per step")
         axes.set_title(f"{result['config']['model']}, {device}")
@@ -449,10 +451,14 @@ def show(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
+    console.print(
+        "s/step: median. cores: busy in a step. /FSDP2, /torch: over these in memory. /limit: over the slower of "
+        "computation and transfers alone; /cores: or over the processor time of both by core, if that is more."
+    )
     for device, found in result["devices"].items():
-        table = Table(title=f"{result['config']['model']}, {found['parameters'] / 1e6:.0f} M parameters, {device}")
-        names = ("tokens", "variant", "s/step (median)", "min", "max", "cores busy", "over FSDP2 in memory",
-                 "over torch", "roofline", "with cores")  # fmt: skip
+        title = f"\n{result['config']['model']}, {found['parameters'] / 1e6:.0f} M parameters, {device}"
+        table = Table(title=title, box=None, padding=(0, 1, 0, 0))
+        names = ("tokens", "variant", "s/step", "min", "max", "cores", "/FSDP2", "/torch", "/limit", "/cores")
         for name in names:
             table.add_column(name, justify="left" if name == "variant" else "right")
         for count, row in found["by_tokens"].items():
@@ -465,13 +471,13 @@ def show(result: dict[str, Any]) -> None:
                               f"{row['cores_busy'][variant]['median']:.1f}",
                               f"{ratio['median']:.2f}" if ratio else "",
                               f"{plain['median']:.2f}" if plain else "",
-                              f"{roofline['median']:.2f} ({row['bound_by']})" if roofline else "",
+                              f"{roofline['median']:.2f}" if roofline else "",
                               f"{cores['median']:.2f}" if cores else "")  # fmt: skip
         console.print(table)
     if "bytes" not in result:
         return
-    table = Table(title="NVMe bytes per parameter and step")
-    for name in ("format", "placement", "arena, % of state", "measured", "predicted/measured", "least possible"):
+    table = Table(title="\nNVMe bytes per parameter and step", box=None, padding=(0, 1, 0, 0))
+    for name in ("format", "placement", "arena, %", "measured", "predicted/measured", "least"):
         table.add_column(name, justify="left" if name in ("format", "placement") else "right")
     for row in result["bytes"]:
         table.add_row(row["format"], row["placement"], f"{100 * row['share']:.0f}", f"{row['bytes_per_parameter']:.2f}",
