@@ -164,8 +164,7 @@ class CommitReader:
     def _read_page(self, rank: int, page: int) -> memoryview:
         version = self._manifests[rank].pages[page]
         file = self._folder.data_file(version.extent.path, rank)
-        data = read_version(file, page, version, self._ranks[rank].layout.page_name(page))
-        return memoryview(bytearray(data))
+        return read_version(file, page, version, self._ranks[rank].layout.page_name(page))
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's persistent buffers.

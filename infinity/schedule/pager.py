@@ -92,6 +92,9 @@ class PagerObserver(Protocol):
     def diverged(self, detail: str) -> None:
         """The step departed from the plan's trace."""
 
+    def gave_up(self, op: str, error: Exception) -> None:
+        """A transfer (`op` is ``read`` or ``write``) was waited for longer than the time limit; from any thread."""
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -686,5 +689,8 @@ class Pager:
             self._observer.stalled(cause, page, time.perf_counter() - started)
         self._check()
         if not finished:
-            self._note(StallError(f"waited {self._timeout:.0f} s for {_WAITS[cause]}; {self._store.oldest_request()}"))
+            error = StallError(f"waited {self._timeout:.0f} s for {_WAITS[cause]}; {self._store.oldest_request()}")
+            if self._reads or self._writes:
+                self._observer.gave_up("read" if cause == "read" or not self._writes else "write", error)
+            self._note(error)
             self._check()

@@ -27,14 +27,18 @@ class Extent(NamedTuple):
 def spread(pages: Sequence[Page], weights: Sequence[float]) -> tuple[int, ...]:
     """Return the path of every page so that bytes follow `weights`, role by role and in page order.
 
-    Consecutive pages alternate between paths, so that any stretch of the trace keeps all drives busy.
+    Consecutive pages alternate between paths, so that any stretch of the trace keeps all drives busy. Only a path that
+    is behind its share gets a page, so none is ever further from it than one page (the quota method of Balinski and
+    Young, 1975).
     """
     total = sum(weights)
     given: dict[Role, list[float]] = {role: [0.0] * len(weights) for role in Role}
     paths: list[int] = []
     for page in pages:
         loads = given[page.role]
-        path = min(range(len(weights)), key=lambda k: ((loads[k] + page.nbytes) * total / weights[k], k))
+        due = sum(loads) + page.nbytes
+        behind = [k for k, weight in enumerate(weights) if loads[k] * total < weight * due]
+        path = min(behind, key=lambda k: ((loads[k] + page.nbytes) / weights[k], k))
         loads[path] += page.nbytes
         paths.append(path)
     return tuple(paths)

@@ -39,7 +39,7 @@ def checksum(page: int, content: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(content, seed=page)
 
 
-def read_version(file: Path, page: int, version: Version, name: str) -> bytes:
+def read_version(file: Path, page: int, version: Version, name: str) -> memoryview:
     """Return the bytes of a stored version, past any engine and without leaving them in the page cache.
 
     Raises:
@@ -52,24 +52,24 @@ def read_version(file: Path, page: int, version: Version, name: str) -> bytes:
         raise StorageError(
             "read", str(file), offset, length, error.errno or None, error.strerror or str(error)
         ) from error
-    if (found := checksum(page, memoryview(data))) != version.checksum:
+    if (found := checksum(page, data)) != version.checksum:
         raise CorruptPageError(name, str(file), offset, length, version.checksum, found)
     return data
 
 
-def _read(file: Path, offset: int, length: int) -> bytes:
+def _read(file: Path, offset: int, length: int) -> memoryview:
     descriptor = os.open(file, os.O_RDONLY)
     try:
         # What is cached is not what is stored, and it is not to push other things out of memory.
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
-        data = bytearray()
-        while len(data) < length:
-            piece = os.pread(descriptor, length - len(data), offset + len(data))
-            if not piece:
-                raise OSError(0, f"the file ends {length - len(data)} bytes too early")
-            data += piece
+        data, done = memoryview(bytearray(length)), 0
+        while done < length:
+            count = os.preadv(descriptor, [data[done:]], offset + done)
+            if not count:
+                raise OSError(0, f"the file ends {length - done} bytes too early")
+            done += count
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
-        return bytes(data)
+        return data
     finally:
         os.close(descriptor)
 

@@ -123,7 +123,15 @@ class Ledger:
                 self._transfers[("nvme", "host") if op == "read" else ("host", "nvme")].add(nbytes)
                 self._moved[op] += nbytes
             else:
-                self._stats.counter("io_errors_total", op=op, reason=error_reason(error)).add()
+                self._count_error(op, error)
+
+    def gave_up(self, op: str, error: Exception) -> None:
+        """Count a transfer that has not ended in time. Called from any thread."""
+        with self._lock:
+            self._count_error(op, error)
+
+    def _count_error(self, op: str, error: Exception) -> None:
+        self._stats.counter("io_errors_total", op=op, reason=error_reason(error)).add()
 
     def copied(self, source: str, target: str, nbytes: int) -> None:
         """Count a copy of the training thread between the tiers ``host`` and ``device``."""

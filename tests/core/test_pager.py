@@ -98,6 +98,7 @@ class Silence:
 
     def __init__(self) -> None:
         self.departures = 0
+        self.given_up: list[str] = []
 
     def stalled(self, cause: str, page: int, seconds: float) -> None:
         """Not looked at."""
@@ -113,6 +114,9 @@ class Silence:
 
     def diverged(self, detail: str) -> None:
         self.departures += 1
+
+    def gave_up(self, op: str, error: Exception) -> None:
+        self.given_up.append(op)
 
 
 class Bench:
@@ -304,14 +308,22 @@ def test_a_failed_transfer_is_raised_in_the_training_loop(what: str) -> None:
     it.store.close()
 
 
-def test_a_stall_is_an_error_that_says_what_is_waited_for() -> None:
-    """After the time limit, with the request that has been in flight longest."""
+@pytest.mark.parametrize(("what", "mode"), [("read", Mode.READ), ("written", Mode.UPDATE)])
+def test_a_stall_is_an_error_that_says_what_is_waited_for(what: str, mode: Mode) -> None:
+    """After the time limit, with the request that has been in flight longest; it counts as a failed transfer."""
     layout, _, it = small_bench(timeout=0.2)
     it.check()
+    it.pager.flush()
     it.store.gate.clear()
-    reads = [(Use(page.index, Mode.READ),) for page in layout.pages if page.role is not Role.GRAD]
-    with pytest.raises(StallError, match="the request of the test"):
-        it.all_of(reads)
+    uses = [(Use(page.index, mode),) for page in layout.pages if page.role is not Role.GRAD]
+    if mode is Mode.UPDATE:
+        page = next(page for page in range(len(layout.pages)) if it.pager._slots[page].frame >= 0)
+        it.access((Use(page, mode),))
+        it.pager._start_write(page)
+        uses = [(Use(page, mode),)]
+    with pytest.raises(StallError, match=f"waited 0 s for a page to be {what}; the request of the test"):
+        it.all_of(uses)
+    assert it.observer.given_up == ["read" if mode is Mode.READ else "write"]
     it.store.close()
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.errors import StallError
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
 from infinity.telemetry.metrics import CAUSES, PARTS, PHASES
@@ -90,6 +91,14 @@ def test_time_of_transfers_is_beside_the_parts():
     ledger.moving(2)
     assert end(ledger, 2).transfer_seconds == 2
     assert stats.snapshot().value("transfer_seconds_total") == 6.5
+
+
+def test_a_transfer_that_was_given_up_is_an_error():
+    ledger, stats = make()
+    ledger.gave_up("write", StallError("waited 300 s for a page to be written"))
+    page = stats.snapshot()
+    found = {op: page.value("io_errors_total", op=op, reason="timeout") for op in ("read", "write")}
+    assert found == {"read": 0, "write": 1}
 
 
 def test_what_a_commit_takes_belongs_to_no_step(clock):
