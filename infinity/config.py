@@ -33,7 +33,7 @@ class StorageConfig:
         "auto", "I/O engine. `auto` takes io_uring where the kernel allows it, else threads."
     )
     request_bytes: int = _setting(
-        MIB, "Largest single request to a drive; a page is moved as several.", size=True, minimum=4 * KIB
+        2 * MIB, "Largest single request to a drive; a page is moved as several.", size=True, minimum=4 * KIB
     )
     queue_depth: int = _setting(32, "Requests in flight at most.", minimum=1)
     retries: int = _setting(
