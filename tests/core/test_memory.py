@@ -45,13 +45,13 @@ def peak(mode: str, layers: int, folder: Path) -> int:
     return found["peak"]
 
 
-def test_twice_the_layers_need_no_more_memory(tmp_path: Path) -> None:
-    """At a fixed arena; 6 MiB are allowed for objects, the bf16 weights alone would be 16 MiB more."""
+def test_three_times_the_layers_need_no_more_memory(tmp_path: Path) -> None:
+    """At a fixed arena; 20 MiB are allowed for objects and what the heap creeps; the bf16 weights would be 32 more."""
     layers = 8
-    grown = 2 * layers * core_peak.ELEMENTS - layers * core_peak.ELEMENTS
-    assert 2 * grown >= 16 * MIB
-    small, large = (peak("paged", number, tmp_path) for number in (layers, 2 * layers))
-    assert large - small < 6 * MIB
+    grown = 3 * layers * core_peak.ELEMENTS - layers * core_peak.ELEMENTS
+    assert 2 * grown >= 32 * MIB
+    small, large = (peak("paged", number, tmp_path) for number in (layers, 3 * layers))
+    assert large - small < 20 * MIB
 
 
 def test_formats_are_streamed(tmp_path: Path) -> None:
