@@ -315,12 +315,13 @@ def test_a_stall_is_an_error_that_says_what_is_waited_for(what: str, mode: Mode)
     it.check()
     it.pager.flush()
     it.store.gate.clear()
-    uses = [(Use(page.index, mode),) for page in layout.pages if page.role is not Role.GRAD]
-    if mode is Mode.UPDATE:
-        page = next(page for page in range(len(layout.pages)) if it.pager._slots[page].frame >= 0)
-        it.access((Use(page, mode),))
-        it.pager._start_write(page)
-        uses = [(Use(page, mode),)]
+    if mode is Mode.READ:
+        uses = [(Use(page.index, mode),) for page in layout.pages if page.role is not Role.GRAD]
+    else:
+        held = next(page.index for page in layout.pages if it.pager._slots[page.index].frame >= 0)
+        uses = [(Use(held, mode),)]
+        it.all_of(uses)
+        it.pager._start_write(held)
     with pytest.raises(StallError, match=f"waited 0 s for a page to be {what}; the request of the test"):
         it.all_of(uses)
     assert it.observer.given_up == ["read" if mode is Mode.READ else "write"]
