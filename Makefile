@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 TRIALS ?= 1000
 
-.PHONY: demo test lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
+.PHONY: demo test test-wide lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -35,6 +35,11 @@ types: install
 unit: install
 	$(BIN)/pytest -n 2 $(ARGS)
 
+# What `make test` leaves out: long tables of optimizers, models and training loops, and the packages that they need.
+test-wide: install
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wide]'
+	$(BIN)/pytest tests/wide -n 2 -m "wide or not wide" $(ARGS)
+
 fuzz: install
 	$(BIN)/pytest tests/core/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
@@ -56,6 +61,7 @@ bench-formats: install
 docs: install
 	$(BIN)/python -W ignore -m infinity.config > docs/settings.md
 	$(BIN)/python -W ignore -m infinity.telemetry.metrics > docs/metrics.md
+	cd tests/wide && ../../$(BIN)/python -W ignore wide_page.py > ../../docs/compatibility.md
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -35,6 +35,7 @@ from infinity.checkpoint.commit import (
 from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
 from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
 from infinity.config import Config, check_config, load_config, runtime_dir
@@ -42,15 +43,8 @@ from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment, ShardedModel
 from infinity.fsdp.content import ShardContent
-from infinity.fsdp.materialize import (
-    FirstValues,
-    InitFunction,
-    Member,
-    ModuleInitialiser,
-    OwnValues,
-    PretrainedFolder,
-    ResumedState,
-)
+from infinity.fsdp.first_values import FirstValues, Member, OwnValues, ResumedState
+from infinity.fsdp.initialise import InitFunction, ModuleInitialiser
 from infinity.io import Ticket, open_engine
 from infinity.layout import Layout, Page, Role, StateFormat
 from infinity.memory.arena import Arena
@@ -342,7 +336,7 @@ class _Run:
             )
             self._write_first_values(source, sharded, members, optimizer, content)
         if sharded.on_meta:
-            initialiser.buffers(sharded.device)
+            initialiser.set_buffers(sharded.device, source.buffers(sharded.model) if source is not None else {})
         described = RunDescription(
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,

@@ -22,7 +22,7 @@ from infinity.checkpoint import manifest as files
 from infinity.checkpoint import state
 from infinity.checkpoint.manifest import Manifest
 from infinity.errors import CommitError
-from infinity.fsdp.materialize import ResumedState
+from infinity.fsdp.first_values import ResumedState
 from infinity.layout import Layout, Role
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder, find_runs

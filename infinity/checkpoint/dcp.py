@@ -32,7 +32,7 @@ from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, ConfigError
 from infinity.fsdp import private
 from infinity.fsdp.content import torch_dtype
-from infinity.fsdp.materialize import FirstValues, Member, ResumedState, ValueOf, local_bounds
+from infinity.fsdp.first_values import FirstValues, Member, ResumedState, ValueOf, local_bounds
 from infinity.layout import MASTER, Layout
 from infinity.optim.kernel import StateLayout, UpdateKernel
 

@@ -20,7 +20,7 @@ from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, FolderBusyError
 from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
-from infinity.fsdp.materialize import FirstValues, Member, ResumedState, ValueOf, local_slice
+from infinity.fsdp.first_values import FirstValues, Member, ResumedState, ValueOf, local_slice
 from infinity.layout import Layout, ShardSpec
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder, live_run

@@ -13,7 +13,7 @@ from torch import nn
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
-from infinity.fsdp.materialize import Member
+from infinity.fsdp.first_values import Member
 from infinity.fsdp.shard import PagedShard, ShardSource
 from infinity.layout import HALVES, ShardSpec, StateFormat, UnitSpec
 

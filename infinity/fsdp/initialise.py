@@ -1,4 +1,4 @@
-"""First values of a model's shards: those it has, its own initialisation, unit by unit, or a folder of safetensors.
+"""First values of a model on the meta device: its own initialisation, unit by unit.
 
 Peak memory is one whole unit, whatever the size of the model. Every module is initialised under a seed of its
 own, derived from the run's seed and the module's name; so the values depend on neither world size, nor paths,
@@ -8,108 +8,23 @@ nor the order of units.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import UnsupportedError
 from infinity.fsdp import private
-from infinity.layout import MASTER, Layout
+from infinity.fsdp.first_values import FirstValues, Member, ValueOf, local_slice
+from infinity.layout import MASTER
 
 InitFunction = Callable[[nn.Module], None]
-ValueOf = Callable[[int, str], torch.Tensor | None]
-"""One section (``master`` or a state kind) of a unit's member, given its position: this rank's elements, flat; None for
-zeros."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One parameter of a unit: FSDP2's object, and all names that the model has for it."""
-
-    param: Any
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ResumedState:
-    """How far training has come, besides what is in the pages: scalars by shard, and the user's `extra`."""
-
-    step: int
-    scalars: dict[int, dict[str, Any]]
-    extra: dict[str, Any]
-
-
-class FirstValues:
-    """Where the first content of a run's pages comes from."""
-
-    def check(
-        self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Check, before anything is written, that the values are of this model and optimizer.
-
-        Args:
-            members: all parameters, in the order of the layout's shards.
-
-        Raises:
-            ConfigError, CommitError: they are not; what differs is named.
-        """
-
-    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
-        """Return the values of one unit; the master in the dtype that is trained."""
-        raise NotImplementedError
-
-    def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState | None:
-        """Put what belongs to the values into buffers and param groups; return how far training has come.
-
-        Returns:
-            None for a run that begins.
-        """
-        return None
-
-
-def local_bounds(param: Any) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of this rank's slice of a whole parameter, one per dimension."""
-    sizes = list(private.full_shape(param))
-    offsets = [0] * len(sizes)
-    rank, size = private.shard_rank_and_size(param)
-    dim = private.shard_dim(param)
-    rows = -(-sizes[dim] // size)
-    offsets[dim] = min(rank * rows, sizes[dim])
-    sizes[dim] = min(rows, sizes[dim] - offsets[dim])
-    return offsets, sizes
-
-
-def local_slice(param: Any, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's real elements of a whole parameter, flat."""
-    rank, size = private.shard_rank_and_size(param)
-    chunks = torch.chunk(whole, size, dim=private.shard_dim(param))
-    return chunks[rank].reshape(-1) if rank < len(chunks) else whole.new_empty(0)
 
 
 def module_seed(seed: int, name: str) -> int:
     """Return the seed of one module."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
-
-
-class OwnValues(FirstValues):
-    """The values that a model has already."""
-
-    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
-        """Return copies of the local elements."""
-
-        def value_of(position: int, section: str) -> torch.Tensor | None:
-            if section != MASTER:
-                return None
-            return private.local_tensor(members[position].param).detach().reshape(-1).cpu()
-
-        return value_of
 
 
 class ModuleInitialiser(FirstValues):
@@ -163,12 +78,19 @@ class ModuleInitialiser(FirstValues):
                 return function
             name = name.rpartition(".")[0]
 
-    def buffers(self, device: torch.device) -> None:
+    def set_buffers(self, device: torch.device, known: Mapping[str, torch.Tensor]) -> None:
         """Give every buffer that is still on the meta device its real value.
+
+        Args:
+            known: values that come from elsewhere, by the buffer's name in the model.
 
         Raises:
             UnsupportedError: a buffer cannot be computed.
         """
+        for name, value in known.items():
+            owner, _, key = name.rpartition(".")
+            module = self._model.get_submodule(owner)
+            module._buffers[key] = value.to(device)
         for name, module in self._modules:
             meta = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
             if not meta:
@@ -236,63 +158,3 @@ def _whole_parameters(members: Sequence[Member]) -> Iterator[list[torch.Tensor]]
     finally:
         for member in members:
             private.set_sharded_parameter(member.param)
-
-
-class PretrainedFolder(FirstValues):
-    """A folder of safetensors, as `save_pretrained` writes it; tensors are read slice by slice."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
-        self._file_of = self._index()
-
-    def _index(self) -> dict[str, Path]:
-        index = self._folder / "model.safetensors.index.json"
-        if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
-            return {name: self._folder / file for name, file in names.items()}
-        files = sorted(self._folder.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"{self._folder} has no *.safetensors; name a folder that save_pretrained wrote")
-        from safetensors import safe_open
-
-        found: dict[str, Path] = {}
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                found.update(dict.fromkeys(opened.keys(), file))
-        return found
-
-    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
-        """Return the tensors of the folder, which are read when they are asked for.
-
-        Raises:
-            ConfigError: when asked: a tensor is missing or has another shape; both shapes are named.
-        """
-        return lambda position, section: self._value(members[position]) if section == MASTER else None
-
-    def _value(self, member: Member) -> torch.Tensor:
-        from safetensors import safe_open
-
-        name = next((name for name in self._candidates(member) if name in self._file_of), None)
-        if name is None:
-            raise ConfigError(f"{self._folder} has no tensor named {' or '.join(member.names)}")
-        param = member.param
-        with safe_open(self._file_of[name], framework="pt") as opened:
-            part = opened.get_slice(name)
-            shape = tuple(part.get_shape())
-            if shape != tuple(private.full_shape(param)):
-                raise ConfigError(
-                    f"{name} in {self._folder} has shape {shape}, the model needs {tuple(private.full_shape(param))}"
-                )
-            bounds = zip(*local_bounds(param), strict=True)
-            value: torch.Tensor = part[tuple(slice(offset, offset + size) for offset, size in bounds)]
-        dtype: torch.dtype = param.sharded_param.dtype
-        return value.reshape(-1).to(dtype)
-
-    def _candidates(self, member: Member) -> Iterator[str]:
-        """Names to look for: the model's own, without up to two modules around it, with the base model's prefix."""
-        for name in map(private.unwrapped_name, member.names):
-            yield name
-            parts = name.split(".")
-            yield from (".".join(parts[outer:]) for outer in (1, 2) if len(parts) > outer + 1)
-            yield f"model.{name}"
-            yield f"transformer.{name}"

@@ -1,0 +1,21 @@
+"""The page of what was tried is that of the tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wide_page import page, tables
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+def test_the_page_is_made_from_the_tables() -> None:
+    """Nobody edits it by hand; ``make docs`` writes it."""
+    assert PAGE.read_text() == page()
+
+
+def test_no_row_is_there_twice() -> None:
+    """Each has a name of its own in its table."""
+    for title, rows in tables().items():
+        names = [row.name for row in rows]
+        assert len(names) == len(set(names)), title
