@@ -192,10 +192,10 @@ def in_memory(name: str) -> Outcome:
     """Return what a habit sees in memory.
 
     Raises:
-        AssertionError: it does not work there.
+        AssertionError: it does not work there, and is not to be refused either.
     """
     outcome = run(HABITS[name].function, None)
-    if outcome.error is not None:
+    if outcome.error is not None and HABITS[name].row.outcome == EQUAL:
         raise AssertionError(f"{name} fails in memory") from outcome.error
     return outcome
 

@@ -350,7 +350,7 @@ def alternate(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("losses of two heads, a backward each", early="second gradient|" + PLACEMENT)
+@habit("losses of two heads, a backward each")
 def backward_each(loop: Loop) -> None:
     model, optimizer = loop.begin(TwoHeads())
     for step in range(STEPS):

@@ -65,19 +65,19 @@ def weight_norm(loop: Loop) -> None:
         loop.see("norms", nn.utils.get_total_norm(list(model.parameters())))
 
 
-@habit("regularisation with the weights themselves in the loss", REFUSED, "offload|gather")
+@habit("a penalty on weights of layers, outside of forward, added to the loss", early="second gradient|" + PLACEMENT)
 def weight_penalty(loop: Loop) -> None:
-    """A penalty on sharded parameters outside of forward: autograd gives them gradients without FSDP2."""
+    """Autograd gives sharded parameters gradients, beside those that FSDP2 reduces."""
     model, optimizer = loop.begin(policy="fp32")
     for step in range(STEPS):
         loss = loop.loss(model, step)
-        penalty = sum(param.to_local().square().sum() for param in model.parameters())
+        penalty = sum(param.to_local().square().sum() for param in model.blocks.parameters())
         (loss + 1e-3 * penalty).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("weight penalty alone: a backward without any forward", REFUSED, "offload|gather")
+@habit("a penalty on weights alone: a backward without any forward")
 def penalty_alone(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
     for step in range(STEPS):
@@ -125,6 +125,7 @@ def ema_swapped(loop: Loop) -> None:
             for value, param in zip(mean, model.parameters(), strict=True):
                 param.copy_(value)
             loop.loss(model, 90)
+            model.reshard()
             for value, param in zip(kept, model.parameters(), strict=True):
                 param.copy_(value)
 
@@ -320,7 +321,7 @@ def copied_local(loop: Loop) -> None:
     in_place(loop, lambda model: [p.to_local().copy_(p.to_local() * 0.5) for p in model.parameters()])
 
 
-@habit("weights changed by p.data = value", REFUSED, "copy_")
+@habit("weights changed by p.data = value", REFUSED, "copy_|exchanged")
 def data_set(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         for param in model.parameters():
@@ -397,14 +398,14 @@ def vector(loop: Loop) -> None:
     in_place(loop, change)
 
 
-@habit("weights changed between forward and backward", REFUSED, "copy_|backward")
+@habit("weights of a layer changed between forward and backward")
 def between(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loss = loop.loss(model, step)
         if step == 2:
             with torch.no_grad():
-                model.head.bias.mul_(0.5)
+                model.blocks[1].up.bias.mul_(0.5)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -417,7 +418,7 @@ def between_copied(loop: Loop) -> None:
         loss = loop.loss(model, step)
         if step == 2:
             with torch.no_grad():
-                for param in model.parameters():
+                for param in model.blocks.parameters():
                     param.copy_(param * 0.5)
         loss.backward()
         optimizer.step()
@@ -445,22 +446,22 @@ habit(
 )(copied_before_step)
 
 
-@habit("model.to(bfloat16) after offload", REFUSED, "offload")
+@habit("model.to(bfloat16) after training", REFUSED, "offload")
 def to_bf16(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        if step == 1:
-            model.to(torch.bfloat16)
+    model.to(torch.bfloat16)
+    loop.look(model)
 
 
-@habit("model.double() after offload", REFUSED, "offload")
+@habit("model.double() after training", REFUSED, "offload")
 def to_double(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        if step == 1:
-            model.double()
+    model.double()
+    loop.look(model)
 
 
 @habit('model.to("cpu"), model.float() where nothing changes')
