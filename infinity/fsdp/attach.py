@@ -14,7 +14,7 @@ from infinity.errors import UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
 from infinity.fsdp.first_values import Member
-from infinity.fsdp.shard import PagedShard, ShardSource
+from infinity.fsdp.shard import PagedShard, ShardHome, ShardSource
 from infinity.layout import HALVES, ShardSpec, StateFormat, UnitSpec
 
 
@@ -143,15 +143,15 @@ class Attachment:
         param = member.param
         old: nn.Parameter = param.sharded_param
         local = private.local_tensor(param)
-        shard = PagedShard(
-            source,
-            index,
-            local.shape,
-            private.padded_shape(param),
-            old.dtype,
-            private.compute_dtype(group, param),
-            group.device,
+        home = ShardHome(
+            source=source,
+            shard=index,
+            name=member.names[0],
+            padded=private.padded_shape(param),
+            gather_dtype=private.compute_dtype(group, param),
+            device=group.device,
         )
+        shard = PagedShard.stored(home, local.shape, old.dtype, group.device)
         new = private.replace_local_tensor(param, shard)
         if new is not None:
             self.replaced[id(old)] = new

@@ -150,6 +150,25 @@ def replace_local_tensor(param: Any, shard: torch.Tensor) -> nn.Parameter | None
     return new
 
 
+def watch_local_tensor(param: Any, replaced: Callable[[], None]) -> None:
+    """Let FSDP2 neither pad nor exchange the local tensor that a sharded parameter has now.
+
+    It does so before the first forward, and after `load_state_dict` and `Module.to`, where these put another tensor
+    into the parameter or another parameter onto the module. The latter is put back; then `replaced()` is called.
+    """
+    sharded, shard = param.sharded_param, local_tensor(param)
+
+    def reset_sharded_param() -> None:
+        module, name = owner(param)
+        if getattr(module, name) is not sharded:
+            param._setattr_on_modules(sharded)
+            replaced()
+        elif local_tensor(param) is not shard:
+            replaced()
+
+    param.reset_sharded_param = reset_sharded_param
+
+
 def set_full_parameter(param: Any, value: nn.Parameter) -> None:
     """Register a plain, whole parameter on the modules, for their initialisation."""
     param._setattr_on_modules(value)
