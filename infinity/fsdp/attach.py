@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
+from infinity.fsdp.conversions import refuse_conversions
 from infinity.fsdp.first_values import Member
-from infinity.fsdp.shard import PagedShard, ShardSource
+from infinity.fsdp.shard import PagedShard, ShardHome, ShardSource
 from infinity.layout import HALVES, ShardSpec, StateFormat, UnitSpec
 
 
@@ -128,9 +130,12 @@ class Attachment:
                 index += 1
         private.reuse_reduce_buffers(sharded.groups)
         private.watch_collectives(sharded.groups, lambda: part("collective"))
+        self._allow_conversions = refuse_conversions(sharded.model)
+        self._members = [member for unit in sharded.members for member in unit]
         for module in sharded.model.modules():
             if private.is_sharded_module(module):
                 self._handles.append(module.register_forward_pre_hook(self._note_grad_mode, prepend=True))
+        self._handles.append(sharded.model.register_forward_pre_hook(lambda module, args: self.check(), prepend=True))
 
     def _attach(
         self,
@@ -143,18 +148,19 @@ class Attachment:
         param = member.param
         old: nn.Parameter = param.sharded_param
         local = private.local_tensor(param)
-        shard = PagedShard(
-            source,
-            index,
-            local.shape,
-            private.padded_shape(param),
-            old.dtype,
-            private.compute_dtype(group, param),
-            group.device,
+        home = ShardHome(
+            source=source,
+            shard=index,
+            name=member.names[0],
+            padded=private.padded_shape(param),
+            gather_dtype=private.compute_dtype(group, param),
+            device=group.device,
         )
+        shard = PagedShard.stored(home, local.shape, old.dtype, group.device)
         new = private.replace_local_tensor(param, shard)
         if new is not None:
             self.replaced[id(old)] = new
+        private.watch_local_tensor(param, partial(_check, member))
         current: nn.Parameter = param.sharded_param
         if current.requires_grad:
 
@@ -168,6 +174,15 @@ class Attachment:
 
     def _note_grad_mode(self, module: nn.Module, args: Any) -> None:
         self._grad_enabled = torch.is_grad_enabled()
+
+    def check(self) -> None:
+        """Check that all parameters are still paged.
+
+        Raises:
+            UnsupportedError: one was exchanged for another tensor, which would be trained and committed nowhere.
+        """
+        for member in self._members:
+            _check(member)
 
     @property
     def training_pass(self) -> bool:
@@ -184,3 +199,17 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._allow_conversions()
+
+
+def _check(member: Member, exchanged: bool = False) -> None:
+    """Refuse what FSDP2 would silently compute with in place of the pages.
+
+    Args:
+        exchanged: whether another parameter was found on the module.
+    """
+    if exchanged or not isinstance(private.local_tensor(member.param), PagedShard):
+        raise UnsupportedError(
+            f"{member.names[0]} is on NVMe, but another tensor was put in its place (load_state_dict(assign=True), "
+            "swap_tensors, a new nn.Parameter); use p.copy_(value) or load_state_dict(assign=False)"
+        )

@@ -150,6 +150,54 @@ def replace_local_tensor(param: Any, shard: torch.Tensor) -> nn.Parameter | None
     return new
 
 
+def watch_local_tensor(param: Any, check: Callable[[bool], None]) -> None:
+    """Let FSDP2 neither pad the local tensor of a sharded parameter nor take over another one.
+
+    It would do so before the first forward, and after `load_state_dict`, which may put another parameter onto the
+    module: the sharded one is put back. In place of that, `check()` is called; it is told whether one was put back.
+    """
+
+    def reset_sharded_param() -> None:
+        module, name = owner(param)
+        exchanged = getattr(module, name) is not param.sharded_param
+        if exchanged:
+            param._setattr_on_modules(param.sharded_param)
+        check(exchanged)
+
+    param.reset_sharded_param = reset_sharded_param
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor; any other tensor is its own."""
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def replace_apply(module: nn.Module, function: Callable[..., nn.Module]) -> None:
+    """Let `Module.to` and its like, which come down to `_apply(fn, recurse=True)`, call a function instead."""
+    module.__dict__["_apply"] = function
+
+
+def restore_apply(module: nn.Module) -> None:
+    """Undo `replace_apply`."""
+    module.__dict__.pop("_apply", None)
+
+
+def original_apply(module: nn.Module) -> Callable[..., nn.Module]:
+    """Return `_apply(module, fn, recurse)` of the module's class."""
+    function: Callable[..., nn.Module] = type(module)._apply
+    return function
+
+
+def reshard(module: Any) -> None:
+    """Put the sharded parameters of a module back in their places, if it is gathered.
+
+    Args:
+        module: `fully_shard` was called on it.
+    """
+    module.reshard()
+
+
 def set_full_parameter(param: Any, value: nn.Parameter) -> None:
     """Register a plain, whole parameter on the modules, for their initialisation."""
     param._setattr_on_modules(value)

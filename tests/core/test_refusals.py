@@ -277,21 +277,6 @@ def test_a_commit_with_pending_gradients_is_refused(placement: str, tmp_path: Pa
         optimizer.commit()
 
 
-def test_changing_a_paged_parameter_in_place_is_refused(tmp_path: Path) -> None:
-    """It would change a copy; `copy_` is the way, and works."""
-    with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, _):
-        param = model.head.weight
-        with torch.no_grad():
-            with pytest.raises(UnsupportedError, match="copy_"):
-                param.mul_(2.0)
-            with pytest.raises(UnsupportedError, match="copy_"):
-                nn.init.normal_(param)
-            doubled = param.full_tensor() * 2
-            param.copy_(2 * param)
-        assert torch.equal(param.full_tensor(), doubled)
-        backward(model)
-
-
 def test_a_shard_above_the_limit_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that names the way out instead of exhausting memory."""
     with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
