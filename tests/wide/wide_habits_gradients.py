@@ -639,7 +639,7 @@ def given(loop: Loop) -> None:
             loop.loss(model, step)
 
 
-@habit("SGD by hand: p -= lr * p.grad, in place", REFUSED, "copy_")
+@habit("SGD by hand: p -= lr * p.grad, in place", early=PLACEMENT)
 def sgd_in_place(loop: Loop) -> None:
     model, _ = loop.begin()
     for step in range(STEPS):

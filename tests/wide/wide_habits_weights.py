@@ -11,7 +11,7 @@ import torch
 from core_train import OPTIMIZERS
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from wide_habit import EARLY, REFUSED, STEPS, Loop, habit
+from wide_habit import EARLY, PLACEMENT, REFUSED, STEPS, Loop, habit
 from wide_habits_forwards import BETWEEN
 
 
@@ -143,7 +143,7 @@ def lookahead(loop: Loop) -> None:
                     param.copy_(value)
 
 
-@habit("AveragedModel of torch.optim.swa_utils", REFUSED, "copy|deepcopy")
+@habit("AveragedModel of torch.optim.swa_utils", REFUSED, "FSDP does not support deepcopy", note="by FSDP2 itself")
 def averaged(loop: Loop) -> None:
     model, optimizer = loop.begin()
     mean = AveragedModel(model)
@@ -165,7 +165,7 @@ def averaged_before(loop: Loop) -> None:
     loop.look(mean)
 
 
-@habit("deepcopy of the model, for a teacher", REFUSED, "copy|deepcopy")
+@habit("deepcopy of the model, for a teacher", REFUSED, "FSDP does not support deepcopy", note="by FSDP2 itself")
 def teacher(loop: Loop) -> None:
     model, optimizer = loop.begin()
     loop.step(model, optimizer, 0)
@@ -234,7 +234,7 @@ def assign(loop: Loop) -> None:
     loop.trained.clear()
 
 
-@habit("torch.save(model.state_dict())", REFUSED, "commit|clone|get_model_state_dict")
+@habit("torch.save(model.state_dict())")
 def torch_save(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -291,17 +291,17 @@ def in_place(loop: Loop, change: Any) -> None:
                 change(model)
 
 
-@habit("weights clamped in place: p.clamp_", REFUSED, "copy_")
+@habit("weights clamped in place: p.clamp_")
 def clamp(loop: Loop) -> None:
     in_place(loop, lambda model: [p.clamp_(-0.1, 0.1) for p in model.parameters()])
 
 
-@habit("weights clamped through .data: p.data.clamp_", REFUSED, "copy_")
+@habit("weights clamped through .data: p.data.clamp_")
 def clamp_data(loop: Loop) -> None:
     in_place(loop, lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()])
 
 
-@habit("weights decayed by hand: p.mul_, torch._foreach_mul_", REFUSED, "copy_")
+@habit("weights decayed by hand: p.mul_, torch._foreach_mul_")
 def decay(loop: Loop) -> None:
     in_place(loop, lambda model: torch._foreach_mul_(list(model.parameters()), 0.9))
 
@@ -321,7 +321,7 @@ def copied_local(loop: Loop) -> None:
     in_place(loop, lambda model: [p.to_local().copy_(p.to_local() * 0.5) for p in model.parameters()])
 
 
-@habit("weights changed by p.data = value", REFUSED, "copy_|exchanged")
+@habit("weights changed by p.data = value")
 def data_set(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         for param in model.parameters():
@@ -330,18 +330,18 @@ def data_set(loop: Loop) -> None:
     in_place(loop, change)
 
 
-@habit("weights replaced: module.weight = nn.Parameter(...)", REFUSED, "copy_|offload")
+@habit("weights replaced: module.weight = nn.Parameter(...)")
 def replaced(loop: Loop) -> None:
     """In memory FSDP2 goes on with the old one, the module shows the new one: nothing that should be done."""
     in_place(loop, lambda model: setattr(model.head, "bias", nn.Parameter(model.head.bias.detach() * 0.5)))
 
 
-@habit("an element or a row set: p.to_local()[3] = 0", REFUSED, "copy_")
+@habit("an element or a row set: p.to_local()[3] = 0")
 def element(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local()[3].zero_())
 
 
-@habit("an element set through a flat view", REFUSED, "copy_")
+@habit("an element set through a flat view")
 def element_of_view(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local().view(-1)[5:50].fill_(0.5))
 
@@ -354,17 +354,17 @@ def through_numpy(loop: Loop) -> None:
     in_place(loop, change)
 
 
-@habit("weights changed through a detached or transposed view", REFUSED, "copy_")
+@habit("weights changed through a detached or transposed view")
 def through_transposed(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local().detach().t()[1].mul_(0.5))
 
 
-@habit("weights initialised anew: nn.init.normal_", REFUSED, "copy_")
+@habit("weights initialised anew: nn.init.normal_")
 def reinit(loop: Loop) -> None:
     in_place(loop, lambda model: nn.init.zeros_(model.blocks[2].up.weight))
 
 
-@habit("a layer's reset_parameters()", REFUSED, "copy_")
+@habit("a layer's reset_parameters()")
 def reset(loop: Loop) -> None:
     in_place(loop, lambda model: model.blocks[2].norm.reset_parameters())
 
@@ -389,7 +389,7 @@ def copied_over(loop: Loop) -> None:
     in_place(loop, lambda model: model.blocks[0].up.weight.copy_(model.blocks[1].up.weight))
 
 
-@habit("vector_to_parameters", REFUSED, "copy_")
+@habit("vector_to_parameters")
 def vector(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         parts = [p.to_local() for p in model.head.parameters()]
@@ -488,8 +488,7 @@ def printing(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        loop.see("text", str(model.head.bias.full_tensor())[:200])
-        str(model.head.bias)
+        loop.see("length", len(f"{model.head.bias} {model.head.bias.full_tensor()}") > 10)
 
 
 @habit("two forwards share weights that were copied out: a fresh local model")
