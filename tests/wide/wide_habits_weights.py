@@ -11,7 +11,7 @@ import torch
 from core_train import OPTIMIZERS
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from wide_habit import EARLY, PLACEMENT, REFUSED, STEPS, Loop, habit
+from wide_habit import EARLY, REFUSED, STEPS, Loop, habit
 from wide_habits_forwards import BETWEEN
 
 
@@ -65,7 +65,7 @@ def weight_norm(loop: Loop) -> None:
         loop.see("norms", nn.utils.get_total_norm(list(model.parameters())))
 
 
-@habit("a penalty on weights of layers, outside of forward, added to the loss", early="second gradient|" + PLACEMENT)
+@habit("a penalty on weights of layers, outside of forward, added to the loss")
 def weight_penalty(loop: Loop) -> None:
     """Autograd gives sharded parameters gradients, beside those that FSDP2 reduces."""
     model, optimizer = loop.begin(policy="fp32")
@@ -346,7 +346,7 @@ def element_of_view(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local().view(-1)[5:50].fill_(0.5))
 
 
-@habit("weights changed through .numpy()", REFUSED, "copy_|numpy")
+@habit("weights changed through .numpy()", REFUSED, "read-only", note="the array is a copy")
 def through_numpy(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         model.head.bias.to_local().detach().numpy()[:] = 0.25
