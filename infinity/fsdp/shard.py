@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from infinity.errors import UnsupportedError
+from infinity.fsdp.gradient import written
 
 aten = torch.ops.aten
 
@@ -114,7 +115,7 @@ class PagedShard(torch.Tensor):
                 if not (isinstance(args[1], PagedShard) and args[1].shard == first.shard):
                     first.source.save(first.shard, _dense(args[1]).reshape(-1).to(first.dtype))
                 return first
-        if func._schema.is_mutable and any(isinstance(arg, PagedShard) for arg in _written(func, args, kwargs)):
+        if func._schema.is_mutable and any(isinstance(arg, PagedShard) for arg in written(func, args, kwargs)):
             raise UnsupportedError(
                 f"{func} would change an offloaded parameter in place; build the new value and use p.copy_(value) "
                 "under torch.no_grad()"
@@ -194,12 +195,3 @@ def _is_prefix(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
     given = dict(zip(("dim", "start", "end", "step"), args, strict=False))
     dim, start, step = given.get("dim", 0), given.get("start"), given.get("step", 1)
     return dim == 0 and start in (None, 0) and step == 1
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    found: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(value if isinstance(value, list | tuple) else [value])
-    return found
