@@ -323,7 +323,7 @@ class _Run:
             gathering=gathering,
             gathered=lambda shard: paged.gathered(shard),
             copied=self.ledger.copied,
-            settle=lambda: paged.settle(),
+            look=lambda shard: paged.look(shard),
             part=self.ledger.part,
         )
         self._closers.append(content.close)
@@ -348,7 +348,7 @@ class _Run:
         attachment = Attachment(
             sharded,
             content,
-            gradient_arrived=lambda shard, param, grad: paged.gradient_arrived(shard, param, grad),
+            gradient_arrived=lambda shard, local: paged.gradient_arrived(shard, local),
             part=self.ledger.part,
         )
         self._closers.append(attachment.detach)
@@ -366,6 +366,7 @@ class _Run:
             layout,
             self.pager,
             kernel,
+            parameters=attachment.parameters,
             group_of=groups.__getitem__,
             phase=self.ledger.phase,
             part=self.ledger.part,
@@ -384,7 +385,7 @@ class _Run:
         self._model, self._groups = sharded.model, optimizer.param_groups
         paged = PagedOptimizer(
             optimizer,
-            [self._index_of[id(param)] for param in sharded.model.parameters()],
+            list(sharded.model.parameters()),
             layout=layout,
             frames=self.arena.frames,
             pager=self.pager,
@@ -396,6 +397,7 @@ class _Run:
             steps=self.resumed.step if self.resumed else 0,
             committed=self.resuming,
             names={name: shard for shard, member in enumerate(members) for name in member.names},
+            shards=self._index_of,
         )
         if self._old is not None:
             self._begin_resharded(paged, self._old)

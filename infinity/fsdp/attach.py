@@ -16,6 +16,7 @@ from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
 from infinity.fsdp.conversions import refuse_conversions
 from infinity.fsdp.first_values import Member
+from infinity.fsdp.gradient import Gradient, PagedGradient
 from infinity.fsdp.shard import PagedShard, ShardHome, ShardSource
 from infinity.layout import HALVES, ShardSpec, StateFormat, UnitSpec
 
@@ -116,7 +117,7 @@ class Attachment:
         sharded: ShardedModel,
         source: ShardSource,
         *,
-        gradient_arrived: Callable[[int, nn.Parameter, torch.Tensor], None],
+        gradient_arrived: Callable[[int, torch.Tensor | None], Gradient | None],
         part: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._handles: list[Any] = []
@@ -143,7 +144,7 @@ class Attachment:
         group: Any,
         member: Member,
         source: ShardSource,
-        gradient_arrived: Callable[[int, nn.Parameter, torch.Tensor], None],
+        gradient_arrived: Callable[[int, torch.Tensor | None], Gradient | None],
     ) -> nn.Parameter:
         param = member.param
         old: nn.Parameter = param.sharded_param
@@ -165,11 +166,13 @@ class Attachment:
         if current.requires_grad:
 
             def arrived(parameter: nn.Parameter) -> None:
-                gradient = private.local_gradient(parameter)
-                parameter.grad = None
-                gradient_arrived(index, parameter, gradient)
+                local = private.local_gradient(parameter) if parameter.grad is not None else None
+                gradient = gradient_arrived(index, local)
+                if gradient is not None and local is not None:
+                    paged = PagedGradient(gradient, local, local.device)
+                    parameter.grad = private.sharded_gradient(param, paged)
 
-            self._handles.append(private.on_gradient(current, arrived))
+            self._handles.append(private.on_gradient(current, arrived, old=old))
         return current
 
     def _note_grad_mode(self, module: nn.Module, args: Any) -> None:

@@ -1,0 +1,41 @@
+"""The states of an optimizer as `optimizer.state` has them, read when they are asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class StateReader(Protocol):
+    """Who knows the states."""
+
+    def updated_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that have states: those that were ever updated."""
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """Return the states of a parameter. Raises `KeyError` where it has none."""
+
+
+class PagedStates(Mapping[nn.Parameter, dict[str, Any]]):
+    """The states of the parameters that have been updated.
+
+    Tensors are sharded like the parameter; what they hold is a copy.
+    """
+
+    def __init__(self, reader: StateReader) -> None:
+        self._reader: StateReader = weakref.proxy(reader)
+
+    def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
+        """Return the states of a parameter. Raises `KeyError` where it has none."""
+        return self._reader.state_of(param)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that have a state."""
+        return iter(self._reader.updated_parameters())
+
+    def __len__(self) -> int:
+        """Return how many parameters have a state."""
+        return len(self._reader.updated_parameters())
