@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from infinity.errors import UnsupportedError
+
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (module name, group) for every group of parameters that FSDP2 gathers together, root first."""
@@ -64,6 +66,11 @@ def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> An
 def uses_cpu_offload(group: Any) -> bool:
     """Whether the user already gave the group an offload policy of FSDP2."""
     return isinstance(group.offload_policy, CPUOffloadPolicy)
+
+
+def reshards_to_fewer_ranks(group: Any) -> bool:
+    """Whether weights stay gathered over some of the ranks after forward (`reshard_after_forward` as a number)."""
+    return group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info
 
 
 def fsdp_params(group: Any) -> list[Any]:
@@ -307,13 +314,23 @@ def total_norm(local_norms: list[tuple[nn.Parameter, torch.Tensor]], norm_type: 
 
     The reference computes one norm per DTensor gradient, stacks them and takes the norm of the stack; the
     reduction over ranks happens wherever DTensor puts it. The same DTensors are built here from the local norms.
+
+    Raises:
+        UnsupportedError: parameters lie on several meshes, over which the reference cannot reduce either.
     """
+    meshes = {param.device_mesh for param, _ in local_norms if isinstance(param, DTensor)}
+    if len(meshes) > 1:
+        raise UnsupportedError(
+            f"a norm over parameters on several device meshes ({', '.join(map(str, meshes))}) cannot be taken, in memory "
+            "neither: distribute all of them over the tensor parallel mesh before fully_shard, those that are not split "
+            "as Replicate()"
+        )
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
     norms: list[torch.Tensor] = []
     for param, norm in local_norms:
         if isinstance(param, DTensor):
-            placements = [_NormPartial(norm_type) if p.is_shard() else p for p in param.placements]
+            placements = [p if p.is_replicate() else _NormPartial(norm_type) for p in param.placements]
             norms.append(DTensor.from_local(norm, param.device_mesh, placements, run_check=False))
         else:
             norms.append(norm)
