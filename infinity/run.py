@@ -352,6 +352,7 @@ class _Run:
             part=self.ledger.part,
         )
         self._closers.append(attachment.detach)
+        self._check_weights = attachment.check
         attachment.remap(optimizer)
         optimizer.state.clear()
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
@@ -432,7 +433,13 @@ class _Run:
             )  # fmt: skip
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
-        """Publish a commit. Raises `StorageError` where its files cannot be written."""
+        """Publish a commit.
+
+        Raises:
+            UnsupportedError: weights were exchanged, so that a commit would not have what the model computes with.
+            StorageError: its files cannot be written.
+        """
+        self._check_weights()
         groups = [{**g, "params": [self._index_of[id(param)] for param in g["params"]]} for g in self._groups]
         try:
             self._committer.publish(step, self._model, scalars, groups, extra)

@@ -51,6 +51,12 @@ class ShardedModel:
                 raise UnsupportedError(
                     f"unit {name} was sharded with CPUOffloadPolicy; leave offload_policy out, infinity pages instead"
                 )
+            if private.reshards_to_fewer_ranks(group):
+                raise UnsupportedError(
+                    f"unit {name} was sharded with a number for reshard_after_forward, which keeps a part of all "
+                    "gathered weights in memory until backward; infinity reads them again from NVMe: pass True (or "
+                    "False for units whose weights are to stay)"
+                )
             members.append(
                 tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in private.fsdp_params(group))
             )

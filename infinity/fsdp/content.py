@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -167,6 +169,7 @@ class ShardContent:
     ) -> None:
         self._layout, self._load_limit, self._copied, self._part = layout, load_limit, copied, part
         self._open: _Open | None = _Open(pager, gathering, gathered, look)
+        self._loaded = 0  # bytes of shards that `load` has returned, and which somebody still has
 
     def close(self) -> None:
         """Let go of the pager. Shards refer to this object from within tensors, where Python finds no cycles."""
@@ -203,22 +206,33 @@ class ShardContent:
                     destination[first - placed.start : last - placed.start].copy_(source, non_blocking=True)
 
     def load(self, shard: int) -> torch.Tensor:
-        """Return the real elements of a shard in the dtype it is trained in.
+        """Return a copy of the real elements of a shard in the dtype it is trained in, shape (numel,).
 
         Raises:
-            UnsupportedError: the shard is larger than the limit for loading outside the plan.
+            UnsupportedError: with what was loaded and is still held, that is more than the limit for loading outside of
+                the plan.
         """
-        return self.load_section(shard, MASTER)
+        content = self.load_section(shard, MASTER)
+        self._loaded += content.nbytes
+        weakref.finalize(content.untyped_storage(), self._let_go, content.nbytes).atexit = False
+        return content
+
+    def _let_go(self, nbytes: int) -> None:
+        self._loaded -= nbytes
 
     def load_section(self, shard: int, name: str) -> torch.Tensor:
         """Return one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
         size = placed.spec.numel * torch_dtype(segment.format.dtypes[name]).itemsize
-        if size > self._load_limit:
+        if size + self._loaded > self._load_limit:
+            gc.collect()  # what was loaded before an error may hang on its traceback
+        if size + self._loaded > self._load_limit:
+            held = f", and {format_size(self._loaded)} are loaded already" if self._loaded else ""
             raise UnsupportedError(
-                f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena "
-                f"(limit {format_size(self._load_limit)}); use optimizer.commit() to save and export from a commit"
+                f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena{held} "
+                f"(limit {format_size(self._load_limit)}); to save the model use optimizer.commit(), and `infinity "
+                "export` makes safetensors of a commit"
             )
         self._opened().look(shard)
 

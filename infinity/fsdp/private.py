@@ -115,6 +115,11 @@ def uses_cpu_offload(group: Any) -> bool:
     return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
+def reshards_to_fewer_ranks(group: Any) -> bool:
+    """Whether weights stay gathered over some of the ranks after forward (`reshard_after_forward` as a number)."""
+    return group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info
+
+
 def fsdp_params(group: Any) -> list[Any]:
     """Return the parameters of a group in the order in which they are gathered."""
     return list(group.fsdp_params)
