@@ -120,6 +120,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         state = self._step_state
         self._given.__dict__["_opt_called"] = True  # a scheduler made on that one looks there for steps
         if not state.has_gradients:
+            state.step_without_gradients()
             return loss
         self._ledger.enter("other")
         self._check_settings()

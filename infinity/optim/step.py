@@ -155,7 +155,14 @@ class StepState:
             if early:
                 grads = {shard: grad.reshape(-1) for shard, (_, grad) in arrivals.items()}
                 self._begun[unit] = Update(
-                    self._layout, self._kernel, self._settings_now(grads), self.scalars, self.step, grads, self._arrived
+                    self._layout,
+                    self._kernel,
+                    self._settings_now(grads),
+                    self.scalars,
+                    self.step,
+                    grads,
+                    self._arrived,
+                    own=self._kernel.own(),
                 )
                 self._reduced = unit
                 if not self.placement.beside:
@@ -358,7 +365,9 @@ class StepState:
                 self.scalars,
                 self.step - 1,
                 scale=self._scale,
+                own=self._kernel.own(),
             )
+        self._kernel.advance()
         self._reset()
         # Divided otherwise than the next steps will be, if this one was the first of its kind.
         if any(update.begun != self.placement.division(unit) for unit, update in self._pending.items()):
@@ -367,6 +376,10 @@ class StepState:
             if unit not in self._due.values():
                 self._apply_pending(unit)
         return True
+
+    def step_without_gradients(self) -> None:
+        """Advance what an optimizer counts in its param groups, as its `step` does without any gradient."""
+        self._kernel.advance()
 
     def _settings_now(self, shards: Iterable[int]) -> dict[int, Mapping[str, Any]]:
         """Return the settings of shards as they are now: schedulers change them before the update runs."""
