@@ -51,6 +51,7 @@ from infinity.memory.arena import Arena
 from infinity.memory.heap import FreedMemory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
+from infinity.optim.probe import make_kernel, view_shape
 from infinity.optim.step import StepState
 from infinity.optim.worker import UpdateWorker
 from infinity.peers import Peers
@@ -126,10 +127,11 @@ def offload(
     if (weights or init) and not sharded.on_meta:
         raise ConfigError("weights and init are for models on the meta device; this model has values already")
     ranks = Ranks.current()
-    kernel = UpdateKernel(optimizer)
+    kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
+    _give_shapes(kernel, sharded, optimizer)
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
     try:
         paged = run.attach(sharded, optimizer, kernel, weights, init)
@@ -173,14 +175,9 @@ def _budget(
     settings: Config, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel, ranks: Ranks
 ) -> Budget:
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    kinds: dict[tuple[int, torch.dtype], tuple[tuple[str, str], ...]] = {}
 
     def format_of(param: nn.Parameter, gather: str) -> StateFormat:
-        group = group_of[id(param)]
-        key = (id(group), param.dtype)
-        if key not in kinds:
-            kinds[key] = kernel.discover(param.dtype, group).kinds
-        return StateFormat(param=gather, kinds=kinds[key])
+        return StateFormat(param=gather, kinds=kernel.discover(param, group_of[id(param)]).kinds)
 
     units, found = sharded.describe(format_of)
     formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
@@ -192,6 +189,18 @@ def _budget(
         )
     host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
     return choose_budget(units, formats, host, settings.memory.page_bytes)
+
+
+def _give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Tell the kernel the shape of slices, by shard, where the optimizer needs another than (n,)."""
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    for shard, member in enumerate(member for unit in sharded.members for member in unit):
+        param = member.param.sharded_param
+        if param.requires_grad:
+            slices = kernel.discover(param, group_of[id(param)]).slices
+            shape = view_shape(slices, private.local_tensor(member.param).shape)
+            if shape is not None:
+                kernel.shapes[shard] = shape
 
 
 class _Run:
@@ -380,10 +389,11 @@ class _Run:
             self.resumed = self.ranks.together("restoring what belongs to the first values", restored)
         if self.resumed is not None:
             state.scalars.update(self.resumed.scalars)
+            kernel.restore_own(self.resumed.own)
             state.step = self.resumed.step
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
         self._committer = Committer(self.folder, self.ranks, layout, self.store, type(optimizer).__name__, self._shares)
-        self._model, self._groups = sharded.model, optimizer.param_groups
+        self._model, self._groups, self._kernel = sharded.model, optimizer.param_groups, kernel
         paged = PagedOptimizer(
             optimizer,
             list(sharded.model.parameters()),
@@ -442,7 +452,7 @@ class _Run:
         self._check_weights()
         groups = [{**g, "params": [self._index_of[id(param)] for param in g["params"]]} for g in self._groups]
         try:
-            self._committer.publish(step, self._model, scalars, groups, extra)
+            self._committer.publish(step, self._model, scalars, groups, extra, self._kernel.kept_own)
         except OSError as error:
             file = error.filename or str(self.folder.commits)
             raise StorageError("commit", file, 0, 0, error.errno) from error

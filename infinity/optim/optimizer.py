@@ -135,6 +135,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._reconcile()
         self._unscale()
         if not state.has_gradients and not state.gradients.zeros:
+            state.step_without_gradients()
             return loss
         self._ledger.enter("other")
         self._check_settings()

@@ -187,7 +187,14 @@ class StepState:
                 self._note_storing(unit, self.gradients.rows.get(unit, 1))
             if early:
                 self._begun[unit] = Update(
-                    self._layout, self._kernel, self._settings_now(grads), self.scalars, self.step, grads, self._arrived
+                    self._layout,
+                    self._kernel,
+                    self._settings_now(grads),
+                    self.scalars,
+                    self.step,
+                    grads,
+                    self._arrived,
+                    own=self._kernel.own(),
                 )
                 for gradient in arrivals.values():
                     gradient.end(USED_IN_BACKWARD)
@@ -287,7 +294,9 @@ class StepState:
                 self.scalars,
                 self.step - 1,
                 edits={shard: tuple(gradient.edits) for shard, gradient in present.items()},
+                own=self._kernel.own(),
             )
+        self._kernel.advance()
         self.gradients.used_by_step()
         self._reset()
         # Divided otherwise than the next steps will be, if this one was the first of its kind.
@@ -297,6 +306,10 @@ class StepState:
             if unit not in self._due.values():
                 self._apply_pending(unit)
         return True
+
+    def step_without_gradients(self) -> None:
+        """Advance what an optimizer counts in its param groups, as its `step` does without any gradient."""
+        self._kernel.advance()
 
     def _settings_now(self, shards: Iterable[int]) -> dict[int, Mapping[str, Any]]:
         """Return the settings of shards as they are now: schedulers change them before the update runs."""
