@@ -322,6 +322,7 @@ class _Run:
         def gathering(shard: int) -> bool:
             if layout.begins_unit(shard):
                 self.freed.bound(measure=attachment.training_pass and paged.plan is None)
+                attachment.check_frozen(layout.shards[shard].unit)
             return paged.gathering(shard, attachment.training_pass)
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)
@@ -363,6 +364,7 @@ class _Run:
         self._closers.append(attachment.detach)
         self._check_weights = attachment.check
         attachment.remap(optimizer)
+        made_with_state = bool(optimizer.state)
         optimizer.state.clear()
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         groups = {
@@ -409,6 +411,7 @@ class _Run:
             committed=self.resuming,
             names={name: shard for shard, member in enumerate(members) for name in member.names},
             shards=self._index_of,
+            made_with_state=made_with_state,
         )
         if self._old is not None:
             self._begin_resharded(paged, self._old)

@@ -130,10 +130,15 @@ class Attachment:
         self.parameters: list[nn.Parameter] = []
         self.replaced: dict[int, nn.Parameter] = {}
         self._grad_enabled = True
+        self._frozen: list[list[tuple[str, nn.Parameter]]] = []  # by unit, by name
         index = 0
         for group, members in zip(sharded.groups, sharded.members, strict=True):
+            self._frozen.append([])
             for member in members:
-                self.parameters.append(self._attach(index, group, member, source, gradient_arrived))
+                param = self._attach(index, group, member, source, gradient_arrived)
+                self.parameters.append(param)
+                if not param.requires_grad:
+                    self._frozen[-1].append((member.names[0], param))
                 index += 1
         private.reuse_reduce_buffers(sharded.groups)
         private.watch_collectives(sharded.groups, lambda: part("collective"))
@@ -197,6 +202,19 @@ class Attachment:
     def training_pass(self) -> bool:
         """Whether the pass that is running belongs to a training step (not to an evaluation under no_grad)."""
         return self._grad_enabled or private.in_backward()
+
+    def check_frozen(self, unit: int) -> None:
+        """Check that a unit is not to train what it was offloaded without.
+
+        Raises:
+            UnsupportedError: it is.
+        """
+        for name, param in self._frozen[unit]:
+            if param.requires_grad:
+                raise UnsupportedError(
+                    f"{name} was frozen when the model was offloaded, so it has no optimizer state, and requires a "
+                    "gradient now: call requires_grad_(True) before infinity.offload (to freeze it again later is possible)"
+                )
 
     def remap(self, optimizer: torch.optim.Optimizer) -> None:
         """Point the param groups at the parameters that replaced those on the meta device."""

@@ -131,10 +131,14 @@ class Gradients:
         self.stored: dict[int, dict[int, OneGradient]] = {}  # by unit, in the order in which they came, and shard
         self.rows: dict[int, int] = {}  # by unit, how many rows are stored: as many as were ever needed
         self.looked_at = False  # whether anybody but the update needed a gradient since the last step
+        self._closed = False
         self.changed = False  # whether there is something new since `reconcile`
 
     def close(self) -> None:
         """Let go of everything: gradients refer to this object from within tensors, where Python finds no cycles."""
+        if self._closed:
+            return
+        self._closed = True
         for gradient in self.current.values():
             gradient.end(CLOSED)
         self._parameters, self.stored, self.current = {}, {}, {}

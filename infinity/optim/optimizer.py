@@ -87,11 +87,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         committed: bool,
         names: dict[str, int],
         shards: dict[int, int],
+        made_with_state: bool,
     ) -> None:
         self._layout, self._frames, self._pager, self._content = layout, frames, pager, content
         self._step_state, self._ledger, self._run = state, ledger, run
         self._parameters, self._names = parameters, names
         self._shards = shards  # by id of the parameter
+        self._made_with_state = made_with_state  # whether the optimizer in memory has states before its first step
         self._wanted = placement
         self._candidates: tuple[str, ...] = (placement,) if placement in ("in_forward", "after_backward") else ()
         self._placed = placement if self._candidates else "recording"
@@ -310,21 +312,41 @@ class PagedOptimizer(torch.optim.Optimizer):
         return {MASTER: self._content.load(shard), **values, **scalars}
 
     def updated_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that were updated, in the order of `model.parameters()`."""
-        self._check_open()
-        self.settle()
-        return [param for param in self._parameters if self._shards[id(param)] in self._step_state.scalars]
+        """Return the parameters that have states, in the order of `model.parameters()`."""
+        return [param for param in self._parameters if self.has_state(param)]
 
-    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
-        """Return the states of a parameter as they would be in memory."""
+    def has_state(self, param: object) -> bool:
+        """Return whether a parameter has states: whether it was ever updated by an optimizer that has any.
+
+        Raises:
+            InfinityError: as `state_of`.
+        """
         self._check_open()
         shard = self._shards.get(id(param), -1)
-        if shard < 0:
-            raise KeyError(param)
+        if shard < 0 or not self._layout.shards[shard].spec.trainable:
+            return False
         self.look(shard)
-        if shard not in self._step_state.scalars:
-            raise KeyError(param)
-        kinds = self._layout.segments[self._layout.shards[shard].segment].format.kinds
+        scalars = self._step_state.scalars.get(shard)
+        if scalars is None and self._made_with_state:
+            raise InfinityError(
+                f"{self._layout.shards[shard].spec.name} was not updated yet: its first state is made by its first step"
+            )
+        return scalars is not None and bool(scalars or self._layout.format_of(shard).kinds)
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """Return the states of a parameter as they would be in memory; none where it was never updated.
+
+        Tensors are sharded like the parameter, of its shape; what they hold is a copy.
+
+        Raises:
+            InfinityError: the parameter was updated in backward already, and `step()` has not been called; or the
+                optimizer has states from the start, and the parameter was not updated yet.
+            UnsupportedError: a state is larger than the limit for loading outside the plan.
+        """
+        if not self.has_state(param):
+            return {}
+        shard = self._shards[id(param)]
+        kinds = self._layout.format_of(shard).kinds
         states = {kind: private.sharded_like(param, self._content.load_section(shard, kind)) for kind, _ in kinds}
         return {**states, **self._step_state.scalars[shard]}
 

@@ -13,29 +13,37 @@ class StateReader(Protocol):
     """Who knows the states."""
 
     def updated_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that have states: those that were ever updated."""
+        """Return the parameters that have states."""
+
+    def has_state(self, param: object) -> bool:
+        """Return whether a parameter has states."""
 
     def state_of(self, param: nn.Parameter) -> dict[str, Any]:
-        """Return the states of a parameter. Raises `KeyError` where it has none."""
+        """Return the states of a parameter; none where it was never updated."""
 
 
 class PagedStates(Mapping[nn.Parameter, dict[str, Any]]):
-    """The states of the parameters that have been updated.
+    """The states of the parameters that have been updated; of others, none: as the dictionary in memory has it.
 
-    Tensors are sharded like the parameter; what they hold is a copy.
+    Tensors are sharded like the parameter; what they hold is a copy. All methods raise what `PagedOptimizer.state_of`
+    raises.
     """
 
     def __init__(self, reader: StateReader) -> None:
         self._reader: StateReader = weakref.proxy(reader)
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
-        """Return the states of a parameter. Raises `KeyError` where it has none."""
+        """Return the states of a parameter."""
         return self._reader.state_of(param)
 
+    def __contains__(self, param: object) -> bool:
+        """Whether a parameter has states."""
+        return self._reader.has_state(param)
+
     def __iter__(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that have a state."""
+        """Yield the parameters that have states, in the order of the model."""
         return iter(self._reader.updated_parameters())
 
     def __len__(self) -> int:
-        """Return how many parameters have a state."""
+        """Return how many parameters have states."""
         return len(self._reader.updated_parameters())

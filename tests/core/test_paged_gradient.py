@@ -169,7 +169,7 @@ def logged(model: nn.Module, _: Any) -> Any:
     """Read what people log."""
     return [
         [g.norm(), g.abs().max(), g.mean(), torch.isfinite(g).all(), g.full_tensor().std(), g.to_local().tolist()[0],
-         torch.histc(g.to_local(), 5), g.to_local().numpy().sum().item(), g.clone(), (g * 2).sum()]
+         torch.histc(g.to_local(), 5), g.to_local().float().numpy().sum().item(), g.clone(), (g * 2).sum()]
         for g in gradients(model)
     ]  # fmt: skip
 
@@ -211,8 +211,6 @@ USES: dict[str, Use] = {
 def test_using_gradients_is_as_in_memory(use: str, placement: str, tmp_path: Path) -> None:
     """What is seen, weights, moments and step counts."""
     assert compare(lambda m, o: steps(m, o, USES[use]), placement, tmp_path) == []
-
-
 
 
 # Loops #
@@ -332,7 +330,8 @@ def hooked(edit: Callable[[nn.Parameter], None], micro: int = 1, when: str = "af
         handles: list[Any] = []
         for number in range(4):
             if number == 1:
-                handles += [p.register_post_accumulate_grad_hook(edit) for p in model.parameters()]
+                trained = [param for param in model.parameters() if param.requires_grad]
+                handles += [param.register_post_accumulate_grad_hook(edit) for param in trained]
             if number == 3:
                 for handle in handles[::2]:
                     handle.remove()
@@ -394,8 +393,139 @@ def test_loops_are_as_in_memory(loop: str, placement: str, tmp_path: Path) -> No
     assert compare(LOOPS[loop], placement, tmp_path) == []
 
 
+ON_TWO = ("norm_inf", "norm_1.0", "norm_3.0", "norm_-inf", "norm_0.0", "norm_not_foreach", "clipped_by_the_optimizer",
+          "scaled_then_clipped", "value", "noise", "assigned", "logged")  # fmt: skip
+LOOPS_ON_TWO = ("cleared_model", "cleared_to_zeros", "scaler_and_clip", "crossing", "hook_of_two",
+                "changed_between_two", "forward_before_step")  # fmt: skip
+
+
+def compare_named(name: str, placement: str, folder: str, recipe: Recipe = RECIPE) -> list[str]:
+    """Compare a use, or a loop, by its name. Runs on every rank."""
+    loop = LOOPS[name] if name in LOOPS else lambda m, o: steps(m, o, USES[name])
+    return compare(loop, placement, folder, recipe)
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *LOOPS_ON_TWO])
+def test_two_ranks_are_as_in_memory(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """Each rank has its slice; norms and what is not finite are those of all."""
+    assert pair.run(compare_named, name, "in_forward", str(tmp_path)) == [[], []]
+
+
+OTHERS = {
+    "fp32": Recipe(model="toy", policy="fp32"),
+    "pure_bf16": Recipe(model="toy", policy="pure_bf16"),
+    "tied": Recipe(model="tied"),
+    "frozen": Recipe(model="frozen"),
+    "spare": Recipe(model="spare"),
+    "repeated": Recipe(model="repeated"),
+    "sliced": Recipe(model="llama", slices=2),
+    "nesterov": Recipe(model="toy", optimizer="sgd_nesterov", groups=True),
+}
+
+
+@pytest.mark.parametrize("recipe", OTHERS)
+def test_other_models_and_dtypes_are_as_in_memory(recipe: str, tmp_path: Path) -> None:
+    """Shared, frozen and unused parameters, gradients that are stored whole, in halves or in bf16."""
+
+    def loop(model: nn.Module, optimizer: Any) -> list[Any]:
+        seen = [steps(model, optimizer, use, 2) for use in (scaled_then_clipped, noise, logged)]
+        return [*seen, hooked(halved, 2)(model, optimizer), between(added_noise, 2)(model, optimizer)]
+
+    assert compare(loop, "in_forward", tmp_path, OTHERS[recipe], arena="least") == []
+
+
+# What cannot be served #
+
+
+@pytest.mark.parametrize("placement", GONE)
+@pytest.mark.parametrize(
+    "use", ["norm_2.0", "norm_not_foreach", "clipped_by_the_optimizer", "value", "logged", "noise", "parts",
+            "zeroed_here_and_there", "negated"],
+)  # fmt: skip
+def test_gradients_that_updates_have_used_up_are_refused(use: str, placement: str, tmp_path: Path) -> None:
+    """The setting that keeps them is named."""
+    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
+        steps(model, optimizer, lambda *_: None, 2)
+        backward(model, 2)
+        with pytest.raises(InfinityError, match=r"used up.*update\.placement"), torch.no_grad():
+            USES[use](model, optimizer)
+
+
+def test_dropping_and_assigning_used_up_gradients_is_refused(tmp_path: Path) -> None:
+    """At the next call that would build on it; with `model.zero_grad()` at the next forward."""
+    for number, change in enumerate((
+        lambda model: model.zero_grad(),
+        lambda model: setattr(next(model.parameters()), "grad", None),
+        lambda model: setattr(p := next(model.parameters()), "grad", torch.zeros_like(p.grad)),
+    )):  # fmt: skip
+        for after in ("step", "forward"):
+            folder = tmp_path / f"{number}{after}"
+            folder.mkdir()
+            with offloaded(RECIPE, Paging(arena="all", placement="in_backward"), folder) as (model, optimizer):
+                steps(model, optimizer, lambda *_: None, 2)
+                backward(model, 2)
+                change(model)
+                with pytest.raises(InfinityError, match=r"update\.placement"):
+                    optimizer.step() if after == "step" else backward(model, 3)
+
+
+@pytest.mark.parametrize("use", ["norm_2.0", "value", "logged", "noise", "zeroed_here_and_there", "assigned"])
+def test_auto_keeps_gradients_that_the_first_step_uses(use: str, tmp_path: Path) -> None:
+    """As a step that clips always has."""
+    with offloaded(RECIPE, Paging(arena="all"), tmp_path) as (model, optimizer):
+        steps(model, optimizer, USES[use])
+        assert optimizer.update_placement == "in_forward"
+
+
+@pytest.mark.parametrize("loop", ["cleared_model", "cleared_to_zeros", "hook", "hook_that_drops"])
+def test_updates_in_backward_know_these_loops(loop: str, tmp_path: Path) -> None:
+    """Hooks come before the update; `zero_grad` behind the step drops nothing."""
+    placement = "in_backward"
+
+    def habit(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        if loop.startswith("hook"):
+            return LOOPS[loop](model, optimizer)
+        for number in range(3):
+            backward(model, number)
+            optimizer.step()
+            model.zero_grad(set_to_none=loop == "cleared_model")
+        return []
+
+    assert compare(habit, placement, tmp_path) == []
+
+
+@pytest.mark.parametrize("placement", ["auto", *KEPT, *GONE])
+def test_gradients_are_gone_after_the_step(placement: str, tmp_path: Path) -> None:
+    """Reading them, and adding others to them, says so; so does one that was kept over `zero_grad`."""
+    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
+        for number in range(2):
+            backward(model, number)
+            kept = next(model.parameters()).grad
+            assert isinstance(kept.to_local(), PagedGradient)
+            optimizer.step()
+            with pytest.raises(InfinityError, match=r"used up by step"):
+                kept.norm()
+            if number:
+                with pytest.raises(InfinityError, match=r"zero_grad\(\) before the next backward"):
+                    backward(model, number)
+                return
+            optimizer.zero_grad()
+            with pytest.raises(InfinityError, match="dropped"):
+                kept.clone()
+
+
+def test_a_closed_gradient_says_so(tmp_path: Path) -> None:
+    """Nothing is read from what is gone."""
+    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, _):
+        backward(model)
+        kept = next(model.parameters()).grad
+    with pytest.raises(InfinityError, match="closed"):
+        kept.clone()
+
+
 if __name__ == "__main__":
     import sys, tempfile, traceback
+
     which = {**USES, **LOOPS}
     for name in sys.argv[1:] or which:
         use = which[name]
@@ -405,4 +535,5 @@ if __name__ == "__main__":
                     found = compare(use if name in LOOPS else lambda m, o: steps(m, o, use), placement, folder)
                     print(name, placement, "ok" if not found else str(found)[:300])
                 except Exception as error:
-                    print(name, placement, "!!", type(error), str(error)[:300]); traceback.print_exc(limit=-4)
+                    print(name, placement, "!!", type(error), str(error)[:300])
+                    traceback.print_exc(limit=-4)
