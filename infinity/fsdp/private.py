@@ -321,9 +321,9 @@ def total_norm(local_norms: list[tuple[nn.Parameter, torch.Tensor]], norm_type: 
     meshes = {param.device_mesh for param, _ in local_norms if isinstance(param, DTensor)}
     if len(meshes) > 1:
         raise UnsupportedError(
-            f"a norm over parameters on several device meshes ({', '.join(map(str, meshes))}) cannot be taken, in memory "
-            "neither: distribute all of them over the tensor parallel mesh before fully_shard, those that are not split "
-            "as Replicate()"
+            f"a norm over parameters on several device meshes ({', '.join(map(str, meshes))}) cannot be taken, nor can "
+            "it in memory: distribute all of them over the tensor parallel mesh before fully_shard, those that are not "
+            "split as Replicate()"
         )
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
