@@ -334,9 +334,10 @@ class _Run:
             source = self.ranks.together(
                 "opening the weights", lambda: self._old or _first_values(sharded, initialiser, weights)
             )
-            self._write_first_values(source, sharded, members, optimizer, content)
-        if sharded.on_meta:
-            initialiser.set_buffers(sharded.device, source.buffers(sharded.model) if source is not None else {})
+            self._check_first_values(source, sharded, members, optimizer, initialiser)
+            self._write_first_values(source, sharded, content)
+        else:
+            initialiser.make_buffers(sharded.device)  # `restore` fills them
         described = RunDescription(
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -402,21 +403,33 @@ class _Run:
         self.ledger.restart_step()
         return paged
 
-    def _write_first_values(
+    def _check_first_values(
         self,
         source: FirstValues,
         sharded: ShardedModel,
         members: list[Member],
         optimizer: torch.optim.Optimizer,
-        content: ShardContent,
+        initialiser: ModuleInitialiser,
     ) -> None:
+        """Find out, before anything is written, whether every parameter and buffer gets a value; set the buffers."""
+
+        def set_buffers() -> None:
+            if self._old is not None:
+                initialiser.make_buffers(sharded.device)  # `restore` fills them
+            else:
+                initialiser.set_buffers(sharded.device, source.buffers(sharded.model))
+
+        check = partial(source.check, sharded.model, members, self.layout, optimizer)
+        self.ranks.together("checking the first values", check)
+        if sharded.on_meta:
+            self.ranks.together("computing the buffers", set_buffers)
+
+    def _write_first_values(self, source: FirstValues, sharded: ShardedModel, content: ShardContent) -> None:
         def write() -> None:
             for unit, (name, of_unit) in enumerate(zip(sharded.names, sharded.members, strict=True)):
                 content.initialise(unit, source.values(name, of_unit))
                 self.freed.bound()
 
-        check = partial(source.check, sharded.model, members, self.layout, optimizer)
-        self.ranks.together("checking the first values", check)
         self.ranks.together("writing the first values", write)
 
     def _begin_resharded(self, paged: PagedOptimizer, left: ReshardSource) -> None:

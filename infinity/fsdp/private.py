@@ -46,6 +46,16 @@ def unwrapped_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `fully_shard` made one of it and `FSDPModule`."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells the memory of a tensor from that of others, as long as it lives; also on the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def is_sharded_module(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on a module."""
     return isinstance(module, FSDPModule)
@@ -148,16 +158,6 @@ def replace_local_tensor(param: Any, shard: torch.Tensor) -> nn.Parameter | None
     param.sharded_param = new
     param._setattr_on_modules(new)
     return new
-
-
-def set_full_parameter(param: Any, value: nn.Parameter) -> None:
-    """Register a plain, whole parameter on the modules, for their initialisation."""
-    param._setattr_on_modules(value)
-
-
-def set_sharded_parameter(param: Any) -> None:
-    """Register the sharded parameter on the modules again."""
-    param._setattr_on_modules(param.sharded_param)
 
 
 def in_backward() -> bool:
