@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
@@ -23,6 +24,8 @@ from infinity.fsdp import private
 InitFunction = Callable[[nn.Module], None]
 Holder = tuple[nn.Module, str]
 """A module and the name of one of its parameters."""
+SMALL = 4096
+"""Most elements of a parameter whose value is taken from a model that was built again."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,15 @@ def init_steps(model: nn.Module, function: InitFunction | None) -> list[Step]:
         function: the user's own, run on every module after everything else.
     """
     modules = [(_logical(name), module) for name, module in _post_order(model)]
-    roots = _init_roots(model)
+    twins = _twins(model)
+    roots = _init_roots(model, twins)
     foreign = {id(module) for root in roots for module in root.doubtful}
     steps: list[Step] = []
     for name, module in modules:
         if id(module) in foreign:
             continue
+        if (twin := twins.of(module)) is not None:
+            steps.append(Step("construct", name, module, partial(_take_from, twin, module)))
         if (construct := _constructor(module)) is not None:
             steps.append(Step("construct", name, module, construct))
     for name, module in modules:
@@ -118,29 +124,104 @@ def _logical(name: str) -> str:
 
 def _constructor(module: nn.Module) -> Callable[[], Any] | None:
     """Return what gives a module the values that its constructor gives."""
+    if parametrize.is_parametrized(module):
+        return partial(_construct_parametrized, module)
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(getattr(type(module), name, None)):
             return partial(getattr(type(module), name), module)
-    if any(buffer is not None for buffer in module._buffers.values()) and _takes_config(module):
-        return partial(_copy_buffers_of_new, module)
     return None
 
 
-def _takes_config(module: nn.Module) -> bool:
-    return "config" in vars(module) and not any(module.children()) and not any(module.parameters(recurse=False))
+def _construct_parametrized(module: Any) -> None:
+    """Construct the values of a module that computes some of its weights from others, such as a norm and a direction."""
+    plain = object.__new__(private.original_class(module))
+    plain.__dict__.update(vars(module), _parameters=dict(module._parameters), _modules={})
+    for key in module.parametrizations:
+        plain._parameters[key] = nn.Parameter(torch.empty_like(getattr(module, key)))
+    if (construct := _constructor(plain)) is not None:
+        construct()
+        for key in module.parametrizations:
+            setattr(module, key, plain._parameters[key])
 
 
-def _copy_buffers_of_new(module: nn.Module) -> None:
-    """Build a module of buffers alone again and take the new one's; one that takes more than a config stays unset."""
+# --- models built again ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Twins:
+    """Models built again from the config that they keep: what their class has built, and what only a constructor sets.
+
+    Large parameters have no storage there.
+    """
+
+    built: dict[int, dict[str, nn.Module]]
+    """By the identity of a model that was built again: its twin's modules by name."""
+    counterparts: dict[int, nn.Module]
+    """By a module's identity: the module of the twin with its name, where it has the same class and parameters."""
+
+    def of(self, module: nn.Module) -> nn.Module | None:
+        """Return the counterpart of a module, if it holds any values."""
+        twin = self.counterparts.get(id(module))
+        tensors = [] if twin is None else [*twin._parameters.values(), *twin._buffers.values()]
+        return twin if any(tensor is not None and not tensor.is_meta for tensor in tensors) else None
+
+
+def _twins(model: nn.Module) -> _Twins:
+    twins = _Twins({}, {})
+    covered: set[int] = set()
+    for root in model.modules():
+        if id(root) in covered or "config" not in vars(root):
+            continue
+        twin = _built_again(root)
+        if twin is None:
+            continue
+        covered.update(map(id, root.modules()))
+        modules = dict(twin.named_modules(remove_duplicate=False))
+        twins.built[id(root)] = modules
+        for name, module in root.named_modules(remove_duplicate=False):
+            counterpart = modules.get(_logical(name))
+            if counterpart is not None and outline(counterpart) == outline(module):
+                twins.counterparts.setdefault(id(module), counterpart)
+    return twins
+
+
+def _built_again(root: nn.Module) -> nn.Module | None:
+    """Build a model again from its config: small parameters and buffers with their values; None if that is impossible.
+
+    What only a constructor sets are scales, gates and masks; whatever is larger has no storage, and one unit's memory
+    stays the bound.
+    """
+    cls = private.original_class(root)
+    register = nn.Module.register_parameter
+
+    def register_small(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and param.numel() > SMALL:
+            module._parameters[name] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+
     try:
+        nn.Module.register_parameter = register_small  # type: ignore[method-assign]
         with torch.device("cpu"):
-            new = private.original_class(module)(vars(module)["config"])
-    except TypeError:
-        return
-    for key, buffer in module._buffers.items():
-        value = new._buffers.get(key)
-        if buffer is not None and value is not None and value.shape == buffer.shape:
-            buffer.copy_(value)
+            return cls(copy.deepcopy(vars(root)["config"]))
+    except Exception:  # a constructor of somebody else's, which takes more than a config
+        return None
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def outline(module: nn.Module) -> tuple[Any, ...]:
+    """Return what tells a module that the model's class has built from one that was put in its place."""
+    own = tuple((key, tuple(param.shape)) for key, param in sorted(module._parameters.items()) if param is not None)
+    return (private.original_class(module), own)
+
+
+def _take_from(twin: nn.Module, module: nn.Module) -> None:
+    """Copy what a counterpart holds, where the module has it too."""
+    for here, there in ((module._parameters, twin._parameters), (module._buffers, twin._buffers)):
+        for key, tensor in here.items():
+            value = there.get(key)
+            if tensor is not None and value is not None and value.device.type != "meta" and value.shape == tensor.shape:
+                tensor.copy_(value)
 
 
 # --- `_init_weights` -------------------------------------------------------------------------------------------------
@@ -156,7 +237,7 @@ class _Root:
     """Modules that may have been built by the root's class or later: nothing initialises them."""
 
 
-def _init_roots(model: nn.Module) -> list[_Root]:
+def _init_roots(model: nn.Module, twins: _Twins) -> list[_Root]:
     """Return the outermost models with `_init_weights`, and what they initialise."""
     found: list[_Root] = []
     covered: set[int] = set()
@@ -164,7 +245,7 @@ def _init_roots(model: nn.Module) -> list[_Root]:
         if id(module) in covered or not callable(getattr(type(module), "_init_weights", None)):
             continue
         covered.update(map(id, module.modules()))
-        found.append(_transformers_root(module) if _is_transformers(module) else _other_root(module))
+        found.append(_transformers_root(module, twins) if _is_transformers(module) else _other_root(module))
     return found
 
 
@@ -197,57 +278,45 @@ def _other_root(root: nn.Module) -> _Root:
     return _Root(init_of, [])
 
 
-def _transformers_root(root: nn.Module) -> _Root:
-    """Every module that the class has built is initialised by the nearest `PreTrainedModel` around it."""
-    built = _built_modules(root)
+def _transformers_root(root: nn.Module, twins: _Twins) -> _Root:
+    """Every module that the class has built is initialised by the nearest `PreTrainedModel` around it.
+
+    A module whose place another class has taken may lie inside of that one now, or one like it; so those are doubtful.
+    """
+    built = twins.built.get(id(root))
     init_of: dict[int, InitFunction] = {}
     doubtful: list[nn.Module] = []
 
-    def visit(name: str, module: nn.Module, init: InitFunction, replaced: frozenset[Any], inside: bool) -> None:
+    def visit(name: str, module: nn.Module, init: InitFunction, replaced: frozenset[Any], doubt: bool) -> None:
         if _is_transformers(module):
             init = partial(type(module)._init_weights, module)  # type: ignore[operator]
-        logical = _logical(name)
-        shape = _outline(module)
-        if built.get(logical) == shape:
+        if id(module) in twins.counterparts if built is not None else _is_of_package(module, root):
+            doubt = False
             init_of.setdefault(id(module), init)
         else:
-            if shape in replaced or (inside and module._parameters):
+            doubt = doubt or outline(module) in replaced or (built is None and not is_adapter(module))
+            if doubt:
                 doubtful.append(module)
-            if logical in built and not is_adapter(module):
-                replaced = replaced | {built[logical]}
-        known_adapter = is_adapter(module) and hasattr(module, "reset_lora_parameters")
+            if built is not None and _logical(name) in built and not is_adapter(module):
+                replaced = replaced | {outline(built[_logical(name)])}
         for key, child in module._modules.items():
             if child is not None:
-                adapted = is_adapter(module) and key not in ("base_layer", "original_module", "modules_to_save")
-                path = f"{name}.{key}" if name else key
-                visit(path, child, init, replaced, (inside or adapted) and not known_adapter)
+                visit(f"{name}.{key}" if name else key, child, init, replaced, doubt or _is_unknown(module, key))
 
     visit("", root, partial(type(root)._init_weights, root), frozenset(), False)  # type: ignore[operator]
     return _Root(init_of, doubtful)
 
 
-def _outline(module: nn.Module) -> tuple[Any, ...]:
-    """Return what tells a module that the model's class has built from one that was put in its place."""
-    own = tuple((key, tuple(param.shape)) for key, param in sorted(module._parameters.items()) if param is not None)
-    return (private.original_class(module), own)
+def _is_of_package(module: nn.Module, root: nn.Module) -> bool:
+    """Whether a module's class is torch's, transformers', or of the same package as the model's."""
+    packages = {private.original_class(m).__module__.partition(".")[0] for m in (module, root)}
+    return packages <= {"torch", "transformers", private.original_class(root).__module__.partition(".")[0]}
 
 
-def _built_modules(root: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Return the outlines of the modules that a model's class builds from the model's config, by name.
-
-    Raises:
-        UnsupportedError: it cannot be built again.
-    """
-    cls = private.original_class(root)
-    try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            twin = cls(copy.deepcopy(root.config))
-    except Exception as error:  # a constructor of somebody else's
-        raise UnsupportedError(
-            f"{cls.__name__} cannot be built again from its config ({type(error).__name__}: {error}), so that it cannot "
-            "be known which modules its `_init_weights` is for; build the model on a real device"
-        ) from error
-    return {name: _outline(module) for name, module in twin.named_modules(remove_duplicate=False)}
+def _is_unknown(module: nn.Module, child: str) -> bool:
+    """Whether a child holds what an adapter adds, of a kind whose initialisation is not known."""
+    around = ("base_layer", "original_module", "modules_to_save")
+    return is_adapter(module) and child not in around and not hasattr(module, "reset_lora_parameters")
 
 
 def _reset_lora(model: nn.Module, layer: Any) -> None:

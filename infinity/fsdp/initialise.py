@@ -165,7 +165,8 @@ class _Plan:
 
     def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
         self._model, self._seed = model, seed
-        self._steps = init_steps(model, function)
+        with _seeded(module_seed(seed, "model")):
+            self._steps = init_steps(model, function)
         self._thrown_away = {(id(module), key) for module, key in tie_targets(model)}
         self._needs: dict[int, list[int]] = {}  # by the tensor's identity: positions of its calls, in order
         self._holders: dict[int, list[_Holder]] = {}  # by the tensor's identity: where its value comes from
@@ -207,14 +208,14 @@ class _Plan:
                 watch.begin()
                 inside = [key for m in step.module.modules() for key in self._keys_by_module.get(id(m), ())]
                 try:
-                    with _seeded(module_seed(self._seed, f"{step.kind}:{step.name}")), watch:
+                    with _seeded(module_seed(self._seed, f"{step.kind}:{step.name}")), private.init_without_storage(draw=False), watch:
                         step.call()
                 except Exception:  # it reads values, of which there are none: when it is needed, it says what it lacks
                     watch.written.update(dict.fromkeys(inside, False))
                 for key in inside:
-                    if (tensor := self._current(key)) is not staged[key]:
+                    tensor = self._current(key)
+                    if watch.slots.get(private.storage_key(tensor)) != key:  # another one was put in its place
                         replaced.append(staged[key])
-                        staged[key] = tensor
                         watch.slots[private.storage_key(tensor)] = key
                         watch.written[key] = True
                 for key, entirely in watch.written.items():
@@ -246,7 +247,8 @@ class _Plan:
             return {key: self._current(key).detach() for key in wanted}
 
     def _call(self, step: Step) -> None:
-        with _seeded(module_seed(self._seed, f"{step.kind}:{step.name}")), _Draws():
+        seed = module_seed(self._seed, f"{step.kind}:{step.name}")
+        with _seeded(seed), private.init_without_storage(draw=True), _Draws():
             try:
                 step.call()
             except UnsupportedError as error:
@@ -361,19 +363,23 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         arguments = list(_tensor_arguments(func, args, kwargs))
-        written_real = any(alias is not None and alias.is_write and not t.is_meta for t, alias in arguments)
-        if written_real and any(t.is_meta for t, _ in arguments):
+        written_real = any(alias is not None and alias.is_write and not _is_meta(t) for t, alias in arguments)
+        if written_real and any(_is_meta(t) for t, _ in arguments):
             raise UnsupportedError(f"{func} needs the value of another tensor, which is on the meta device now")
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and any(
-            isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(result)
+            isinstance(t, torch.Tensor) and _is_meta(t) for t in tree_leaves(result)
         ):
             func(*tree_map(_real, args), **tree_map(_real, kwargs))
         return result
 
 
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "meta"  # `is_meta` is answered with no while something is initialised
+
+
 def _real(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_meta:
+    if isinstance(value, torch.Tensor) and _is_meta(value):
         return torch.zeros(value.shape, dtype=value.dtype)
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
 

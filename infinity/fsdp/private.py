@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -47,13 +49,47 @@ def unwrapped_name(name: str) -> str:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before `fully_shard` made one of it and `FSDPModule`."""
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    """Return the class that a module had before `fully_shard` and parametrizations made others of it."""
+    cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return what tells the memory of a tensor from that of others, as long as it lives; also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def init_without_storage(*, draw: bool) -> Iterator[None]:
+    """Let `torch.nn.init` treat tensors without storage as others: torch 2.13 leaves some of them out.
+
+    Args:
+        draw: `trunc_normal_`, which draws until all numbers are within its bounds, draws as many as for a real tensor.
+    """
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def trunc_normal(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.device.type != "meta":
+            return original(tensor, *args, **kwargs)
+        if draw:
+            original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
+        return tensor.zero_()
+
+    torch.nn.init._no_grad_trunc_normal_ = trunc_normal
+    try:
+        with _NothingIsMeta():
+            yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
+class _NothingIsMeta(TorchFunctionMode):
+    """Answers `is_meta` with no."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.is_meta:
+            return False
+        return func(*args, **(kwargs or {}))
 
 
 def is_sharded_module(module: nn.Module) -> bool:
