@@ -141,7 +141,7 @@ def _construct_parametrized(module: Any) -> None:
     if (construct := _constructor(plain)) is not None:
         construct()
         for key in module.parametrizations:
-            setattr(module, key, plain._parameters[key])
+            setattr(module, key, plain._parameters[key].detach())  # type: ignore[union-attr]  # sets what it is computed from
 
 
 # --- models built again ----------------------------------------------------------------------------------------------
