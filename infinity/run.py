@@ -98,6 +98,7 @@ def offload(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     weights: str | os.PathLike[str] | None = None,
+    strict: bool = True,
     init: InitFunction | None = None,
 ) -> PagedOptimizer:
     """Move a sharded model's parameters and optimizer state to NVMe; return the optimizer to train with.
@@ -106,15 +107,20 @@ def offload(
         model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
         optimizer: any element-wise `torch.optim` optimizer over its parameters, without state yet.
         config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
-        weights: folder to load a model on the meta device from, as a stream: of safetensors, or one that
-            `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of model and
-            optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken over.
-            A run that resumes does not read it.
+        weights: folder to load a model on the meta device from, as a stream. Either of safetensors, as
+            `save_pretrained` writes it (or one such file or index, to name a variant): names are found, and tensors
+            renamed, fused or split, as `from_pretrained` of transformers does; those of other models must be equal.
+            Or one that `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of
+            model and optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken
+            over. A run that resumes does not read it.
+        strict: refuse `weights` of safetensors that lack tensors of the model or have others. Otherwise the former are
+            initialised as without `weights`, the latter passed over; a warning names both. Another shape is refused.
         init: initialises one module of a model on the meta device in place; by default the model's own
             `_init_weights`, else each module's `reset_parameters`.
 
     Raises:
-        ConfigError: a setting is wrong. BudgetError: the arena or the space on NVMe is too small.
+        ConfigError: a setting is wrong, or `weights` are not those of the model, with a list of what differs.
+        BudgetError: the arena or the space on NVMe is too small.
         UnsupportedError: the model or the optimizer cannot be paged, with the reason.
         FolderBusyError: another live run owns a path. CommitError: there is nothing to resume from, or `weights`
             cannot be read.
@@ -125,6 +131,8 @@ def offload(
     _check_optimizer(sharded, optimizer)
     if (weights or init) and not sharded.on_meta:
         raise ConfigError("weights and init are for models on the meta device; this model has values already")
+    if not strict and (weights is None or DcpFolder.is_at(weights)):
+        raise ConfigError("strict=False is for weights of safetensors; a folder of DCP must have the whole model")
     ranks = Ranks.current()
     kernel = UpdateKernel(optimizer)
     if kernel.has_progress(optimizer):
@@ -132,7 +140,7 @@ def offload(
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
     try:
-        paged = run.attach(sharded, optimizer, kernel, weights, init)
+        paged = run.attach(sharded, optimizer, kernel, weights, strict, init)
     except BaseException as error:
         run.peers.leave(error)
         run.close(committed=run.resuming)
@@ -303,6 +311,7 @@ class _Run:
         optimizer: torch.optim.Optimizer,
         kernel: UpdateKernel,
         weights: str | os.PathLike[str] | None,
+        strict: bool,
         init: InitFunction | None,
     ) -> PagedOptimizer:
         """Give the model paged shards and return its optimizer."""
@@ -332,7 +341,7 @@ class _Run:
         source: FirstValues | None = None
         if self._found is None:
             source = self.ranks.together(
-                "opening the weights", lambda: self._old or _first_values(sharded, initialiser, weights)
+                "opening the weights", lambda: self._old or _first_values(sharded, initialiser, weights, strict)
             )
             self._write_first_values(source, sharded, members, optimizer, content)
         if sharded.on_meta:
@@ -495,13 +504,13 @@ def _idle_cores(ranks: Ranks) -> int:
 
 
 def _first_values(
-    sharded: ShardedModel, initialiser: ModuleInitialiser, weights: str | os.PathLike[str] | None
+    sharded: ShardedModel, initialiser: ModuleInitialiser, weights: str | os.PathLike[str] | None, strict: bool
 ) -> FirstValues:
     if not sharded.on_meta:
         return OwnValues()
     if weights is None:
         return initialiser
-    return DcpFolder(weights) if DcpFolder.is_at(weights) else PretrainedFolder(weights)
+    return DcpFolder(weights) if DcpFolder.is_at(weights) else PretrainedFolder(weights, initialiser, strict=strict)
 
 
 def _whole(member: Member) -> TensorSpec:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,25 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 def unwrapped_name(name: str) -> str:
     """Return a name as `get_state_dict` has it: without the modules that compilation and checkpointing put around."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+@contextmanager
+def classes_of_before(model: nn.Module) -> Iterator[None]:
+    """Give the modules of a model, meanwhile, the classes that they had before `fully_shard`."""
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, cls in sharded:
+            module.__class__ = cls.__mro__[getattr(cls, "_orig_cls_mro_index", 2)]
+        yield
+    finally:
+        for module, cls in sharded:
+            module.__class__ = cls
+
+
+def unwrapped_module(module: nn.Module) -> nn.Module:
+    """Return a module without those that compilation and checkpointing put around."""
+    inner = module._modules.get("_orig_mod") or module._modules.get("_checkpoint_wrapped_module")
+    return module if inner is None else unwrapped_module(inner)
 
 
 def is_sharded_module(module: nn.Module) -> bool:
