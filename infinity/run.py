@@ -28,6 +28,7 @@ from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import (
     Committer,
     choose_run,
+    committed_buffers,
     find_commits,
     remove_commits,
     restore,
@@ -345,7 +346,8 @@ class _Run:
             )
             self._write_first_values(source, sharded, members, optimizer, content)
         if sharded.on_meta:
-            initialiser.set_buffers(sharded.device, source.buffers(sharded.model) if source is not None else {})
+            known = self.ranks.together("reading buffers", partial(self._known_buffers, source, sharded.model))
+            initialiser.set_buffers(sharded.device, known)
         described = RunDescription(
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -427,6 +429,12 @@ class _Run:
         check = partial(source.check, sharded.model, members, self.layout, optimizer)
         self.ranks.together("checking the first values", check)
         self.ranks.together("writing the first values", write)
+
+    def _known_buffers(self, source: FirstValues | None, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return the buffers that the first values or the commit have, by their names in the model."""
+        if source is not None:
+            return source.buffers(model)
+        return committed_buffers(self._found, self.folder, model) if self._found is not None else {}
 
     def _begin_resharded(self, paged: PagedOptimizer, left: ReshardSource) -> None:
         """Make the new run one to resume from, before the old one is no longer needed."""

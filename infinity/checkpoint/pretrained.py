@@ -63,11 +63,9 @@ class PretrainedFolder(FirstValues):
             ConfigError: something is missing, unexpected, or of another shape or kind of dtype; all of it is listed.
         """
         self._refuse_quantised()
-        parameters = {_names(member): _like(member) for member in members}
-        buffers = {
-            (private.unwrapped_name(name),): model.get_buffer(name) for name in private.persistent_buffers(model)
-        }
-        entries = {**parameters, **{key: value.to("meta") for key, value in buffers.items()}}
+        entries = {_names(member): _like(member) for member in members}
+        for name in private.persistent_buffers(model):
+            entries[(private.unwrapped_name(name),)] = model.get_buffer(name).to("meta")
         wanted = {name: tensor for of_one, tensor in entries.items() for name in of_one}
         matched = names.match(self._files.tensors, wanted, model)
         self._made_by = {target: conversion for conversion in matched.conversions for target in conversion.targets}
@@ -228,7 +226,7 @@ class _Misfit:
 
 
 def _convertible(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values of a dtype can be taken for those of another: floating-point ones of at least two bytes, and equal ones."""
+    """Whether values of a dtype can be taken for those of another: not across kinds, nor those that need a scale."""
     if found == wanted:
         return True
     if found.is_complex or wanted.is_complex or found.is_floating_point != wanted.is_floating_point:

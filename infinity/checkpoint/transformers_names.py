@@ -178,7 +178,7 @@ class _Matching:
 
 
 def reverted(
-    tensors: Mapping[str, torch.Tensor], model: nn.Module, loaded_from: Iterable[str] | None = None
+    tensors: Mapping[str, torch.Tensor], model: Any, loaded_from: Iterable[str] | None = None
 ) -> tuple[Conversion, ...]:
     """Return how the tensors of a model make those that its `save_pretrained` writes.
 
@@ -219,7 +219,7 @@ def reverted(
 
 
 def _rules_to_revert(
-    loading: Any, model: nn.Module, tensors: Mapping[str, torch.Tensor], loaded_from: Iterable[str] | None
+    loading: Any, model: Any, tensors: Mapping[str, torch.Tensor], loaded_from: Iterable[str] | None
 ) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
