@@ -133,7 +133,7 @@ def _constructor(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _construct_parametrized(module: Any) -> None:
-    """Construct the values of a module that computes some of its weights from others, such as a norm and a direction."""
+    """Construct a module that computes some of its weights from others, such as a norm and a direction."""
     plain = object.__new__(private.original_class(module))
     plain.__dict__.update(vars(module), _parameters=dict(module._parameters), _modules={})
     for key in module.parametrizations:
@@ -326,7 +326,7 @@ def _reset_lora(model: nn.Module, layer: Any) -> None:
         how = getattr(configs.get(adapter), "init_lora_weights", True)
         if how not in (True, False, "gaussian"):
             raise UnsupportedError(
-                f"adapter {adapter} has init_lora_weights={how!r}, which is computed from the weights of the base model; "
-                "use True, False or 'gaussian', or build the model on a real device"
+                f"adapter {adapter} has init_lora_weights={how!r}, which is computed from the base model's weights; use "
+                "True, False or 'gaussian', or build the model on a real device"
             )
         layer.reset_lora_parameters(adapter, how)

@@ -92,6 +92,25 @@ class _NothingIsMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def classes_of_before(model: nn.Module) -> Iterator[None]:
+    """Give the modules of a model, meanwhile, the classes that they had before `fully_shard`."""
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, cls in sharded:
+            module.__class__ = cls.__mro__[getattr(cls, "_orig_cls_mro_index", 2)]
+        yield
+    finally:
+        for module, cls in sharded:
+            module.__class__ = cls
+
+
+def unwrapped_module(module: nn.Module) -> nn.Module:
+    """Return a module without those that compilation and checkpointing put around."""
+    inner = module._modules.get("_orig_mod") or module._modules.get("_checkpoint_wrapped_module")
+    return module if inner is None else unwrapped_module(inner)
+
+
 def is_sharded_module(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on a module."""
     return isinstance(module, FSDPModule)
