@@ -269,12 +269,12 @@ def _other_root(root: nn.Module) -> _Root:
 
     def visit(module: nn.Module, init: InitFunction) -> None:
         if callable(getattr(type(module), "_init_weights", None)):
-            init = partial(type(module)._init_weights, module)  # type: ignore[operator]
+            init = partial(type(module)._init_weights, module)  # type: ignore[attr-defined]
         init_of.setdefault(id(module), init)
         for child in module.children():
             visit(child, init)
 
-    visit(root, partial(type(root)._init_weights, root))  # type: ignore[operator]
+    visit(root, partial(type(root)._init_weights, root))  # type: ignore[attr-defined]
     return _Root(init_of, [])
 
 
@@ -289,7 +289,7 @@ def _transformers_root(root: nn.Module, twins: _Twins) -> _Root:
 
     def visit(name: str, module: nn.Module, init: InitFunction, replaced: frozenset[Any], doubt: bool) -> None:
         if _is_transformers(module):
-            init = partial(type(module)._init_weights, module)  # type: ignore[operator]
+            init = partial(type(module)._init_weights, module)  # type: ignore[attr-defined]
         if id(module) in twins.counterparts if built is not None else _is_of_package(module, root):
             doubt = False
             init_of.setdefault(id(module), init)
@@ -303,7 +303,7 @@ def _transformers_root(root: nn.Module, twins: _Twins) -> _Root:
             if child is not None:
                 visit(f"{name}.{key}" if name else key, child, init, replaced, doubt or _is_unknown(module, key))
 
-    visit("", root, partial(type(root)._init_weights, root), frozenset(), False)  # type: ignore[operator]
+    visit("", root, partial(type(root)._init_weights, root), frozenset(), False)  # type: ignore[attr-defined]
     return _Root(init_of, doubtful)
 
 
@@ -321,12 +321,12 @@ def _is_unknown(module: nn.Module, child: str) -> bool:
 
 def _reset_lora(model: nn.Module, layer: Any) -> None:
     """Initialise the adapters of one layer as peft does when it adds them."""
-    configs = next((vars(m)["peft_config"] for m in model.modules() if "peft_config" in vars(m)), {})
+    configs: Any = next((vars(m)["peft_config"] for m in model.modules() if "peft_config" in vars(m)), {})
     for adapter in layer.r:
         how = getattr(configs.get(adapter), "init_lora_weights", True)
         if how not in (True, False, "gaussian"):
             raise UnsupportedError(
-                f"adapter {adapter} has init_lora_weights={how!r}, which is computed from the base model's weights; use "
-                "True, False or 'gaussian', or build the model on a real device"
+                f"adapter {adapter} has init_lora_weights={how!r}, which is computed from the base model's weights; "
+                "use True, False or 'gaussian', or build the model on a real device"
             )
         layer.reset_lora_parameters(adapter, how)
