@@ -33,6 +33,7 @@ from infinity.checkpoint.commit import (
     remove_commits,
     restore,
 )
+from infinity.checkpoint.companions import carry_companions, keep_companions
 from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
 from infinity.checkpoint.manifest import Manifest
@@ -359,7 +360,13 @@ class _Run:
             tensors=tuple(map(_whole, members)),
             buffers=private.persistent_buffers(sharded.model),
         )
-        self.ranks.together("describing the run", lambda: write_description(self.folder.commits, described))
+
+        def describe() -> None:
+            write_description(self.folder.commits, described)
+            if self.ranks.rank == 0 and self._found is None:
+                self._keep_companions(sharded.model, source)
+
+        self.ranks.together("describing the run", describe)
         attachment = Attachment(
             sharded,
             content,
@@ -424,6 +431,14 @@ class _Run:
                 self.freed.bound()
 
         self.ranks.together("writing the first values", write)
+
+    def _keep_companions(self, model: nn.Module, source: FirstValues | None) -> None:
+        """Put beside the commits what exports need besides them."""
+        if self._old is not None:
+            carry_companions(self._old.reader.folder.commits, self.folder.commits)
+        else:
+            files = source.files if isinstance(source, PretrainedFolder) else None
+            keep_companions(self.folder.commits, model, files)
 
     def _known_buffers(self, source: FirstValues | None, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the buffers that the first values or the commit have, by their names in the model."""

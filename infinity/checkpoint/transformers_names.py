@@ -177,6 +177,48 @@ class _Matching:
         return Matched((*plain, *made), self._unexpected, {**self._failed, **failed})
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """The names that `save_pretrained` of a model knows."""
+
+    model: Any  # of transformers, on the meta device
+    kept: tuple[str, ...]  # in their order; of tied tensors the one that is written
+    all: frozenset[str]  # of its `state_dict`
+    left_out: frozenset[str]  # what it does not write, since it is computed
+
+    @property
+    def converts(self) -> bool:
+        """Whether anything is renamed, fused or split."""
+        return bool(_loading() is not None and _model_rules(self.model, add_legacy=False))
+
+
+def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
+    """Build the model of a config.json on the meta device; None where its class is not one of transformers.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    import transformers
+    from transformers import modeling_utils
+
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    cls = getattr(transformers, str(architecture), None) if "auto_map" not in config else None
+    remove_tied = getattr(modeling_utils, "remove_tied_weights_from_state_dict", None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)) or remove_tied is None:
+        return None
+    try:
+        with torch.device("meta"):
+            kind: Any = cls.config_class
+            model: Any = cls(kind.from_dict(dict(config)))
+        state = model.state_dict()
+        left_out = frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()) & state.keys()
+        kept = remove_tied({name: value for name, value in state.items() if name not in left_out}, model)
+    except Exception as error:  # whatever a model's class raises for a config that is not its own
+        raise ValueError(f"{architecture} cannot be built of it: {type(error).__name__}: {error}") from error
+    return Outgoing(model, tuple(kept), frozenset(state), left_out)
+
+
 def reverted(
     tensors: Mapping[str, torch.Tensor], model: Any, loaded_from: Iterable[str] | None = None
 ) -> tuple[Conversion, ...]:
@@ -221,10 +263,8 @@ def reverted(
 def _rules_to_revert(
     loading: Any, model: Any, tensors: Mapping[str, torch.Tensor], loaded_from: Iterable[str] | None
 ) -> list[Any]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     if loaded_from is None:
-        rules = get_model_conversion_mapping(model, add_legacy=False)
+        rules = _model_rules(model, add_legacy=False)
         return [rule for rule in rules if not isinstance(rule, loading.PrefixChange)]
     rules = _model_rules(model)
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
@@ -272,11 +312,11 @@ def _loading() -> Any | None:
     return core_model_loading if complete and hasattr(conversion_mapping, "get_model_conversion_mapping") else None
 
 
-def _model_rules(model: Any) -> list[Any]:
+def _model_rules(model: Any, *, add_legacy: bool = True) -> list[Any]:
     """Return the rules of conversion of a model, in their order, with the names that the model has unwrapped."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    rules: list[Any] = get_model_conversion_mapping(model)
+    rules: list[Any] = get_model_conversion_mapping(model, add_legacy=add_legacy)
     for rule in rules:
         if rule.scope_prefix:
             rule.scope_prefix = private.unwrapped_name(f"{rule.scope_prefix}.").removesuffix(".")
