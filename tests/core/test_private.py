@@ -178,18 +178,6 @@ def test_replacing_the_local_tensor_of_a_meta_model_makes_new_parameters() -> No
     assert not any(param.is_meta for param in tied.parameters())
 
 
-def test_whole_parameters_can_be_registered_and_taken_back(model: nn.Module) -> None:
-    """`_setattr_on_modules` with a plain parameter, and with the sharded one."""
-    _, param = params(model)[0]
-    module, name = private.owner(param)
-    sharded = getattr(module, name)
-    whole = nn.Parameter(torch.ones(private.full_shape(param)))
-    private.set_full_parameter(param, whole)
-    assert getattr(module, name) is whole
-    private.set_sharded_parameter(param)
-    assert getattr(module, name) is sharded
-
-
 def test_in_backward_is_true_inside_of_the_autograd_engine_only() -> None:
     """`torch._C._current_graph_task_id`."""
     seen = []
