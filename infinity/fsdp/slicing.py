@@ -331,7 +331,8 @@ class _Trial:
         return self._call.run(self._function, leaves)
 
     def _batch(self, inputs: tuple[int | None, ...]) -> int:
-        return next(leaf.shape[dim] for leaf, dim in zip(self._call.leaves, inputs, strict=True) if dim is not None)
+        dims = zip(self._call.leaves, inputs, strict=True)
+        return int(next(leaf.shape[dim] for leaf, dim in dims if dim is not None))
 
     def _rows(self, inputs: tuple[int | None, ...], number: int) -> list[Any]:
         return [
