@@ -206,11 +206,19 @@ USES: dict[str, Use] = {
 }
 
 
-@pytest.mark.parametrize("placement", KEPT)
 @pytest.mark.parametrize("use", USES)
-def test_using_gradients_is_as_in_memory(use: str, placement: str, tmp_path: Path) -> None:
+def test_using_gradients_is_as_in_memory(use: str, tmp_path: Path) -> None:
     """What is seen, weights, moments and step counts."""
-    assert compare(lambda m, o: steps(m, o, USES[use]), placement, tmp_path) == []
+    assert compare(lambda m, o: steps(m, o, USES[use]), "in_forward", tmp_path) == []
+
+
+def test_all_uses_after_backward(tmp_path: Path) -> None:
+    """One step after the other, in an arena that is too small to keep anything."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        return [steps(model, optimizer, use, 1) for use in USES.values()]
+
+    assert compare(loop, "after_backward", tmp_path, arena="least") == []
 
 
 # Loops #
@@ -521,19 +529,3 @@ def test_a_closed_gradient_says_so(tmp_path: Path) -> None:
         kept = next(model.parameters()).grad
     with pytest.raises(InfinityError, match="closed"):
         kept.clone()
-
-
-if __name__ == "__main__":
-    import sys, tempfile, traceback
-
-    which = {**USES, **LOOPS}
-    for name in sys.argv[1:] or which:
-        use = which[name]
-        for placement in KEPT:
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    found = compare(use if name in LOOPS else lambda m, o: steps(m, o, use), placement, folder)
-                    print(name, placement, "ok" if not found else str(found)[:300])
-                except Exception as error:
-                    print(name, placement, "!!", type(error), str(error)[:300])
-                    traceback.print_exc(limit=-4)
