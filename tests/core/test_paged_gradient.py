@@ -10,7 +10,7 @@ import core_models
 import pytest
 import torch
 from core_ranks import RankPool
-from core_train import Paging, Recipe, batch, build, local, make_optimizer, offloaded, state_in_memory, state_on_nvme
+from core_train import Paging, Recipe, batch, build, make_optimizer, offloaded, state_in_memory, state_on_nvme
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -529,3 +529,36 @@ def test_a_closed_gradient_says_so(tmp_path: Path) -> None:
         kept = next(model.parameters()).grad
     with pytest.raises(InfinityError, match="closed"):
         kept.clone()
+
+
+def test_reading_costs_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipping and scaling touch no page; one gradient is read from the pages that it lies in."""
+    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+        backward(model)
+        pager, touched = optimizer._pager, list[int]()
+        access = pager.access
+
+        def watched(uses: Any, **settings: Any) -> Any:
+            touched.extend(use.page for use in uses)
+            return access(uses, **settings)
+
+        monkeypatch.setattr(pager, "access", watched)
+        clip_grad_norm_(model.parameters(), 0.5)
+        torch._foreach_mul_(gradients(model), 0.5)
+        assert touched == []
+        model.blocks[1].up.weight.grad.full_tensor().sum()
+        placed = next(at for at in optimizer.layout.shards if at.spec.name == "blocks.1.up.weight")
+        pages = optimizer.layout.segments[placed.segment].grad_pages[0]
+        assert set(touched) == {
+            page.index for page in pages if page.start < placed.start + placed.spec.numel and placed.start < page.stop
+        }
+
+
+def test_a_gradient_that_is_no_dtensor_is_refused(tmp_path: Path) -> None:
+    """The optimizer in memory cannot use it either."""
+    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+        backward(model)
+        param = model.blocks[0].norm.weight
+        param.grad = torch.zeros(param.shape)
+        with pytest.raises(UnsupportedError, match=r"assigned to blocks\.0\.norm\.weight is no DTensor"):
+            optimizer.step()
