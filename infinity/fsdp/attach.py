@@ -213,7 +213,7 @@ class Attachment:
             if param.requires_grad:
                 raise UnsupportedError(
                     f"{name} was frozen when the model was offloaded, so it has no optimizer state, and requires a "
-                    "gradient now: call requires_grad_(True) before infinity.offload (to freeze it again later is possible)"
+                    "gradient now: call requires_grad_(True) before infinity.offload (it may be frozen again later)"
                 )
 
     def remap(self, optimizer: torch.optim.Optimizer) -> None:
