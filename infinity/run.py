@@ -126,10 +126,10 @@ def offload(
     _check_optimizer(sharded, optimizer)
     if (weights or init) and not sharded.on_meta:
         raise ConfigError("weights and init are for models on the meta device; this model has values already")
-    ranks = Ranks.current()
     kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
+    ranks = Ranks.current()
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
     _give_shapes(kernel, sharded, optimizer)
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
@@ -198,6 +198,11 @@ def _give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.o
         param = member.param.sharded_param
         if param.requires_grad:
             slices = kernel.discover(param, group_of[id(param)]).slices
+            if slices == "rows":
+                raise UnsupportedError(
+                    f"{kernel.name} updates whole rows of {member.names[0]} (it centralises gradients, or divides by "
+                    "norms of rows), and pages are not cut so; use an element-wise optimizer such as AdamW"
+                )
             shape = view_shape(slices, private.local_tensor(member.param).shape)
             if shape is not None:
                 kernel.shapes[shard] = shape

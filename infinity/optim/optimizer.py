@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -101,18 +103,25 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.records: list[StepRecord] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # shared, so that schedulers made before still work
+        private.share_step_hooks(self, optimizer)
 
     # The torch.optim.Optimizer interface #
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         """Apply the gradients that have arrived since the last step.
 
         Raises:
+            UnsupportedError: further arguments were given, or a closure whose loss the updates would depend on.
             StorageError, CorruptPageError, StallError: a page could not be moved; the last commit is intact.
             LostRankError: another rank failed; its reason is named.
             InfinityError: settings changed after updates had already run in backward.
         """
         self._check_open()
+        if args or named or (closure is not None and self._step_state.kernel.uses_closure):
+            what = "a closure" if not (args or named) else "arguments besides a closure"
+            raise UnsupportedError(
+                f"step() of {type(self._given).__name__} with {what}: updates of pages run without; call step()"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -179,6 +188,27 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: always.
         """
         raise UnsupportedError("the optimizer's state is on NVMe: set run.resume to continue from a commit")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the optimizer that was passed in, of those that torch's optimizers do not have.
+
+        Its methods are refused when they are called: they would have to change weights and states on NVMe. Only `train`
+        and `eval` may be called where the optimizer is in that mode already.
+        """
+        given = vars(self).get("_given")
+        if given is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = getattr(given, name)
+        return partial(self._call, name) if inspect.ismethod(value) else value
+
+    def _call(self, name: str, *args: Any, **named: Any) -> None:
+        self._check_open()
+        if name not in ("train", "eval") or self._step_state.kernel.would_change(name, *args, **named):
+            hint = "; call train() before offload" if name in ("train", "eval") else ""
+            raise UnsupportedError(
+                f"{name}() of {type(self._given).__name__} would have to change weights or states, which are on NVMe"
+                f"{hint}; to evaluate other weights than those that are trained, load an export of a commit"
+            )
 
     # What paging adds #
 
