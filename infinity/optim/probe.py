@@ -326,15 +326,20 @@ class _Probe:
         return (torch.randn(subject.shape, generator=generator) * scale).to(subject.case[1])
 
     def _whole(
-        self, numbers: Sequence[int], seed: int = 0, closure: Callable[[], torch.Tensor] | None = None
+        self,
+        numbers: Sequence[int],
+        *,
+        seed: int = 0,
+        alone: bool = False,
+        closure: Callable[[], torch.Tensor] | None = None,
     ) -> _Trained:
-        """Train subjects whole, with a copy of the user's optimizer."""
+        """Train subjects whole, with a copy of the user's optimizer; `alone` it has the groups of these only."""
         torch.manual_seed(seed)
         params = {number: nn.Parameter(self._values(number)) for number in numbers}
         groups = self._groups()
         for place, group in enumerate(groups):
             group["params"] = [param for n, param in params.items() if self._subjects[n].group == place]
-        optimizer = self._kernel.template.over(groups)
+        optimizer = self._kernel.template.over([group for group in groups if group["params"] or not alone])
         if self._kernel.builds:
             for group in groups:
                 optimizer.state.update(self._kernel.build(group["params"], group).state if group["params"] else {})
@@ -427,17 +432,15 @@ class _Probe:
 
         def differs(numbers: Sequence[int]) -> bool:
             try:
-                alone = self._whole(numbers)
+                alone = self._whole(numbers, alone=True)
             except Exception:
                 return True
             return any(not _equal(alone.weights[at], whole.weights[n]) for at, n in enumerate(numbers))
 
         if any(differs([number]) for number in mine):
-            others = (
-                "of other groups"
-                if not differs([n for n, s in enumerate(subjects) if s.group == subjects[mine[0]].group])
-                else "of other parameters"
-            )
+            group = subjects[mine[0]].group
+            of_group = [number for number, subject in enumerate(subjects) if subject.group == group]
+            others = "of other groups" if differs(of_group) else "of other parameters"
             return self._refused(
                 f"is not element-wise: the update of a parameter ({place}) depends on gradients, values or settings "
                 f"{others}, so pages cannot be updated one by one"

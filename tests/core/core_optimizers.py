@@ -314,7 +314,7 @@ class Replacing(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     state = self.state[param]
-                    state["n"] = state.get("n", 0) + 1
+                    state["n"] = state.get("n", 0.0) + 1.0
                     state["mean"] = (state["mean"] * 0.9 if "mean" in state else 0) + param.grad.double() / state["n"]
                     param.sub_(state["mean"].to(param.dtype), alpha=group["lr"])
 

@@ -23,6 +23,7 @@ EQUAL: dict[str, own.Make] = {
     "keywords": lambda p: own.Keywords(p, lr=0.1, momentum=0.9),
     "setting_on_self": lambda p: own.SettingOnSelf(p, lr=0.1, factor=0.3),
     "replacing": lambda p: own.Replacing(p),
+    "centralised": lambda p: own.Centralised(p, lr=0.1, momentum=0.9),
 }
 COUNTING = ["counter_in_group", "counter_on_self"]
 PLACEMENTS = ["in_backward", "in_both", "in_forward", "after_backward"]
@@ -30,7 +31,7 @@ REFUSED: dict[str, tuple[own.Make, str]] = {
     "trust_ratio": (lambda p: own.TrustRatio(p, lr=0.1), "TrustRatio.*other elements of its parameter"),
     "global_norm": (
         lambda p: own.GlobalNorm(p, lr=0.1),
-        "GlobalNorm.*depends on gradients, values or settings of other",
+        "GlobalNorm.*depends on gradients, values or settings of other groups",
     ),
     "rate_of_another_group": (lambda p: own.LargestRate(p, lr=0.1), "LargestRate.*of other groups"),
     "noise": (lambda p: own.Noisy(p, lr=0.1), "Noisy draws random numbers"),
