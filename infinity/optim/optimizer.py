@@ -22,7 +22,7 @@ from infinity.fsdp.content import ShardContent, torch_dtype
 from infinity.fsdp.gradient import Gradient
 from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.layout import MASTER, Layout
-from infinity.optim.states import PagedStates, StateHome, StatesOfOne
+from infinity.optim.states import NO_ENTRIES, PagedStates, StateHome, StatesOfOne
 from infinity.optim.step import StepState
 from infinity.optim.update import snapshot
 from infinity.peers import Peers
@@ -104,6 +104,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._plans: dict[str, Plan] = {}
         self._updated = 0
+        self._states = PagedStates(self)
+        self._made = False  # whether the constructor of the base class has come to its end
         self._settings_in_backward: list[dict[str, Any]] | None = None  # of the groups, as gradients began to arrive
         self._looked_between = False  # whether the first step looked at weights between backward and step
         self._given = optimizer
@@ -113,14 +115,25 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.steps = steps
         self.records: list[StepRecord] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._made = True
         self.param_groups = optimizer.param_groups  # shared, so that schedulers made before still work
         self._groups = self._members()
         private.share_step_hooks(self, optimizer)
         optimizer.register_step_pre_hook(_refuse_step)
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
-        self.state = optimizer.state = PagedStates(self)  # type: ignore[assignment]
+        optimizer.state = self.state  # type: ignore[assignment]
 
     # The torch.optim.Optimizer interface #
+
+    @property
+    def state(self) -> PagedStates:  # type: ignore[override]
+        """The states by parameter, read when they are asked for, kept when they are written to."""
+        return self._states
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._made:
+            raise UnsupportedError(NO_ENTRIES)
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         """Apply the gradients that have arrived since the last step.

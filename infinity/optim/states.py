@@ -27,7 +27,7 @@ class StateReader(Protocol):
         """Return the states of a parameter; none where it was never updated."""
 
 
-_ENTRIES = (
+NO_ENTRIES = (
     "the state of an offloaded optimizer has no entries that can be set or removed: write to its tensors, for example "
     'optimizer.state[p]["exp_avg"].zero_(), or offload a model anew for a fresh start'
 )
@@ -58,14 +58,14 @@ class StatesOfOne(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         """Accept what was changed in place (`state["step"] += 1`). Raises `UnsupportedError` for another tensor."""
         if self.get(key) is not value:
-            raise UnsupportedError(_ENTRIES)
+            raise UnsupportedError(NO_ENTRIES)
 
     def __delitem__(self, key: str) -> None:
         """Refused. Raises `UnsupportedError`."""
         self._refuse()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedError(_ENTRIES)
+        raise UnsupportedError(NO_ENTRIES)
 
     clear = pop = popitem = update = __ior__ = _refuse  # type: ignore[assignment]
 
@@ -86,15 +86,15 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
 
     def __setitem__(self, param: nn.Parameter, states: dict[str, Any]) -> None:
         """Refused. Raises `UnsupportedError`."""
-        raise UnsupportedError(_ENTRIES)
+        raise UnsupportedError(NO_ENTRIES)
 
     def __delitem__(self, param: nn.Parameter) -> None:
         """Refused. Raises `UnsupportedError`."""
-        raise UnsupportedError(_ENTRIES)
+        raise UnsupportedError(NO_ENTRIES)
 
     def clear(self) -> None:
         """Refused. Raises `UnsupportedError`."""
-        raise UnsupportedError(_ENTRIES)
+        raise UnsupportedError(NO_ENTRIES)
 
     def __contains__(self, param: object) -> bool:
         """Whether a parameter has states."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import core_models
 import torch
@@ -80,7 +79,7 @@ def evaluation_in_between(loop: Loop) -> None:
         loop.see("evaluation", evaluate(model))
 
 
-@habit("evaluation between backward and step()", placements=("in_forward", "after_backward"))
+@habit("evaluation between backward and step()", placements=LATE)
 def before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -90,8 +89,9 @@ def before_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit("evaluation between backward and step(); in_backward is asked for", REFUSED, BETWEEN, placements=EARLY)(before_step)
-habit("evaluation between backward and step() in every step; placement auto", placements=("auto",))(before_step)
+habit("evaluation between backward and step(); in_backward is asked for", REFUSED, BETWEEN, placements=EARLY)(
+    before_step
+)
 
 
 @habit("evaluation between backward and step() now and then; placement auto", REFUSED, BETWEEN, placements=("auto",))
@@ -142,7 +142,7 @@ def clip_paged_forward_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a forward with gradients between backward and step()", placements=("in_forward", "after_backward"))
+@habit("a forward with gradients between backward and step()", placements=LATE)
 def forward_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -160,7 +160,7 @@ habit(
 )(forward_before_step)
 
 
-@habit("the next batch's forward runs before step()", placements=("in_forward", "after_backward"))
+@habit("the next batch's forward runs before step()", placements=LATE)
 def forward_ahead(loop: Loop) -> None:
     """Its loss is that of the old weights, its backward comes after the update."""
     model, optimizer = loop.begin()

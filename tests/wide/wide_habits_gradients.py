@@ -8,11 +8,12 @@ import core_models
 import torch
 from core_train import OPTIMIZERS, batch
 from torch import nn
-from wide_habit import EARLY, EVERYWHERE, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
+from wide_habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
 
 from infinity.errors import InfinityError
 
-Given = tuple[nn.Module, torch.optim.Optimizer]
+USED = r"used up by (the )?step.*zero_grad"
+"""What a refusal says where gradients of the step before are wanted."""
 
 
 @habit("zero_grad after step")
@@ -90,7 +91,10 @@ def model_to_zero_and_skipped(loop: Loop) -> None:
         model.zero_grad(set_to_none=False)
 
 
-@habit("zero_grad(set_to_none=False) before backward drops a bad batch", early=PLACEMENT)
+@habit(
+    "zero_grad(set_to_none=False) between backward and step() drops a bad batch",
+    placements=("in_forward", "after_backward"),
+)
 def dropped_to_zero(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -101,7 +105,15 @@ def dropped_to_zero(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("never zero_grad: gradients of all steps add up", early=PLACEMENT)
+habit(
+    "zero_grad(set_to_none=False) between backward and step() drops a bad batch; updates run in backward",
+    REFUSED,
+    PLACEMENT,
+    placements=("auto", *EARLY),
+)(dropped_to_zero)
+
+
+@habit("never zero_grad: gradients of all steps add up", REFUSED, USED)
 def never(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -109,7 +121,7 @@ def never(loop: Loop) -> None:
         optimizer.step()
 
 
-@habit("zero_grad after every second step", early=PLACEMENT)
+@habit("zero_grad after every second step", REFUSED, USED)
 def seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -119,7 +131,7 @@ def seldom(loop: Loop) -> None:
             optimizer.zero_grad()
 
 
-@habit("zero_grad only of half of the parameters", early=PLACEMENT)
+@habit("zero_grad only of half of the parameters", REFUSED, USED)
 def in_part(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -129,7 +141,7 @@ def in_part(loop: Loop) -> None:
             param.grad = None
 
 
-@habit("which p.grad is None is looked at before backward, after it and after zero_grad", early=PLACEMENT)
+@habit("which p.grad is None is looked at before backward, after it and after zero_grad")
 def none_or_not(loop: Loop) -> None:
     model, optimizer = loop.begin("spare")
 
@@ -415,7 +427,7 @@ def log_extremes(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad looked at only after step()", early=PLACEMENT)
+@habit("p.grad looked at only after step()", REFUSED, "read it before")
 def log_after_step(loop: Loop) -> None:
     """In memory it is still there."""
     model, optimizer = loop.begin()
@@ -466,7 +478,7 @@ def keep_clones(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a reference to p.grad kept beyond step and zero_grad", early=PLACEMENT)
+@habit("a reference to p.grad kept beyond step and zero_grad", REFUSED, "clone")
 def keep_references(loop: Loop) -> None:
     """In memory the tensor stays as it was, since zero_grad only lets go of it."""
     model, optimizer = loop.begin()
@@ -589,7 +601,6 @@ def views(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-
 @habit("gradients of two tasks taken apart and combined", early=PLACEMENT)
 def surgery(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -607,15 +618,15 @@ def surgery(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients added up by hand beside, and given back before step()", early=PLACEMENT)
-def by_hand(loop: Loop) -> None:
+def added_by_hand(loop: Loop, *, clone: bool) -> None:
+    """Add up gradients in tensors of the loop's own."""
     model, optimizer = loop.begin()
     params = list(model.parameters())
     for step in range(STEPS):
         sums: list[torch.Tensor] | None = None
         for part in range(3):
             loop.loss(model, 10 * step + part).backward()
-            grads = [param.grad for param in params]
+            grads = [param.grad.clone() if clone else param.grad for param in params]
             sums = grads if sums is None else [a + b for a, b in zip(sums, grads, strict=True)]
             for param in params:
                 param.grad = None
@@ -623,6 +634,16 @@ def by_hand(loop: Loop) -> None:
             param.grad = total / 3
         optimizer.step()
         optimizer.zero_grad()
+
+
+@habit("clones of gradients added up by hand, and given back before step()", early=PLACEMENT)
+def by_hand(loop: Loop) -> None:
+    added_by_hand(loop, clone=True)
+
+
+@habit("references to gradients kept over p.grad = None, added up and given back", REFUSED, "clone")
+def by_hand_referenced(loop: Loop) -> None:
+    added_by_hand(loop, clone=False)
 
 
 @habit("gradients given without any backward")
@@ -639,7 +660,7 @@ def given(loop: Loop) -> None:
             loop.loss(model, step)
 
 
-@habit("SGD by hand: p -= lr * p.grad, in place", early=PLACEMENT)
+@habit("SGD by hand: p -= lr * p.grad, in place")
 def sgd_in_place(loop: Loop) -> None:
     model, _ = loop.begin()
     for step in range(STEPS):
@@ -650,7 +671,7 @@ def sgd_in_place(loop: Loop) -> None:
         model.zero_grad()
 
 
-@habit("SGD by hand: p.copy_(p - lr * p.grad)", early=PLACEMENT)
+@habit("SGD by hand: p.copy_(p - lr * p.grad)")
 def sgd_copied(loop: Loop) -> None:
     model, _ = loop.begin()
     for step in range(STEPS):
@@ -857,7 +878,6 @@ class Penalised(core_models.Toy):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-
 @habit("adversarial embeddings: autograd.grad without backward, then a second forward")
 def adversarial(loop: Loop) -> None:
     model, optimizer = loop.begin(Penalised())
@@ -883,7 +903,9 @@ def dropped(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("model.zero_grad() drops a bad batch after backward", early=PLACEMENT, placements=("in_forward", "after_backward"))
+@habit(
+    "model.zero_grad() drops a bad batch after backward", early=PLACEMENT, placements=("in_forward", "after_backward")
+)
 def drop_bad(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):

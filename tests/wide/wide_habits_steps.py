@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from typing import Any
 
 import core_models
@@ -86,7 +87,7 @@ def tensor_lr(loop: Loop) -> None:
         loop.see("lr", float(optimizer.param_groups[0]["lr"]))
 
 
-@habit("scheduler.step() before optimizer.step()", early="changed", placements=("in_forward", "after_backward", *EARLY))
+@habit("scheduler.step() before optimizer.step()", early="changed")
 def scheduler_first(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scheduler = schedulers.ExponentialLR(optimizer, 0.5)
@@ -95,8 +96,6 @@ def scheduler_first(loop: Loop) -> None:
         scheduler.step()
         optimizer.step()
         optimizer.zero_grad()
-
-
 
 
 @habit("a scheduler's state_dict saved and loaded into a new one", slow=True)
@@ -132,7 +131,7 @@ def lr_before_backward(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("lr set by hand between backward and step()", placements=("in_forward", "after_backward"))
+@habit("lr set by hand between backward and step()", placements=LATE)
 def lr_after_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -143,11 +142,27 @@ def lr_after_backward(loop: Loop) -> None:
 
 
 habit(
-    "lr set by hand between backward and step(); updates run in backward",
+    "lr set by hand between backward and step(); in_backward is asked for",
     REFUSED,
     "lr was changed.*before backward",
-    placements=("auto", *EARLY),
+    placements=EARLY,
 )(lr_after_backward)
+
+
+@habit(
+    "lr set by hand between backward and step() now and then; placement auto",
+    REFUSED,
+    "lr was changed",
+    placements=("auto",),
+)
+def lr_now_and_then(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if step == 3:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @habit("lr set through the optimizer that was passed in")
@@ -257,7 +272,7 @@ def append_group(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("parameters moved from one group to another", placements=LATE)
+@habit("parameters moved from one group to another", REFUSED, "offload")
 def move_between_groups(loop: Loop) -> None:
     model = core_models.build("toy")
     head = list(model.head.parameters())
@@ -270,7 +285,7 @@ def move_between_groups(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("parameters taken out of their group", placements=LATE)
+@habit("parameters taken out of their group", REFUSED, "offload")
 def out_of_group(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -386,7 +401,7 @@ def lbfgs(loop: Loop) -> None:
     loop.trained.clear()
 
 
-@habit("step() twice with the same gradients", placements=("in_forward", "after_backward"))
+@habit("step() twice with the same gradients", REFUSED, "zero_grad")
 def step_twice(loop: Loop) -> None:
     """In memory the gradients are applied twice."""
     model, optimizer = loop.begin()
@@ -396,14 +411,6 @@ def step_twice(loop: Loop) -> None:
         if step == 2:
             optimizer.step()
         optimizer.zero_grad()
-
-
-habit(
-    "step() twice with the same gradients; updates run in backward",
-    REFUSED,
-    PLACEMENT,
-    placements=("auto", *EARLY),
-)(step_twice)
 
 
 @habit("step() without any gradient")
@@ -480,6 +487,25 @@ def step_hooks_before(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
+@habit("an entry of optimizer.state set", REFUSED, "state")
+def set_state(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            state = optimizer.state[model.head.bias]
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+@habit("optimizer.state = defaultdict(dict)", REFUSED, "state")
+def replace_state(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            optimizer.state = defaultdict(dict)
+
+
 @habit("optimizer.state[p] read: moments and step counts")
 def read_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -492,7 +518,7 @@ def read_state(loop: Loop) -> None:
         loop.see("second", state["exp_avg_sq"].sqrt().mean())
 
 
-@habit("optimizer.state written: moments of a layer set to zero", REFUSED, "state")
+@habit("optimizer.state written: moments of a layer set to zero, step counts too")
 def write_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -500,6 +526,8 @@ def write_state(loop: Loop) -> None:
         if step == 2:
             for param in model.blocks[0].parameters():
                 optimizer.state[param]["exp_avg"].zero_()
+                optimizer.state[param]["exp_avg_sq"].mul_(0.5)
+                optimizer.state[param]["step"] -= 1
 
 
 @habit("optimizer.state cleared, for a fresh start of the moments", REFUSED, "state")
@@ -511,7 +539,9 @@ def clear_state(loop: Loop) -> None:
             optimizer.state.clear()
 
 
-@habit("a new optimizer made over the model in the middle of training", REFUSED, "offload")
+@habit(
+    "a new optimizer made over the model in the middle of training", REFUSED, "offload|step\\(\\) has not been called"
+)
 def new_optimizer(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -833,7 +863,9 @@ def gan_frozen(loop: Loop) -> None:
     gan(loop, frozen=True, drop="")
 
 
-@habit("GAN, the discriminator's gradients of the generator's loss dropped", placements=("in_forward", "after_backward"))
+@habit(
+    "GAN, the discriminator's gradients of the generator's loss dropped", placements=("in_forward", "after_backward")
+)
 def gan_dropped(loop: Loop) -> None:
     gan(loop, frozen=False, drop="optimizer")
 
@@ -847,10 +879,10 @@ def gan_dropped_by_model(loop: Loop) -> None:
 
 
 habit(
-    "GAN, the discriminator's gradients of the generator's loss dropped; updates run in backward",
+    "GAN, the discriminator's gradients of the generator's loss dropped; in_backward is asked for",
     REFUSED,
     PLACEMENT,
-    placements=("auto", *EARLY),
+    placements=EARLY,
 )(gan_dropped)
 
 
@@ -900,5 +932,3 @@ def generator(loop: Loop) -> None:
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         loop.see("drawn", torch.rand(3))
-
-

@@ -11,7 +11,7 @@ import torch
 from core_train import OPTIMIZERS
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from wide_habit import EARLY, REFUSED, STEPS, Loop, habit
+from wide_habit import EARLY, LATE, REFUSED, STEPS, Loop, habit
 from wide_habits_forwards import BETWEEN
 
 
@@ -26,7 +26,7 @@ def read(loop: Loop) -> None:
         loop.see("norm", model.head.weight.norm())
 
 
-@habit("weights read between backward and step()", placements=("in_forward", "after_backward"))
+@habit("weights read between backward and step()", placements=LATE)
 def read_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -41,7 +41,7 @@ habit("weights read between backward and step(); in_backward is asked for", REFU
 )
 
 
-@habit("ratio of update to weight logged", placements=("in_forward", "after_backward"))
+@habit("ratio of update to weight logged", placements=LATE)
 def update_ratio(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -51,9 +51,6 @@ def update_ratio(loop: Loop) -> None:
         for old, new in zip(before, model.parameters(), strict=True):
             loop.see("ratio", ((new - old).norm() / old.norm()))
         optimizer.zero_grad()
-
-
-habit("ratio of update to weight logged in every step; placement auto", placements=("auto",))(update_ratio)
 
 
 @habit("norm of all weights: parameters_to_vector, sums of squares")
@@ -499,5 +496,3 @@ def exported(loop: Loop) -> None:
         loop.step(model, optimizer, step)
         twin.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
         loop.see("twin", next(twin.parameters()))
-
-
