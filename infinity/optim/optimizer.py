@@ -125,7 +125,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     # The torch.optim.Optimizer interface #
 
-    @property
+    @property  # type: ignore[override]
     def state(self) -> PagedStates:  # type: ignore[override]
         """The states by parameter, read when they are asked for, kept when they are written to."""
         return self._states

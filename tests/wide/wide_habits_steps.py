@@ -15,7 +15,7 @@ from wide_habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
 
 
 def with_scheduler(loop: Loop, make: Any, *, before: bool, optimizer: str = "adamw", metric: bool = False) -> None:
-    """Train with a scheduler of torch, made on the optimizer that is given to offload, or on the one that it returns."""
+    """Train with a scheduler of torch, made on the optimizer that offload is given, or on the one that it returns."""
     model = core_models.build("toy")
     given = OPTIMIZERS[optimizer](model.parameters())
     scheduler = make(given) if before else None
@@ -863,16 +863,14 @@ def gan_frozen(loop: Loop) -> None:
     gan(loop, frozen=True, drop="")
 
 
-@habit(
-    "GAN, the discriminator's gradients of the generator's loss dropped", placements=("in_forward", "after_backward")
-)
+@habit("GAN, the discriminator's gradients of the generator's loss dropped", placements=LATE)
 def gan_dropped(loop: Loop) -> None:
     gan(loop, frozen=False, drop="optimizer")
 
 
 @habit(
     "GAN, the discriminator's gradients of the generator's loss dropped by its zero_grad()",
-    placements=("in_forward", "after_backward"),
+    placements=LATE,
 )
 def gan_dropped_by_model(loop: Loop) -> None:
     gan(loop, frozen=False, drop="model")

@@ -77,7 +77,7 @@ def weight_penalty(loop: Loop) -> None:
 @habit("a penalty on weights alone: a backward without any forward")
 def penalty_alone(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
-    for step in range(STEPS):
+    for _ in range(STEPS):
         sum(param.to_local().square().sum() for param in model.parameters()).backward()
         optimizer.step()
         optimizer.zero_grad()
