@@ -863,24 +863,26 @@ def gan_frozen(loop: Loop) -> None:
     gan(loop, frozen=True, drop="")
 
 
-@habit("GAN, the discriminator's gradients of the generator's loss dropped", placements=LATE)
+@habit(
+    "GAN, the discriminator's gradients of the generator's loss dropped", placements=("in_forward", "after_backward")
+)
 def gan_dropped(loop: Loop) -> None:
     gan(loop, frozen=False, drop="optimizer")
 
 
 @habit(
     "GAN, the discriminator's gradients of the generator's loss dropped by its zero_grad()",
-    placements=LATE,
+    placements=("in_forward", "after_backward"),
 )
 def gan_dropped_by_model(loop: Loop) -> None:
     gan(loop, frozen=False, drop="model")
 
 
 habit(
-    "GAN, the discriminator's gradients of the generator's loss dropped; in_backward is asked for",
+    "GAN, the discriminator's gradients of the generator's loss dropped; updates run in backward",
     REFUSED,
     PLACEMENT,
-    placements=EARLY,
+    placements=("auto", *EARLY),
 )(gan_dropped)
 
 
