@@ -220,7 +220,7 @@ class Attachment:
             if param.requires_grad:
                 raise UnsupportedError(
                     f"{name} was frozen when the model was offloaded, so it has no optimizer state, and requires a "
-                    "gradient now: call requires_grad_(True) before infinity.offload (it can be frozen again later)"
+                    "gradient now: call requires_grad_(True) before infinity.offload (it may be frozen again later)"
                 )
 
     def remap(self, optimizer: torch.optim.Optimizer) -> None:

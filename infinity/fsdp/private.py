@@ -89,11 +89,6 @@ def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None], *, ol
     return found
 
 
-def backward_number() -> int:
-    """Return a number that another backward does not have; -1 outside of backward."""
-    return int(torch._C._current_graph_task_id())
-
-
 def sharded_gradient(param: Any, local: torch.Tensor) -> DTensor:
     """Return what FSDP2 makes of the local part of a gradient."""
     gradient: DTensor = param.to_sharded_dtensor(local)

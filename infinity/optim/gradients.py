@@ -50,7 +50,7 @@ CLOSED = "the gradient of {name} went with the optimizer, which was closed"
 class OneGradient:
     """One gradient of a shard; what a `PagedGradient` asks."""
 
-    __slots__ = ("edits", "gone", "held", "length", "owner", "shape", "shard", "stored", "task", "zero")
+    __slots__ = ("arriving", "edits", "gone", "held", "length", "owner", "shape", "shard", "stored", "zero")
 
     def __init__(self, owner: Gradients, shard: int, shape: torch.Size) -> None:
         self.owner, self.shard, self.shape = owner, shard, shape
@@ -59,7 +59,7 @@ class OneGradient:
         self.zero = False  # all elements are, and nothing is held or stored
         self.edits: list[Edit] = []  # what was done to it since it was stored
         self.length: torch.Tensor | None = None  # its norm
-        self.task = -1  # the backward in which it arrived last
+        self.arriving = False  # between what FSDP2 adds to it and the last hook, with hooks of the user in between
         self.gone = ""  # why it is not there any more
 
     def __repr__(self) -> str:
@@ -176,8 +176,8 @@ class Gradients:
         return gradient
 
     def add(self, gradient: OneGradient, values: torch.Tensor) -> bool:
-        """Take over what FSDP2 adds to `p.grad`: the first addition in a backward. Others are changes as any others."""
-        if not private.in_backward() or gradient.task == private.backward_number():
+        """Take over what FSDP2 adds to `p.grad`, in backward, before hooks are called. Others are changes as any."""
+        if not private.in_backward() or gradient.arriving:
             return False
         if gradient.gone == USED_IN_BACKWARD:
             unit = self._layout.units[self._layout.shards[gradient.shard].unit].name
@@ -186,13 +186,14 @@ class Gradients:
             self.check(gradient)
         if gradient.zero:
             values.add_(0.0)  # as zeros to which it is added: they turn -0 into 0
+        gradient.arriving = True
         self._hold(gradient, values)
         return True
 
     def _hold(self, gradient: OneGradient, values: torch.Tensor) -> None:
         if gradient.held is not None:
             self._close()
-        gradient.held, gradient.zero, gradient.task = values, False, private.backward_number()
+        gradient.held, gradient.zero = values, False
         self.changed = True
         self._arrived(gradient)
 

@@ -149,7 +149,9 @@ class StepState:
         found = None
         if local is None:
             self.gradients.drop(shard)
-        elif not self.gradients.is_current(shard, local):
+        elif self.gradients.is_current(shard, local):
+            self.gradients.current[shard].arriving = False
+        else:
             found = self.gradients.begin(shard, local.clone() if isinstance(local, PagedGradient) else local)
         if self._arrivals and len(self._arrivals) == self._trainable[self._unit]:
             self.close_arrivals()

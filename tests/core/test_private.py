@@ -275,19 +275,6 @@ def test_the_hook_comes_after_those_of_the_user(model: nn.Module) -> None:
     assert call() == ["three"]
 
 
-def test_each_backward_has_a_number() -> None:
-    """`_current_graph_task_id`: the same within a backward, another one in the next, -1 outside."""
-    seen = []
-    for _ in range(2):
-        x = torch.ones(2, requires_grad=True)
-        y = x * 2
-        y.register_hook(lambda _: seen.append(private.backward_number()))
-        x.register_hook(lambda _: seen.append(private.backward_number()))
-        y.sum().backward()
-    assert seen[0] == seen[1] != seen[2] == seen[3]
-    assert private.backward_number() == -1 not in seen
-
-
 def test_gradients_of_fsdp2_are_sharded_like_the_parameter(model: nn.Module) -> None:
     """`to_sharded_dtensor`, `DTensor.from_local`, and that FSDP2 adds to `grad._local_tensor` in place."""
     core_models.loss_of(model, batch(model, 0)).backward()
