@@ -16,6 +16,7 @@ from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
 from infinity.fsdp.conversions import refuse_conversions
 from infinity.fsdp.first_values import Member
+from infinity.fsdp.gradient import Gradient, PagedGradient
 from infinity.fsdp.shard import PagedShard, ShardHome, ShardSource
 from infinity.layout import HALVES, ShardSpec, StateFormat, UnitSpec
 
@@ -122,17 +123,22 @@ class Attachment:
         sharded: ShardedModel,
         source: ShardSource,
         *,
-        gradient_arrived: Callable[[int, nn.Parameter, torch.Tensor], None],
+        gradient_arrived: Callable[[int, torch.Tensor | None], Gradient | None],
         part: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._handles: list[Any] = []
         self.parameters: list[nn.Parameter] = []
         self.replaced: dict[int, nn.Parameter] = {}
         self._grad_enabled = True
+        self._frozen: list[list[tuple[str, nn.Parameter]]] = []  # by unit, by name
         index = 0
         for group, members in zip(sharded.groups, sharded.members, strict=True):
+            self._frozen.append([])
             for member in members:
-                self.parameters.append(self._attach(index, group, member, source, gradient_arrived))
+                param = self._attach(index, group, member, source, gradient_arrived)
+                self.parameters.append(param)
+                if not param.requires_grad:
+                    self._frozen[-1].append((member.names[0], param))
                 index += 1
         private.reuse_reduce_buffers(sharded.groups)
         private.watch_collectives(sharded.groups, lambda: part("collective"))
@@ -149,7 +155,7 @@ class Attachment:
         group: Any,
         member: Member,
         source: ShardSource,
-        gradient_arrived: Callable[[int, nn.Parameter, torch.Tensor], None],
+        gradient_arrived: Callable[[int, torch.Tensor | None], Gradient | None],
     ) -> nn.Parameter:
         param = member.param
         old: nn.Parameter = param.sharded_param
@@ -171,11 +177,13 @@ class Attachment:
         if current.requires_grad:
 
             def arrived(parameter: nn.Parameter) -> None:
-                gradient = private.local_gradient(parameter)
-                parameter.grad = None
-                gradient_arrived(index, parameter, gradient)
+                local = private.local_gradient(parameter) if parameter.grad is not None else None
+                gradient = gradient_arrived(index, local)
+                if gradient is not None and local is not None:
+                    paged = PagedGradient(gradient, local, local.device)
+                    parameter.grad = private.sharded_gradient(param, paged)
 
-            self._handles.append(private.on_gradient(current, arrived))
+            self._handles.append(private.on_gradient(current, arrived, old=old))
         return current
 
     def _note_grad_mode(self, module: nn.Module, args: Any) -> None:
@@ -194,6 +202,19 @@ class Attachment:
     def training_pass(self) -> bool:
         """Whether the pass that is running belongs to a training step (not to an evaluation under no_grad)."""
         return self._grad_enabled or private.in_backward()
+
+    def check_frozen(self, unit: int) -> None:
+        """Check that a unit is not to train what it was offloaded without.
+
+        Raises:
+            UnsupportedError: it is.
+        """
+        for name, param in self._frozen[unit]:
+            if param.requires_grad:
+                raise UnsupportedError(
+                    f"{name} was frozen when the model was offloaded, so it has no optimizer state, and requires a "
+                    "gradient now: call requires_grad_(True) before infinity.offload (to freeze it again later is possible)"
+                )
 
     def remap(self, optimizer: torch.optim.Optimizer) -> None:
         """Point the param groups at the parameters that replaced those on the meta device."""

@@ -143,7 +143,7 @@ class _Open(NamedTuple):
     pager: Pager
     gathering: Callable[[int], bool]
     gathered: Callable[[int], None]
-    settle: Callable[[], None]
+    look: Callable[[int], None]
 
 
 class ShardContent:
@@ -151,8 +151,8 @@ class ShardContent:
 
     `gathering(shard)` is called before the pages of a shard are copied out for an all-gather; it says whether that is
     part of a training step, in which `gathered(shard)` is called after. `copied(source tier, target tier, bytes)` is
-    called in any case, and `settle()` before a shard is loaded or saved for anybody else. `part(part, what, name=...)`
-    is entered for the length of a part of the ledger.
+    called in any case, and `look(shard)` before a shard is loaded or saved for anybody else. `part(part, what,
+    name=...)` is entered for the length of a part of the ledger.
     """
 
     def __init__(
@@ -164,11 +164,11 @@ class ShardContent:
         gathering: Callable[[int], bool],
         gathered: Callable[[int], None],
         copied: Callable[[str, str, int], None],
-        settle: Callable[[], None],
+        look: Callable[[int], None],
         part: Callable[..., AbstractContextManager[None]],
     ) -> None:
         self._layout, self._load_limit, self._copied, self._part = layout, load_limit, copied, part
-        self._open: _Open | None = _Open(pager, gathering, gathered, settle)
+        self._open: _Open | None = _Open(pager, gathering, gathered, look)
         self._loaded = 0  # bytes of shards that `load` has returned, and which somebody still has
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class ShardContent:
                 f"(limit {format_size(self._load_limit)}); to save the model use optimizer.commit(), and `infinity "
                 "export` makes safetensors of a commit"
             )
-        self._opened().settle()
+        self._opened().look(shard)
 
         def visit(page: Page, copy: Callable[[memoryview], None]) -> None:
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
@@ -250,7 +250,7 @@ class ShardContent:
             raise UnsupportedError(
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
             )
-        self._opened().settle()
+        self._opened().look(shard)
         for row, items in stored(segment.format, MASTER, content.detach().cpu()):
             for page, _, _ in overlapping(segment.pages(row.role), placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):

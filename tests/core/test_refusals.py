@@ -209,7 +209,7 @@ def test_a_second_backward_after_updates_in_backward_is_refused(tmp_path: Path) 
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         train_one(model, optimizer)
         backward(model)
-        with pytest.raises(InfinityError, match=r"second gradient.*update\.placement"):
+        with pytest.raises(InfinityError, match=r"several backward passes per step.*update\.placement"):
             backward(model, 1)
 
 
@@ -246,15 +246,6 @@ def test_dropping_gradients_is_as_if_they_never_came(tmp_path: Path) -> None:
             train_one(each, stepper, seed=1)
         for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name
-
-
-def test_clipping_twice_is_refused(tmp_path: Path) -> None:
-    """The second call would see unclipped gradients."""
-    with offloaded(Recipe(model="toy"), Paging(placement="after_backward"), tmp_path) as (model, optimizer):
-        backward(model)
-        optimizer.clip_grad_norm_(1.0)
-        with pytest.raises(InfinityError, match="already"):
-            optimizer.clip_grad_norm_(1.0)
 
 
 def test_a_norm_that_is_not_finite_is_an_error_on_demand(tmp_path: Path) -> None:
