@@ -158,40 +158,14 @@ class PagedTensor(torch.Tensor):
         """See `numpy`."""
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
-    def untyped_storage(self) -> Any:
-        """Return what has a size, 0, and refuses all else."""
-        return _NoStorage(self.home.name)
-
     def _no_memory(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: there is no memory whose address, or whose sharing, would mean anything."""
-        _refuse_memory(self.home.name)
+        raise UnsupportedError(
+            f"{self.home.name} is on NVMe and has no memory of its own; take a copy, tensor.clone(), or save the "
+            "whole: optimizer.commit() and `infinity export`, or torch.save(model.state_dict()) where memory suffices"
+        )
 
     storage = _typed_storage = data_ptr = share_memory_ = pin_memory = __dlpack__ = _no_memory
-
-
-class _NoStorage:
-    """The storage of a paged tensor.
-
-    Who saves a tensor compares the size of its storage with its own, and copies it where these differ
-    (`torch.distributed.checkpoint`).
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def size(self) -> int:
-        """Return 0: nothing is in memory."""
-        return 0
-
-    def __getattr__(self, name: str) -> NoReturn:
-        _refuse_memory(self._name)
-
-
-def _refuse_memory(name: str) -> NoReturn:
-    raise UnsupportedError(
-        f"{name} is on NVMe and has no memory of its own; take a copy, tensor.clone(), or save the whole: "
-        "optimizer.commit() and `infinity export`, or torch.save(model.state_dict()) where memory suffices"
-    )
 
 
 def _step(

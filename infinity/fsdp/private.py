@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -45,6 +47,69 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 def unwrapped_name(name: str) -> str:
     """Return a name as `get_state_dict` has it: without the modules that compilation and checkpointing put around."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `fully_shard` and parametrizations made others of it."""
+    cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells the memory of a tensor from that of others, as long as it lives; also on the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def init_without_storage(*, draw: bool) -> Iterator[None]:
+    """Let `torch.nn.init` treat tensors without storage as others: torch 2.13 leaves some of them out.
+
+    Args:
+        draw: `trunc_normal_`, which draws until all numbers are within its bounds, draws as many as for a real tensor.
+    """
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def trunc_normal(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.device.type != "meta":
+            return original(tensor, *args, **kwargs)
+        if draw:
+            original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
+        return tensor.zero_()
+
+    torch.nn.init._no_grad_trunc_normal_ = trunc_normal
+    try:
+        with _NothingIsMeta():
+            yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
+class _NothingIsMeta(TorchFunctionMode):
+    """Answers `is_meta` with no."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.is_meta:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def classes_of_before(model: nn.Module) -> Iterator[None]:
+    """Give the modules of a model, meanwhile, the classes that they had before `fully_shard`."""
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, cls in sharded:
+            module.__class__ = cls.__mro__[getattr(cls, "_orig_cls_mro_index", 2)]
+        yield
+    finally:
+        for module, cls in sharded:
+            module.__class__ = cls
+
+
+def unwrapped_module(module: nn.Module) -> nn.Module:
+    """Return a module without those that compilation and checkpointing put around."""
+    inner = module._modules.get("_orig_mod") or module._modules.get("_checkpoint_wrapped_module")
+    return module if inner is None else unwrapped_module(inner)
 
 
 def is_sharded_module(module: nn.Module) -> bool:
@@ -245,16 +310,6 @@ def reshard(module: Any) -> None:
         module: `fully_shard` was called on it.
     """
     module.reshard()
-
-
-def set_full_parameter(param: Any, value: nn.Parameter) -> None:
-    """Register a plain, whole parameter on the modules, for their initialisation."""
-    param._setattr_on_modules(value)
-
-
-def set_sharded_parameter(param: Any) -> None:
-    """Register the sharded parameter on the modules again."""
-    param._setattr_on_modules(param.sharded_param)
 
 
 def in_backward() -> bool:

@@ -178,16 +178,63 @@ def test_replacing_the_local_tensor_of_a_meta_model_makes_new_parameters() -> No
     assert not any(param.is_meta for param in tied.parameters())
 
 
-def test_whole_parameters_can_be_registered_and_taken_back(model: nn.Module) -> None:
-    """`_setattr_on_modules` with a plain parameter, and with the sharded one."""
-    _, param = params(model)[0]
-    module, name = private.owner(param)
-    sharded = getattr(module, name)
-    whole = nn.Parameter(torch.ones(private.full_shape(param)))
-    private.set_full_parameter(param, whole)
-    assert getattr(module, name) is whole
-    private.set_sharded_parameter(param)
-    assert getattr(module, name) is sharded
+def test_fsdp2_takes_over_no_other_local_tensor_and_pads_none(model: nn.Module) -> None:
+    """`reset_sharded_param` of a parameter: called before the first forward, and after each `load_state_dict`."""
+    told: list[tuple[str, bool]] = []
+    for _, param in params(model):
+        _, name = private.owner(param)
+        private.watch_local_tensor(param, lambda exchanged, name=name: told.append((name, exchanged)))
+    core_models.loss_of(model, batch(model, 0))
+    assert len(told) == len(params(model))
+    private.reshard(model)
+    told.clear()
+    up, before = model.blocks[0].up, dict(model.blocks[0].up.named_parameters())
+    up.load_state_dict(up.state_dict())
+    assert told == [("weight", False), ("bias", False)]
+    told.clear()
+    up.load_state_dict({name: value.clone() for name, value in up.state_dict().items()}, assign=True)
+    assert told == [("weight", True), ("bias", True)]
+    assert all(getattr(up, name) is param for name, param in before.items()), "put back"
+
+
+def test_conversions_come_down_to_apply(model: nn.Module) -> None:
+    """`Module._apply(fn, recurse)`, also of modules that FSDP2 has made its own."""
+    called: list[nn.Module] = []
+    for module in model.modules():
+        private.replace_apply(module, lambda function, recurse=True, module=module: called.append(module) or module)
+    conversions = ("float", "double", "half", "bfloat16", "cpu", "share_memory")
+    for name in conversions:
+        getattr(model, name)()
+    model.to(torch.float64)
+    model.to_empty(device="cpu")
+    model.blocks[0].up.type(torch.float64)
+    assert called == [model] * (len(conversions) + 2) + [model.blocks[0].up]
+    for module in model.modules():
+        private.restore_apply(module)
+    converted = private.original_apply(model)(model, lambda tensor: tensor.double(), recurse=True)
+    assert converted is model
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+
+
+def test_gathered_parameters_are_put_back(model: nn.Module) -> None:
+    """`reshard`: the root stays gathered after forward, until then."""
+    core_models.loss_of(model, batch(model, 0))
+    assert not isinstance(model.head.weight, DTensor)
+    private.reshard(model)
+    assert private.local_part(model.head.weight) is model.head.weight._local_tensor
+    plain = torch.zeros(3)
+    assert private.local_part(plain) is plain
+
+
+def test_a_number_for_reshard_after_forward_is_seen(model: nn.Module) -> None:
+    """`post_forward_mesh_info` of a group: that of the group for True, none for False, else one of its own."""
+    for reshard in (True, False):
+        made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), reshard_after_forward=reshard)
+        ((_, group),) = private.parameter_groups(made)
+        assert not private.reshards_to_fewer_ranks(group)
+        assert (group.post_forward_mesh_info is group.mesh_info) is reshard
+    group.post_forward_mesh_info = object()
+    assert private.reshards_to_fewer_ranks(group)
 
 
 def test_in_backward_is_true_inside_of_the_autograd_engine_only() -> None:

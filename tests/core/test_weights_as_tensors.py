@@ -196,6 +196,54 @@ def test_edits_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
     assert [{k: v for k, v in found.items() if v} for found in pair.run(compare_edits, str(tmp_path))] == [{}, {}]
 
 
+def averaged(model: nn.Module) -> Callable[..., Any]:
+    """Keep averages of the weights in memory, and put them into the model."""
+    averages = [copy.deepcopy(param).detach() for param in model.parameters()]
+    for _ in range(2):
+        torch._foreach_lerp_(averages, [param.detach() * 2 for param in model.parameters()], 0.1)
+    with torch.no_grad():
+        for param, average in zip(model.parameters(), averages, strict=True):
+            param.copy_(average)
+    return model
+
+
+def compiled_blocks(model: nn.Module) -> nn.Module:
+    """Compile layer by layer."""
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return model
+
+
+CHANGES: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "torch.compile": lambda m: torch.compile(m, backend="eager"),
+    "compile of layers": compiled_blocks,
+    "eval and train": lambda m: m.eval().train(),
+    "float": lambda m: m.float(),
+    "averages": averaged,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_is_changed_after_offload_trains_as_in_memory(name: str, tmp_path: Path) -> None:
+    """Losses and weights of the steps after that."""
+
+    def after(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        train(RECIPE, model, optimizer, Outcome())
+        changed, losses = CHANGES[name](model), []
+        for step in range(3):
+            loss = changed(batch(model, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return {"losses": losses} | locals_of(model)
+
+    model = core_models.build("toy")
+    expected = after(model, make_optimizer(RECIPE, model))
+    with offloaded(RECIPE, LEAST, tmp_path) as (model, optimizer):
+        assert differing(expected, after(model, optimizer)) == []
+
+
 # Copies, and saving #
 
 
@@ -351,7 +399,7 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     "share_memory_": (lambda m: rows(m).share_memory_(), "no memory of its own"),
     "data_ptr": (lambda m: rows(m).data_ptr(), "no memory of its own"),
-    "untyped_storage": (lambda m: rows(m).untyped_storage().data_ptr(), "no memory of its own"),
+    "storage": (lambda m: rows(m).storage(), "no memory of its own"),
     "resize_": (lambda m: rows(m).detach().resize_(3), "would change the shape or the storage"),
     "set_": (lambda m: rows(m).detach().set_(torch.zeros(3)), "would change the shape or the storage"),
     "t_": (lambda m: rows(m).detach().t_(), "would change the shape or the storage"),
