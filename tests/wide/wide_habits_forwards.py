@@ -36,7 +36,7 @@ def inference(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        with torch.no_grad():  # FSDP2 itself refuses inference_mode where backward follows
+        with torch.inference_mode():
             loop.loss(model, 90)
 
 
@@ -763,3 +763,54 @@ def layer_alone(loop: Loop) -> None:
         optimizer.zero_grad()
         with torch.no_grad():
             loop.see("features", model.blocks[1](x))
+
+
+class Normed(core_models.Toy):
+    """Batch norm between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(core_models.WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+            x = self.norm(x.transpose(1, 2).float()).transpose(1, 2)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+@habit("batch norm, and update_bn of torch.optim.swa_utils", ranks=(1,))
+def update_batch_norm(loop: Loop) -> None:
+    from torch.optim.swa_utils import update_bn
+
+    model, optimizer = loop.begin(Normed(), policy="fp32")
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        loop.look(model)
+        if step == 3:
+            update_bn([batch(model, 80 + number) for number in range(3)], model)
+    loop.look(model)
+
+
+@habit("parametrizations: weight_norm and spectral_norm")
+def parametrized(loop: Loop) -> None:
+    torch.manual_seed(0)
+    model = core_models.Toy()
+    nn.utils.parametrizations.weight_norm(model.blocks[0].up)
+    nn.utils.parametrizations.spectral_norm(model.blocks[1].up)
+    model, optimizer = loop.begin(model, policy="fp32")
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("requires_grad switched off between backward and step()", slow=True)
+def switched_off(loop: Loop) -> None:
+    """In memory gradients that are there are used all the same."""
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        model.requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(True)

@@ -978,3 +978,162 @@ def tensor_hooks(loop: Loop) -> None:
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         loop.see("calls", len(calls))
+
+
+@habit("zeroed as old code does: p.grad.detach_(), p.grad.zero_()")
+def zeroed_by_hand(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.detach_()
+                param.grad.zero_()
+
+
+@habit("weights added to gradients: p.grad.add_(p, alpha=...), torch._foreach_add_", early=PLACEMENT)
+def decay_by_hand(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        with torch.no_grad():
+            if step % 2:
+                torch._foreach_add_([p.grad for p in model.parameters()], list(model.parameters()), alpha=0.01)
+            else:
+                for param in model.parameters():
+                    param.grad.add_(param, alpha=0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients scaled by the ratio of norms of weight and gradient", early=PLACEMENT)
+def trust_ratio(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                ratio = param.norm() / param.grad.norm().clamp(min=1e-6)
+                param.grad.mul_(ratio.clamp(max=2.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("slow part of gradients amplified with a moving average of them", early=PLACEMENT)
+def amplified(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    means: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for name, param in model.named_parameters():
+            old = means.get(name, torch.zeros_like(param.grad))
+            means[name] = old * 0.9 + param.grad.detach() * 0.1
+            param.grad.data = param.grad.data + means[name] * 2.0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("moving average of gradients with torch._foreach_lerp_", early=PLACEMENT)
+def averaged(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    params = list(model.parameters())
+    means = [torch.zeros_like(param) for param in params]
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        torch._foreach_lerp_(means, [param.grad for param in params], 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    for mean in means:
+        loop.see("mean", mean)
+
+
+@habit("all gradients as one vector: torch.cat of full_tensor()", early=PLACEMENT)
+def one_vector(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        vector = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
+        loop.see("vector", vector)
+        loop.see("median", vector.abs().median())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("the gradient of one parameter assigned to another", early=PLACEMENT)
+def exchanged(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
+        first.grad, second.grad = second.grad, first.grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("torch.mul(p.grad, factor, out=p.grad)", early=PLACEMENT)
+def out(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            grad = param.grad.to_local()
+            torch.mul(grad, 0.5, out=grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a factor changed after gradients were multiplied by it", early=PLACEMENT)
+def factor(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    scale = torch.tensor(0.5)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            param.grad.mul_(scale)
+        scale.mul_(3.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("loss.backward(inputs=...) of some parameters", ranks=(1,))
+def some_inputs(loop: Loop) -> None:
+    """FSDP2 reduces what there is; what was not asked for gets nothing."""
+    model, optimizer = loop.begin(Penalised())
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        if step % 2:
+            loss.backward(inputs=[model.embedded])
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Tempered(core_models.Toy):
+    """A parameter of one element, of which all ranks but the first have nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.blocks[0].gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        y = self.head(x).float() * self.temperature.float()
+        return nn.functional.cross_entropy(y.flatten(0, 1), tokens.flatten())
+
+
+@habit("parameters of one element, looked at and clipped", early=PLACEMENT)
+def one_element(loop: Loop) -> None:
+    model, optimizer = loop.begin(Tempered())
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("gradient", model.temperature.grad)
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        model.temperature.grad.mul_(2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.see("temperature", model.temperature)
