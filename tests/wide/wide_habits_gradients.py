@@ -81,7 +81,7 @@ def to_zero_and_skipped(loop: Loop) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-@habit("model.zero_grad(set_to_none=False), and layers that a step does not use")
+@habit("model.zero_grad(set_to_none=False), and layers that a step does not use", slow=True)
 def model_to_zero_and_skipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, order in enumerate([(0, 1, 2), (0, 2), (0, 1, 2), (1, 2), (0, 2)]):
@@ -131,7 +131,7 @@ def seldom(loop: Loop) -> None:
             optimizer.zero_grad()
 
 
-@habit("zero_grad only of half of the parameters", REFUSED, USED)
+@habit("zero_grad only of half of the parameters", REFUSED, USED, slow=True)
 def in_part(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -167,7 +167,7 @@ def clip(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch, weights frozen in part", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch, weights frozen in part", early=PLACEMENT, slow=True)
 def clip_frozen(loop: Loop) -> None:
     model, optimizer = loop.begin("frozen")
     for step in range(STEPS):
@@ -177,7 +177,7 @@ def clip_frozen(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch, pure bf16", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch, pure bf16", early=PLACEMENT, slow=True)
 def clip_bf16(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="pure_bf16")
     for step in range(STEPS):
@@ -213,7 +213,7 @@ def clip_groups(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch layer by layer", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch layer by layer", early=PLACEMENT, slow=True)
 def clip_layers(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -224,7 +224,7 @@ def clip_layers(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch for each parameter", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch for each parameter", early=PLACEMENT, slow=True)
 def clip_each(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -246,7 +246,7 @@ def clip_twice(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ with foreach=False", early=PLACEMENT)
+@habit("clip_grad_norm_ with foreach=False", early=PLACEMENT, slow=True)
 def clip_one_by_one(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -271,7 +271,7 @@ def clip_infinity(loop: Loop) -> None:
     clipped_with(loop, float("inf"))
 
 
-@habit("clip_grad_norm_ with the norm of order 1", early=PLACEMENT)
+@habit("clip_grad_norm_ with the norm of order 1", early=PLACEMENT, slow=True)
 def clip_one(loop: Loop) -> None:
     clipped_with(loop, 1.0)
 
@@ -295,7 +295,7 @@ def clip_paged_infinity(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("norms logged by clipping at infinity", early=PLACEMENT)
+@habit("norms logged by clipping at infinity", early=PLACEMENT, slow=True)
 def clip_at_infinity(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -346,7 +346,7 @@ def clip_nan_and_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("get_total_norm and clip_grads_with_norm_", early=PLACEMENT)
+@habit("get_total_norm and clip_grads_with_norm_", early=PLACEMENT, slow=True)
 def clip_in_two_calls(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -402,7 +402,7 @@ def log_norms(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad.norm() logged every second step", early=PLACEMENT)
+@habit("p.grad.norm() logged every second step", early=PLACEMENT, slow=True)
 def log_norms_seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -413,7 +413,7 @@ def log_norms_seldom(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("largest, mean and NaN of p.grad logged", early=PLACEMENT)
+@habit("largest, mean and NaN of p.grad logged", early=PLACEMENT, slow=True)
 def log_extremes(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -439,7 +439,7 @@ def log_after_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clipped gradients looked at after clip_grad_norm_", early=PLACEMENT)
+@habit("clipped gradients looked at after clip_grad_norm_", early=PLACEMENT, slow=True)
 def look_at_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -464,7 +464,7 @@ def whole_and_local(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients kept for a comparison with the next step's", early=PLACEMENT)
+@habit("gradients kept for a comparison with the next step's", early=PLACEMENT, slow=True)
 def keep_clones(loop: Loop) -> None:
     model, optimizer = loop.begin()
     before: list[torch.Tensor] = []
@@ -492,7 +492,7 @@ def keep_references(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("noise added to gradients", early=PLACEMENT)
+@habit("noise added to gradients", early=PLACEMENT, slow=True)
 def noise(loop: Loop) -> None:
     model, optimizer = loop.begin()
     generator = torch.Generator().manual_seed(3)
@@ -517,7 +517,7 @@ def noise_like(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients divided by the number of tokens", early=PLACEMENT)
+@habit("gradients divided by the number of tokens", early=PLACEMENT, slow=True)
 def divide(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -540,7 +540,7 @@ def assign(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad.data changed: mul_, clamp_", early=PLACEMENT)
+@habit("p.grad.data changed: mul_, clamp_", early=PLACEMENT, slow=True)
 def data(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -565,7 +565,7 @@ def cancel(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch._foreach_mul_ of all gradients", early=PLACEMENT)
+@habit("torch._foreach_mul_ of all gradients", early=PLACEMENT, slow=True)
 def foreach(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -575,7 +575,7 @@ def foreach(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of matrices centralised, signs taken", early=PLACEMENT)
+@habit("gradients of matrices centralised, signs taken", early=PLACEMENT, slow=True)
 def centralise(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -636,12 +636,12 @@ def added_by_hand(loop: Loop, *, clone: bool) -> None:
         optimizer.zero_grad()
 
 
-@habit("clones of gradients added up by hand, and given back before step()", early=PLACEMENT)
+@habit("clones of gradients added up by hand, and given back before step()", early=PLACEMENT, slow=True)
 def by_hand(loop: Loop) -> None:
     added_by_hand(loop, clone=True)
 
 
-@habit("references to gradients kept over p.grad = None, added up and given back", REFUSED, "clone")
+@habit("references to gradients kept over p.grad = None, added up and given back", REFUSED, "clone", slow=True)
 def by_hand_referenced(loop: Loop) -> None:
     added_by_hand(loop, clone=False)
 
@@ -703,7 +703,7 @@ def sharpness(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("GradScaler on the CPU", early=PLACEMENT)
+@habit("GradScaler on the CPU", early=PLACEMENT, slow=True)
 def scaler(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -776,7 +776,7 @@ def accumulate_and_look(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients scaled in the middle of accumulation", early=PLACEMENT)
+@habit("gradients scaled in the middle of accumulation", early=PLACEMENT, slow=True)
 def accumulate_and_scale(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -799,7 +799,7 @@ def without_sync(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("set_is_last_backward(False) for all batches but the last", early="second gradient|" + PLACEMENT)
+@habit("set_is_last_backward(False) for all batches but the last", early="second gradient|" + PLACEMENT, slow=True)
 def last_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -820,7 +820,7 @@ def uneven(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("one batch per step, then several", placements=("in_forward", "after_backward"))
+@habit("one batch per step, then several", placements=("in_forward", "after_backward"), slow=True)
 def more_batches(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, parts in enumerate((1, 1, 1, 2, 2)):
@@ -858,7 +858,7 @@ def two_forwards(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch.autograd.backward of two losses")
+@habit("torch.autograd.backward of two losses", slow=True)
 def backward_of_two(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -892,7 +892,7 @@ def adversarial(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a backward that nobody uses before the one that counts, dropped by zero_grad", early=PLACEMENT)
+@habit("a backward that nobody uses before the one that counts, dropped by zero_grad", early=PLACEMENT, slow=True)
 def dropped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -943,7 +943,7 @@ def hooks_scale(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("post-accumulate hooks that were registered before offload")
+@habit("post-accumulate hooks that were registered before offload", slow=True)
 def hooks_before(loop: Loop) -> None:
     model = core_models.build("toy")
     for param in model.parameters():
@@ -1007,7 +1007,7 @@ def decay_by_hand(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients scaled by the ratio of norms of weight and gradient", early=PLACEMENT)
+@habit("gradients scaled by the ratio of norms of weight and gradient", early=PLACEMENT, slow=True)
 def trust_ratio(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1034,7 +1034,7 @@ def amplified(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("moving average of gradients with torch._foreach_lerp_", early=PLACEMENT)
+@habit("moving average of gradients with torch._foreach_lerp_", early=PLACEMENT, slow=True)
 def averaged(loop: Loop) -> None:
     model, optimizer = loop.begin()
     params = list(model.parameters())
@@ -1060,7 +1060,7 @@ def one_vector(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("the gradient of one parameter assigned to another", early=PLACEMENT)
+@habit("the gradient of one parameter assigned to another", early=PLACEMENT, slow=True)
 def exchanged(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1083,7 +1083,7 @@ def out(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a factor changed after gradients were multiplied by it", early=PLACEMENT)
+@habit("a factor changed after gradients were multiplied by it", early=PLACEMENT, slow=True)
 def factor(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scale = torch.tensor(0.5)
@@ -1096,7 +1096,7 @@ def factor(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("loss.backward(inputs=...) of some parameters", ranks=(1,))
+@habit("loss.backward(inputs=...) of some parameters", ranks=(1,), slow=True)
 def some_inputs(loop: Loop) -> None:
     """FSDP2 reduces what there is; what was not asked for gets nothing."""
     model, optimizer = loop.begin(Penalised())

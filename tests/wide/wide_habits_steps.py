@@ -60,7 +60,7 @@ def cyclic(loop: Loop) -> None:
     with_scheduler(loop, make, before=False, optimizer="sgd_nesterov")
 
 
-@habit("ReduceLROnPlateau")
+@habit("ReduceLROnPlateau", slow=True)
 def plateau(loop: Loop) -> None:
     def make(optimizer: torch.optim.Optimizer) -> Any:
         return schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.2)
@@ -120,7 +120,7 @@ def lr_by_hand(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("lr set by hand between forward and backward")
+@habit("lr set by hand between forward and backward", slow=True)
 def lr_before_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -165,7 +165,7 @@ def lr_now_and_then(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("lr set through the optimizer that was passed in")
+@habit("lr set through the optimizer that was passed in", slow=True)
 def lr_of_given(loop: Loop) -> None:
     model = core_models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
@@ -176,7 +176,7 @@ def lr_of_given(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("lr of zero for some steps")
+@habit("lr of zero for some steps", slow=True)
 def lr_zero(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -213,7 +213,7 @@ def group_each(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("groups with names of their own (named_parameters)")
+@habit("groups with names of their own (named_parameters)", slow=True)
 def named_groups(loop: Loop) -> None:
     model = core_models.build("toy")
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.named_parameters()))
@@ -222,7 +222,7 @@ def named_groups(loop: Loop) -> None:
     loop.see("names", optimizer.param_groups[0]["param_names"])
 
 
-@habit("extra keys of the loop's own in param_groups")
+@habit("extra keys of the loop's own in param_groups", slow=True)
 def extra_keys(loop: Loop) -> None:
     model = core_models.build("toy")
     given = [{"params": list(model.parameters()), "lr_scale": 0.5, "name": "all"}]
@@ -246,7 +246,7 @@ def add_group(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("add_param_group on the optimizer that was passed in", REFUSED, "before offload|offload")
+@habit("add_param_group on the optimizer that was passed in", REFUSED, "before offload|offload", slow=True)
 def add_group_to_given(loop: Loop) -> None:
     model = core_models.build("toy")
     model.head.requires_grad_(False)
@@ -259,7 +259,7 @@ def add_group_to_given(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("groups appended to param_groups by hand", REFUSED, "offload")
+@habit("groups appended to param_groups by hand", REFUSED, "offload", slow=True)
 def append_group(loop: Loop) -> None:
     model = core_models.build("toy")
     model.head.requires_grad_(False)
@@ -272,7 +272,7 @@ def append_group(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("parameters moved from one group to another", REFUSED, "offload")
+@habit("parameters moved from one group to another", REFUSED, "offload", slow=True)
 def move_between_groups(loop: Loop) -> None:
     model = core_models.build("toy")
     head = list(model.head.parameters())
@@ -314,7 +314,7 @@ def freeze_in_turns(loop: Loop) -> None:
     model.requires_grad_(True)
 
 
-@habit("embedding or single matrices frozen and unfrozen in turns")
+@habit("embedding or single matrices frozen and unfrozen in turns", slow=True)
 def freeze_some(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -335,7 +335,7 @@ def unfreeze(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("everything frozen but the head, then everything unfrozen", REFUSED, "offload")
+@habit("everything frozen but the head, then everything unfrozen", REFUSED, "offload", slow=True)
 def unfreeze_all(loop: Loop) -> None:
     model = core_models.build("toy", policy="fp32")
     model.requires_grad_(False)
@@ -347,7 +347,7 @@ def unfreeze_all(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("frozen at offload, never trained, all given to the optimizer")
+@habit("frozen at offload, never trained, all given to the optimizer", slow=True)
 def frozen_given(loop: Loop) -> None:
     model = core_models.build("toy")
     model.blocks[0].requires_grad_(False)
@@ -413,7 +413,7 @@ def step_twice(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("step() without any gradient")
+@habit("step() without any gradient", slow=True)
 def step_for_nothing(loop: Loop) -> None:
     model, optimizer = loop.begin()
     optimizer.step()
@@ -443,7 +443,7 @@ def step_of_given(loop: Loop) -> None:
         given.zero_grad()
 
 
-@habit("zero_grad() of the optimizer that was passed in")
+@habit("zero_grad() of the optimizer that was passed in", slow=True)
 def zero_of_given(loop: Loop) -> None:
     model = core_models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
@@ -487,7 +487,7 @@ def step_hooks_before(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("an entry of optimizer.state set", REFUSED, "state")
+@habit("an entry of optimizer.state set", REFUSED, "state", slow=True)
 def set_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -602,7 +602,7 @@ def take_nan(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("an infinite loss is taken as it is")
+@habit("an infinite loss is taken as it is", slow=True)
 def take_inf(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -763,7 +763,7 @@ def profiler(loop: Loop) -> None:
             profiled.step()
 
 
-@habit("anomaly detection")
+@habit("anomaly detection", slow=True)
 def anomaly(loop: Loop) -> None:
     model, optimizer = loop.begin()
     with torch.autograd.set_detect_anomaly(True):
@@ -779,7 +779,7 @@ def default_dtype(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("torch.use_deterministic_algorithms")
+@habit("torch.use_deterministic_algorithms", slow=True)
 def deterministic(loop: Loop) -> None:
     model, optimizer = loop.begin()
     torch.use_deterministic_algorithms(True)
@@ -798,7 +798,7 @@ def default_device(loop: Loop) -> None:
             loop.step(model, optimizer, step)
 
 
-@habit("two models with an optimizer each, trained against each other")
+@habit("two models with an optimizer each, trained against each other", slow=True)
 def adversaries(loop: Loop) -> None:
     one, first = loop.begin()
     other, second = loop.begin(seed=1)
@@ -873,6 +873,7 @@ def gan_dropped(loop: Loop) -> None:
 @habit(
     "GAN, the discriminator's gradients of the generator's loss dropped by its zero_grad()",
     placements=("in_forward", "after_backward"),
+    slow=True,
 )
 def gan_dropped_by_model(loop: Loop) -> None:
     gan(loop, frozen=False, drop="model")
@@ -886,7 +887,7 @@ habit(
 )(gan_dropped)
 
 
-@habit("a frozen reference model in memory beside it")
+@habit("a frozen reference model in memory beside it", slow=True)
 def reference(loop: Loop) -> None:
     model, optimizer = loop.begin()
     frozen = core_models.build("toy", seed=3).requires_grad_(False)
@@ -916,7 +917,7 @@ def resume(loop: Loop) -> None:
             optimizer = loop.offload(model, given, storage={"paths": paths}, run={"resume": "latest"})
 
 
-@habit("a commit after every step")
+@habit("a commit after every step", slow=True)
 def commits(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -924,7 +925,7 @@ def commits(loop: Loop) -> None:
         loop.commit(optimizer)
 
 
-@habit("other things drawn from the global generator: offload and training leave it as memory does")
+@habit("other things drawn from the global generator: offload and training leave it as memory does", slow=True)
 def generator(loop: Loop) -> None:
     torch.manual_seed(5)
     model, optimizer = loop.begin("gpt2")
