@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -136,10 +137,10 @@ def offload(
         raise ConfigError("weights and init are for models on the meta device; this model has values already")
     if not strict and (weights is None or DcpFolder.is_at(weights)):
         raise ConfigError("strict=False is for weights of safetensors; a folder of DCP must have the whole model")
-    ranks = Ranks.current()
     kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
+    ranks = Ranks.current()
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
     _give_shapes(kernel, sharded, optimizer)
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
@@ -189,7 +190,23 @@ def _budget(
     def format_of(param: nn.Parameter, gather: str) -> StateFormat:
         return StateFormat(param=gather, kinds=kernel.discover(param, group_of[id(param)]).kinds)
 
-    units, found = sharded.describe(format_of)
+    def row_of(member: Member) -> int:
+        param = member.param.sharded_param
+        if kernel.discover(param, group_of[id(param)]).slices != "rows":
+            return 1
+        why = ""
+        if private.shard_dim(member.param) or private.is_tensor_parallel(member.param):
+            why = f"{member.names[0]} is not cut along its first dimension only"
+        elif settings.state.format != "fp32":
+            why = 'it needs state.format = "fp32"'
+        if why:
+            raise UnsupportedError(
+                f"{kernel.name} updates whole rows (it centralises gradients, or divides by norms of rows), which is "
+                f"not possible here: {why}; use an element-wise optimizer such as AdamW"
+            )
+        return math.prod(private.local_tensor(member.param).shape[1:])
+
+    units, found = sharded.describe(format_of, row_of)
     formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
     if settings.state.format != "fp32" and not any(fmt.encodings for fmt in formats.values()):
         raise ConfigError(

@@ -80,12 +80,15 @@ class ShardedModel:
         return [[member.param.sharded_param for member in unit] for unit in self.members]
 
     def describe(
-        self, format_of: Callable[[nn.Parameter, str], StateFormat]
+        self,
+        format_of: Callable[[nn.Parameter, str], StateFormat],
+        row_of: Callable[[Member], int] = lambda _: 1,
     ) -> tuple[list[UnitSpec], dict[str, StateFormat]]:
         """Return the units and state formats from which pages are laid out.
 
         Args:
             format_of: state format of a trainable parameter, given the dtype it is gathered in.
+            row_of: elements of a row of a trainable parameter that no page may cut; 1 where there is none.
         """
         units: list[UnitSpec] = []
         formats: dict[str, StateFormat] = {}
@@ -101,6 +104,8 @@ class ShardedModel:
                 grads = (HALVES if halves else (own,)) if param.requires_grad else ()
                 fmt = replace(fmt, master="" if own == gather else own, grads=grads)
                 key = f"{'trained' if param.requires_grad else 'frozen'} {own} {fmt}"
+                row = row_of(member) if param.requires_grad else 1
+                key += " rows" if row > 1 else ""
                 formats[key] = fmt
                 shards.append(
                     ShardSpec(
@@ -109,6 +114,7 @@ class ShardedModel:
                         padded=private.padded_shape(member.param).numel(),
                         segment_key=key,
                         trainable=param.requires_grad,
+                        row=row,
                     )
                 )
             units.append(UnitSpec(name=name, shards=tuple(shards)))
@@ -147,7 +153,8 @@ class Attachment:
         for module in sharded.model.modules():
             if private.is_sharded_module(module):
                 self._handles.append(module.register_forward_pre_hook(self._note_grad_mode, prepend=True))
-        self._handles.append(sharded.model.register_forward_pre_hook(lambda module, args: self.check(), prepend=True))
+        unchanged = torch.compiler.disable(lambda module, args: self.check())  # type: ignore[no-untyped-call]
+        self._handles.append(sharded.model.register_forward_pre_hook(unchanged, prepend=True))
 
     def _attach(
         self,

@@ -244,6 +244,10 @@ class ShardContent:
 
     def save(self, shard: int, content: torch.Tensor) -> None:
         """Replace the real elements of a shard: its master, and the weights in the compute dtype."""
+        self.save_section(shard, MASTER, content)
+
+    def save_section(self, shard: int, name: str, content: torch.Tensor) -> None:
+        """Replace one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
         if content.numel() != placed.spec.numel:
@@ -251,7 +255,7 @@ class ShardContent:
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
             )
         self._opened().look(shard)
-        for row, items in stored(segment.format, MASTER, content.detach().cpu()):
+        for row, items in stored(segment.format, name, content.detach().cpu()):
             for page, _, _ in overlapping(segment.pages(row.role), placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
                     put(held, page, row, placed.start, items)

@@ -411,3 +411,34 @@ def default_mesh(device_type: str) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device_type, (torch.distributed.get_world_size(),))
+
+
+# torch.optim.Optimizer #
+
+
+def is_hooks(name: str) -> bool:
+    """Whether an attribute of an optimizer, by its name, is a dictionary of its hooks."""
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+def is_bookkeeping(name: str, value: Any) -> bool:
+    """Whether an attribute of an optimizer says nothing about updates: its hooks, and what schedulers put there."""
+    return (
+        name in ("_zero_grad_profile_name", "_opt_called", "_step_count")
+        or is_hooks(name)
+        or (name == "step" and hasattr(value, "_wrapped_by_lr_sched"))
+    )
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the `step` of an optimizer without the hooks that torch runs around it."""
+    step = type(optimizer).step
+    plain = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    bound: Callable[..., Any] = plain.__get__(optimizer)
+    return bound
+
+
+def share_step_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Let an optimizer run the hooks around `step` that were, or will be, registered on another one."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(optimizer)[name] = vars(other)[name]

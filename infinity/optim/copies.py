@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.errors import UnsupportedError
+from infinity.fsdp import private
 
 _LARGEST = 4096
 """Most elements of a tensor that an optimizer may keep on itself."""
-_NOT_COPIED = {"state", "param_groups", "_zero_grad_profile_name", "_opt_called"}
+_NOT_COPIED = {"state", "param_groups"}
 _DEPTH = 4
 
 Groups = list[dict[str, Any]]
@@ -75,15 +76,8 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in _NOT_COPIED and not _is_torchs(name, value)
+        if name not in _NOT_COPIED and not private.is_bookkeeping(name, value)
     }
-
-
-def _is_torchs(name: str, value: Any) -> bool:
-    """Whether torch put an attribute there that says nothing about updates: hooks, and the counting of a scheduler."""
-    return (name.startswith("_optimizer_") and name.endswith("_hooks")) or (
-        name == "step" and hasattr(value, "_wrapped_by_lr_sched")
-    )
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +132,7 @@ class Template:
         memo |= {id(optimizer): made, id(optimizer.param_groups): groups, id(optimizer.state): state}
         made.__dict__.update(param_groups=groups, state=state)
         for name in vars(optimizer):
-            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            if private.is_hooks(name):
                 made.__dict__[name] = OrderedDict()  # they are called once per step, by the optimizer that users hold
         for name, value in attributes(optimizer).items():
             if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
@@ -153,14 +147,6 @@ class Template:
                     f"copies of it: {name}, of type {type(value).__name__} ({error})"
                 ) from error
         return made
-
-
-def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return the optimizer's `step` without the hooks that are common to all optimizers, which run once per step."""
-    step = type(optimizer).step
-    plain = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    bound: Callable[[], Any] = plain.__get__(optimizer)
-    return bound
 
 
 def _tensors_and_modules(value: Any, depth: int = _DEPTH) -> Iterator[Any]:

@@ -39,6 +39,10 @@ USED_BY_STEP = (
     "the gradient of {name} was used up by step(): read it before; and call zero_grad() before the next backward, "
     "gradients that are kept over a step cannot be added to"
 )
+USED_TWICE = (
+    "the gradient of {name} was used up by the step() before, and memory would update with it again: call zero_grad() "
+    "after step(), also where it is set to zero or None for a part of the parameters only"
+)
 DROPPED = "this gradient of {name} was dropped, by zero_grad() or for another one; clone() what is to be kept"
 CLOSED = "the gradient of {name} went with the optimizer, which was closed"
 
@@ -293,6 +297,16 @@ class Gradients:
             gradient = self.current[shard] = OneGradient(self, shard, values.shape)
             self._write(gradient, values.reshape(-1))
         self.changed = False
+
+    def check_new(self) -> None:
+        """Check that no `p.grad` is left from the step before.
+
+        Raises:
+            InfinityError: one is.
+        """
+        for shard, gradient in self.current.items():
+            if gradient.gone == USED_BY_STEP:
+                raise InfinityError(USED_TWICE.format(name=self.name(shard)))
 
     def drop(self, shard: int) -> None:
         """Forget the gradient of a shard."""

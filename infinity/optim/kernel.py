@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.optim.copies import Groups, Template, attributes, content, copied, is_plain, settings_of, step_of
+from infinity.fsdp import private
+from infinity.optim.copies import Groups, Template, attributes, content, copied, is_plain, settings_of
 
 Scalars = dict[str, Any]
 Own = Mapping[str, Any]
@@ -64,7 +65,7 @@ class UpdateKernel:
         self.template = Template(optimizer)
         self._accepted = set(inspect.signature(self._class.__init__).parameters) - {"self", "params"}
         self._runner = self.template.over([])
-        self._step = step_of(self._runner)
+        self._step = private.unhooked_step(self._runner)
         self.shapes: dict[int, tuple[int, ...]] = {}
         """By shard: the shape in which slices are given to the optimizer, where it is not (n,)."""
         self.advancing: frozenset[str] = frozenset()
@@ -73,6 +74,8 @@ class UpdateKernel:
         """Attributes of the optimizer itself that an update changes."""
         self._own: Own = {}  # the last that `own` returned
         self._applied: Own = {}  # the one that the runner has
+        self.uses_closure = False
+        """Whether updates depend on the loss that a closure returns."""
         self.builds = bool(optimizer.state) and self._makes_its_state()
         """Whether the constructor makes the state of parameters."""
         self._watched = [name for name, value in attributes(optimizer).items() if is_plain(value)]
@@ -140,10 +143,21 @@ class UpdateKernel:
         """The values on the optimizer that a commit keeps: those that advance."""
         return {name: copied(vars(self._optimizer)[name]) for name in sorted(self.advancing_own)}
 
+    def would_change(self, method: str, *args: Any, **named: Any) -> bool:
+        """Whether a method of the optimizer, such as `train`, would change its groups or what it keeps on itself."""
+        given = [
+            {**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in self._optimizer.param_groups
+        ]
+        clock = self.template.over(given)
+        vars(clock).update({name: copied(value) for name, value in self.plain_own()})
+        before = content([[settings_of(group) for group in given], attributes(clock)])
+        getattr(clock, method)(*args, **named)
+        return bool(before != content([[settings_of(group) for group in given], attributes(clock)]))
+
     def reset(self) -> None:
         """Begin anew with a copy of the optimizer, after one has failed."""
         self._runner = self.template.over([])
-        self._step, self._applied = step_of(self._runner), {}
+        self._step, self._applied = private.unhooked_step(self._runner), {}
 
     # Updates #
 
@@ -164,7 +178,7 @@ class UpdateKernel:
         given = [{**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
         clock = self.template.over(given)  # not the copy that updates, which may be doing so on another thread
         vars(clock).update({name: copied(value) for name, value in own.items()})
-        step_of(clock)()
+        private.unhooked_step(clock)()
         own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
         return [settings_of(group) for group in given]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.content import ShardContent
+from infinity.fsdp.content import ShardContent, torch_dtype
 from infinity.fsdp.gradient import Gradient
+from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.layout import MASTER, Layout
-from infinity.optim.states import PagedStates
+from infinity.optim.states import NO_ENTRIES, PagedStates, StateHome, StatesOfOne
 from infinity.optim.step import StepState
 from infinity.optim.update import snapshot
 from infinity.peers import Peers
@@ -101,7 +104,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._plans: dict[str, Plan] = {}
         self._updated = 0
-        self._settings_in_backward: list[dict[str, Any]] | None = None
+        self._states = PagedStates(self)
+        self._made = False  # whether the constructor of the base class has come to its end
+        self._settings_in_backward: list[dict[str, Any]] | None = None  # of the groups, as gradients began to arrive
+        self._looked_between = False  # whether the first step looked at weights between backward and step
         self._given = optimizer
         self._groups: list[list[int]] = []
         self._closed = False
@@ -109,25 +115,44 @@ class PagedOptimizer(torch.optim.Optimizer):
         self.steps = steps
         self.records: list[StepRecord] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._made = True
         self.param_groups = optimizer.param_groups  # shared, so that schedulers made before still work
         self._groups = self._members()
+        private.share_step_hooks(self, optimizer)
         optimizer.register_step_pre_hook(_refuse_step)
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
-        self.state = optimizer.state = PagedStates(self)  # type: ignore[assignment]
+        optimizer.state = self.state  # type: ignore[assignment]
 
     # The torch.optim.Optimizer interface #
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    @property  # type: ignore[override]
+    def state(self) -> PagedStates:  # type: ignore[override]
+        """The states by parameter, read when they are asked for, kept when they are written to."""
+        return self._states
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._made:
+            raise UnsupportedError(NO_ENTRIES)
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         """Apply the gradients that have arrived since the last step.
 
         Raises:
             StorageError, CorruptPageError, StallError: a page could not be moved; the last commit is intact.
             LostRankError: another rank failed; its reason is named.
-            InfinityError: settings changed, or gradients were dropped, after updates had already run in backward.
-            UnsupportedError: parameters were added to a param group, or a gradient was assigned that is no DTensor.
+            InfinityError: settings changed, or gradients were dropped, after updates had already run in backward; or
+                gradients are those of the step before.
+            UnsupportedError: parameters were added to a param group, a gradient was assigned that is no DTensor,
+                further arguments were given, or a closure whose loss the updates would depend on.
         """
         self._check_open()
         self._check_groups()
+        if args or named or (closure is not None and self._step_state.kernel.uses_closure):
+            what = "a closure" if not (args or named) else "arguments besides a closure"
+            raise UnsupportedError(
+                f"step() of {type(self._given).__name__} with {what}: updates of pages run without; call step()"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -135,14 +160,19 @@ class PagedOptimizer(torch.optim.Optimizer):
         state = self._step_state
         self._given.__dict__["_opt_called"] = True  # a scheduler made on that one looks there for steps
         self._reconcile()
+        state.gradients.check_new()
         self._unscale()
         if not state.has_gradients and not state.gradients.zeros:
             state.step_without_gradients()
             return loss
         self._ledger.enter("other")
-        self._check_settings()
+        late = state.gradients.looked_at
+        if self._candidates:
+            self._check_settings()
+        elif self._wanted == "auto":
+            late |= self._looked_between or self._settings_in_backward != self._settings()
         events = state.end()
-        self._choose_placement(events, state.gradients.looked_at)
+        self._choose_placement(events, late)
         if not state.finish():
             self._ledger.skipped()
         self.steps += 1
@@ -222,6 +252,27 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: always.
         """
         raise UnsupportedError("the optimizer's state is on NVMe: set run.resume to continue from a commit")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the optimizer that was passed in, of those that torch's optimizers do not have.
+
+        Its methods are refused when they are called: they would have to change weights and states on NVMe. Only `train`
+        and `eval` may be called where the optimizer is in that mode already.
+        """
+        given = vars(self).get("_given")
+        if given is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = getattr(given, name)
+        return partial(self._call, name) if inspect.ismethod(value) else value
+
+    def _call(self, name: str, *args: Any, **named: Any) -> None:
+        self._check_open()
+        if name not in ("train", "eval") or self._step_state.kernel.would_change(name, *args, **named):
+            hint = "; call train() before offload" if name in ("train", "eval") else ""
+            raise UnsupportedError(
+                f"{name}() of {type(self._given).__name__} would have to change weights or states, which are on NVMe"
+                f"{hint}; to evaluate other weights than those that are trained, load an export of a commit"
+            )
 
     # What paging adds #
 
@@ -336,7 +387,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def state_of(self, param: nn.Parameter) -> dict[str, Any]:
         """Return the states of a parameter as they would be in memory; none where it was never updated.
 
-        Tensors are sharded like the parameter, of its shape; what they hold is a copy.
+        Tensors are sharded like the parameter, of its shape, and are on NVMe: what is written to them is kept.
 
         Raises:
             InfinityError: the parameter was updated in backward already, and `step()` has not been called; or the
@@ -347,8 +398,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             return {}
         shard = self._shards[id(param)]
         kinds = self._layout.format_of(shard).kinds
-        states = {kind: private.sharded_like(param, self._content.load_section(shard, kind)) for kind, _ in kinds}
-        return {**states, **self._step_state.scalars[shard]}
+        states = {kind: private.sharded_like(param, self._stored_state(shard, kind, param.device)) for kind, _ in kinds}
+        return StatesOfOne({**states, **self._step_state.scalars[shard]})
+
+    def _stored_state(self, shard: int, kind: str, device: torch.device) -> PagedTensor:
+        spec, fmt = self._layout.shards[shard].spec, self._layout.format_of(shard)
+        home = StateHome(self._content, shard, kind, f"{kind} of {spec.name}", device)
+        return PagedTensor.stored(home, (spec.numel,), torch_dtype(fmt.dtypes[kind]), device)
 
     def drain(self) -> None:
         """Wait until nothing is in flight, so that the byte counters stand still; to be followed by `close`."""
@@ -412,19 +468,22 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Take over what is in `p.grad` after a reduction; see `StepState.gradient_arrived`."""
         self._ledger.enter("backward")
         with self._ledger.part("python", name="gradient"):
-            if self._step_state.placement.in_backward and self._settings_in_backward is None:
+            recording = not self._candidates
+            if (recording or self._step_state.placement.in_backward) and self._settings_in_backward is None:
                 self._settings_in_backward = self._settings()
             return self._step_state.gradient_arrived(shard, local)
 
     # Planning #
 
-    def _choose_placement(self, events: tuple[Event, ...], looked_at: bool) -> None:
+    def _choose_placement(self, events: tuple[Event, ...], late: bool) -> None:
         """Choose the candidates once, after the first step; of those, the best one for a step of other events.
 
-        Gradients that somebody has looked at before the step have to be there then.
+        Args:
+            late: updates in backward would be too early: something has looked at gradients or weights, or changed
+                settings, between backward and step.
         """
         if not self._candidates:
-            early = frozenset() if looked_at else eligible_for_backward(events)
+            early = frozenset() if late else eligible_for_backward(events)
             if self._wanted in ("in_backward", "in_both") and not early:
                 raise InfinityError(
                     f'update.placement = "{self._wanted}" is impossible here: the step clips, or uses gradients '
@@ -483,6 +542,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             InfinityError: its unit was updated in backward already, and `step()` has not been called.
         """
         self._step_state.check_weights(self._layout.shards[shard].unit)
+        if not self._candidates and not private.in_backward():
+            self._looked_between |= self._step_state.has_gradients
         self.settle()
 
     def _reconcile(self) -> None:
@@ -536,6 +597,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, PagedOptimizer):  # shares the hooks
+        return
     raise InfinityError(
         "this optimizer was given to infinity.offload and trains nothing any more: call step() of the optimizer that "
         "infinity.offload has returned"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,12 +20,14 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedError
+from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
 from infinity.layout import ITEMSIZE, SHARD_ALIGNMENT
-from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of, step_of
+from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of
 from infinity.optim.kernel import Own, Piece, Scalars, StateLayout, UpdateKernel
 
-_STEPS = 24
+_FEW_STEPS, _STEPS = 6, 24
+"""Steps with small parameters alone, which find most reasons in little time, and steps with all."""
 _SCALES = (1.0, 0.1, 3.0, 0.0, 1e-3, 30.0, 1.0, 1e-8)
 _RATES = (1.0, 0.5, 2.0, 0.7)
 _MISSING = {0, 1, 5}
@@ -102,6 +104,7 @@ class _Trained:
     states: list[dict[str, Any]] = field(default_factory=list)
     groups: list[Groups] = field(default_factory=list)  # after every step
     own: list[dict[str, Any]] = field(default_factory=list)  # content of the attributes after every step
+    others: list[str] = field(default_factory=list)  # keys of the state that are no parameters
 
 
 class _Probe:
@@ -127,19 +130,11 @@ class _Probe:
                     here = (number, param.dtype, param.ndim)
                     case = (numbers[number], param.dtype, param.ndim)
                     self._of[here] = case
-                    subjects.update(dict.fromkeys(self._subjects(case)))
+                    subjects.update(dict.fromkeys(_subjects(case, chosen.index(case[0]))))
                     if number in chosen and number != numbers[number]:
-                        subjects.update(dict.fromkeys(self._subjects(here)))
-        self._subjects_of_all = list(subjects)
-
-    def _subjects(self, case: Case) -> Iterator[_Subject]:
-        number, _, ndim = case
-        group = self._chosen.index(number)
-        for first, rest in zip(_LEADING, _TRAILING, strict=True):
-            shape = (first, *_divided(rest, ndim - 1)) if ndim > 1 else (first * rest,)
-            yield _Subject(case, group, shape)
-            if first == _LEADING[0]:
-                yield _Subject(case, group, shape, late=True)
+                        subjects.update(dict.fromkeys(_subjects(here, chosen.index(here[0]))))
+        self._all = list(subjects)
+        self._subjects, self._steps = self._all, _STEPS  # those that are tried, and for how many steps
 
     # What is asked #
 
@@ -149,33 +144,50 @@ class _Probe:
         Raises:
             UnsupportedError: slices are not updated as the whole is.
         """
-        subjects = self._subjects_of_all
-        if not subjects:
-            return {}
+        slices = dict.fromkeys((subject.case for subject in self._all), 0)
+        kinds: Sequence[StateLayout] = ()
+        small = [subject for subject in self._all if subject.shape[0] in (_LEADING[0], _LEADING[0] * _TRAILING[0])]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            try:
-                whole = self._whole(range(len(subjects)))
-            except UnsupportedError:
-                raise
-            except Exception as error:
-                raise self._refused(
-                    f"cannot make a step of its own here ({_short(error)}): updates call step() without a closure or "
-                    "other arguments, on a copy, with dense gradients"
-                ) from error
-            kinds = [self._state_of(subject, state) for subject, state in zip(subjects, whole.states, strict=True)]
-            self._check_alike(kinds)
-            self._find_advancing(whole)
-            slices = dict.fromkeys((subject.case for subject in subjects), 0)
-            while unequal := self._unequal(whole, kinds, slices):
-                for case, reason in unequal.items():
-                    slices[case] += 1
-                    if slices[case] == len(_SLICES) or case[2] < 2:
-                        raise self._explained(whole, case, reason)
+            for subjects, steps in ((small, _FEW_STEPS), (self._all, _STEPS)) if self._all else ():
+                self._subjects, self._steps = subjects, steps
+                kinds = self._try(slices)
         layouts = {
             subject.case: replace(layout, slices=_SLICES[slices[subject.case]])
-            for subject, layout in zip(subjects, kinds, strict=True)
+            for subject, layout in zip(self._all, kinds, strict=True)
         }
         return {here: layouts[case] for here, case in self._of.items()}
+
+    def _try(self, slices: dict[Case, int]) -> Sequence[StateLayout]:
+        """Compare subjects whole and in slices; where slices are not good enough, try the next kind of them."""
+        subjects = self._subjects
+        try:
+            whole = self._whole(range(len(subjects)))
+        except Exception as error:
+            raise self._refused(
+                f"cannot make a step of its own here ({_short(error)}): updates call step() without a closure or "
+                "other arguments, on a copy, with dense gradients"
+            ) from error
+        if whole.others:
+            raise self._refused(f"keeps values in its state that are of no parameter ({', '.join(whole.others)})")
+        kinds = [self._state_of(subject, state) for subject, state in zip(subjects, whole.states, strict=True)]
+        self._check_alike(kinds)
+        self._find_advancing(whole)
+        while unequal := self._unequal(whole, kinds, slices):
+            for case, reason in unequal.items():
+                slices[case] += 1
+                if slices[case] == len(_SLICES) or case[2] < 2:
+                    raise self._explained(whole, case, reason)
+        self._kernel.uses_closure |= self._notices_loss(whole)
+        return kinds
+
+    def _notices_loss(self, whole: _Trained) -> bool:
+        """Whether updates are others if a closure returns a loss."""
+        losses = (torch.tensor(3.0 / (1 + n) + n % 2) for n in itertools.count())
+        try:
+            found = self._whole(range(len(self._subjects)), closure=lambda: next(losses))
+        except Exception:
+            return True
+        return not all(map(_equal, found.weights, whole.weights))
 
     def _refused(self, why: str) -> UnsupportedError:
         return UnsupportedError(f"{self._name} {why}; use an element-wise optimizer such as AdamW")
@@ -204,7 +216,7 @@ class _Probe:
 
     def _check_alike(self, kinds: Sequence[StateLayout]) -> None:
         found: dict[Case, StateLayout] = {}
-        for subject, layout in zip(self._subjects_of_all, kinds, strict=True):
+        for subject, layout in zip(self._subjects, kinds, strict=True):
             other = found.setdefault(subject.case, layout)
             if other != layout:
                 raise self._refused(
@@ -272,7 +284,7 @@ class _Probe:
         """Return param groups and attributes after every step, as the kernel advances them."""
         groups, own = self._groups(), {name: copied(value) for name, value in self._kernel.plain_own()}
         all_groups, all_own = [], []
-        for step in range(_STEPS):
+        for step in range(self._steps):
             self._set(groups, step)
             after = self._kernel.after_step(groups, own)
             for group, values in zip(groups, after, strict=True):
@@ -297,48 +309,57 @@ class _Probe:
                 first = rate if float(rate) else self._before[chosen].get("initial_lr") or 1e-3
                 group["lr"] = first * _RATES[(step + number) % len(_RATES)]
             decay = self._before[chosen].get("weight_decay")
-            if isinstance(decay, float | int) and not isinstance(decay, bool) and step >= _STEPS // 2:
+            if isinstance(decay, float | int) and not isinstance(decay, bool) and step >= self._steps // 2:
                 group["weight_decay"] = decay * 0.5 if decay else 0.01
 
     def _values(self, number: int) -> torch.Tensor:
-        subject = self._subjects_of_all[number]
+        subject = self._subjects[number]
         generator = torch.Generator().manual_seed(1000 + number)
         return torch.randn(subject.shape, generator=generator).to(subject.case[1])
 
     def _gradient(self, number: int, step: int) -> torch.Tensor | None:
-        subject = self._subjects_of_all[number]
+        subject = self._subjects[number]
         if subject.late and step in _MISSING:
             return None
         generator = torch.Generator().manual_seed(100 * (number + 1) + step)
         scale = _SCALES[step % len(_SCALES)] * (1 + number % 3)
         return (torch.randn(subject.shape, generator=generator) * scale).to(subject.case[1])
 
-    def _whole(self, numbers: Sequence[int], seed: int = 0) -> _Trained:
-        """Train subjects whole, with a copy of the user's optimizer."""
+    def _whole(
+        self,
+        numbers: Sequence[int],
+        *,
+        seed: int = 0,
+        alone: bool = False,
+        closure: Callable[[], torch.Tensor] | None = None,
+    ) -> _Trained:
+        """Train subjects whole, with a copy of the user's optimizer; `alone` it has the groups of these only."""
         torch.manual_seed(seed)
         params = {number: nn.Parameter(self._values(number)) for number in numbers}
         groups = self._groups()
         for place, group in enumerate(groups):
-            group["params"] = [param for n, param in params.items() if self._subjects_of_all[n].group == place]
-        optimizer = self._kernel.template.over(groups)
+            group["params"] = [param for n, param in params.items() if self._subjects[n].group == place]
+        optimizer = self._kernel.template.over([group for group in groups if group["params"] or not alone])
         if self._kernel.builds:
             for group in groups:
                 optimizer.state.update(self._kernel.build(group["params"], group).state if group["params"] else {})
-        step, trained = step_of(optimizer), _Trained()
-        for count in range(_STEPS):
+        step, trained = private.unhooked_step(optimizer), _Trained()
+        for count in range(self._steps):
             self._set(groups, count)
             for number, param in params.items():
                 param.grad = self._gradient(number, count)
-            step()
+            step() if closure is None else step(closure)
             trained.groups.append([settings_of(group) for group in groups])
             trained.own.append({name: content(value) for name, value in attributes(optimizer).items()})
         trained.weights = [param.detach() for param in params.values()]
+        known = set(map(id, params.values()))
+        trained.others = [str(key) for key in optimizer.state if id(key) not in known]
         trained.states = [{k: v for k, v in optimizer.state[p].items() if v is not None} for p in params.values()]
         return trained
 
     def _in_slices(self, kinds: Sequence[StateLayout], slices: Mapping[Case, int]) -> _Trained:
         """Train all subjects as pages are updated."""
-        kernel, subjects = self._kernel, self._subjects_of_all
+        kernel, subjects = self._kernel, self._subjects
         weights = [self._values(number).reshape(-1) for number in range(len(subjects))]
         states = [
             {key: torch.zeros(s.numel, dtype=getattr(torch, dtype)) for key, dtype in layout.kinds}
@@ -350,7 +371,7 @@ class _Probe:
         groups, own = self._groups(), {name: copied(value) for name, value in kernel.plain_own()}
         scalars: dict[int, Scalars] = {}
         trained = _Trained(weights=weights, states=states)  # type: ignore[arg-type]
-        for step in range(_STEPS):
+        for step in range(self._steps):
             self._set(groups, step)
             start: Own = {name: copied(value) for name, value in own.items()} if kernel.advancing_own else {}
             before = dict(scalars)
@@ -387,7 +408,7 @@ class _Probe:
             self._kernel.reset()
             return self._failing(slices, error)
         unequal: dict[Case, str] = {}
-        for number, subject in enumerate(self._subjects_of_all):
+        for number, subject in enumerate(self._subjects):
             pairs: list[tuple[str, Any, Any]] = [("weights", whole.weights[number], found.weights[number])]
             pairs += [(f"state {key!r}", v, found.states[number].get(key)) for key, v in whole.states[number].items()]
             for what, expected, got in pairs:
@@ -404,24 +425,22 @@ class _Probe:
 
     def _explained(self, whole: _Trained, case: Case, what: str) -> UnsupportedError:
         """Return the error that says on what the update of an element depends."""
-        subjects = self._subjects_of_all
+        subjects = self._subjects
         mine = [number for number, subject in enumerate(subjects) if subject.case == case]
         place = f"{what} of {case[2]}-dimensional parameters"
         self._check_noise(whole)
 
         def differs(numbers: Sequence[int]) -> bool:
             try:
-                alone = self._whole(numbers)
+                alone = self._whole(numbers, alone=True)
             except Exception:
                 return True
             return any(not _equal(alone.weights[at], whole.weights[n]) for at, n in enumerate(numbers))
 
         if any(differs([number]) for number in mine):
-            others = (
-                "of other groups"
-                if not differs([n for n, s in enumerate(subjects) if s.group == subjects[mine[0]].group])
-                else "of other parameters"
-            )
+            group = subjects[mine[0]].group
+            of_group = [number for number, subject in enumerate(subjects) if subject.group == group]
+            others = "of other groups" if differs(of_group) else "of other parameters"
             return self._refused(
                 f"is not element-wise: the update of a parameter ({place}) depends on gradients, values or settings "
                 f"{others}, so pages cannot be updated one by one"
@@ -433,7 +452,7 @@ class _Probe:
 
     def _check_noise(self, whole: _Trained) -> None:
         """Check that no random numbers are drawn: those of slices are not those of the whole."""
-        again = self._whole(range(len(self._subjects_of_all)), seed=1)
+        again = self._whole(range(len(self._subjects)), seed=1)
         if not all(map(_equal, again.weights, whole.weights)):
             raise self._refused("draws random numbers for its updates, which slices would draw otherwise")
 
@@ -442,6 +461,16 @@ def _equal(expected: Any, found: Any) -> bool:
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor) and expected.numel() == found.numel():
         return expected.dtype == found.dtype and torch.equal(bits(expected), bits(found))
     return bool(content(expected) == content(found))
+
+
+def _subjects(case: Case, group: int) -> Iterator[_Subject]:
+    """Yield the small parameters of a case."""
+    ndim = case[2]
+    for first, rest in zip(_LEADING, _TRAILING, strict=True):
+        shape = (first, *_divided(rest, ndim - 1)) if ndim > 1 else (first * rest,)
+        yield _Subject(case, group, shape)
+        if first == _LEADING[0]:
+            yield _Subject(case, group, shape, late=True)
 
 
 def _divided(number: int, parts: int) -> tuple[int, ...]:

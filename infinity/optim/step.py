@@ -313,6 +313,11 @@ class StepState:
         """Advance what an optimizer counts in its param groups, as its `step` does without any gradient."""
         self._kernel.advance()
 
+    @property
+    def kernel(self) -> UpdateKernel:
+        """What updates pages."""
+        return self._kernel
+
     def _settings_now(self, shards: Iterable[int]) -> dict[int, Mapping[str, Any]]:
         """Return the settings of shards as they are now: schedulers change them before the update runs."""
         fixed: dict[int, Mapping[str, Any]] = {}

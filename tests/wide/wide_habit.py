@@ -149,9 +149,7 @@ def habit(
 
     def add(function: Callable[[Loop], None]) -> Callable[[Loop], None]:
         where = tuple(p for p in placements if not (early and p in EARLY))
-        HABITS[name] = Habit(
-            Row(name=name, outcome=outcome, words=words, note=note, slow=slow), function, where, ranks
-        )
+        HABITS[name] = Habit(Row(name=name, outcome=outcome, words=words, note=note, slow=slow), function, where, ranks)
         if early:
             row = Row(
                 name=f"{name}; in_backward is asked for",
@@ -237,7 +235,9 @@ def left_otherwise(expected: dict[str, torch.Tensor], found: dict[str, torch.Ten
     listed = [f"{name} is missing" for name in expected.keys() - found.keys()]
     listed += [f"{name} is not zero" for name in found.keys() - expected.keys() if found[name].any()]
     differ = [name for name, value in expected.items() if name in found and not same(value, found[name])]
-    return listed + [f"left {name}: {shown(expected[name])} in memory, {shown(found[name])} paged" for name in differ[:4]]
+    return listed + [
+        f"left {name}: {shown(expected[name])} in memory, {shown(found[name])} paged" for name in differ[:4]
+    ]
 
 
 def same(a: Any, b: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import core_models
 import torch
@@ -24,7 +23,7 @@ def evaluation(loop: Loop) -> None:
         loop.see("evaluation", evaluate(model))
 
 
-@habit("evaluation before the first step")
+@habit("evaluation before the first step", slow=True)
 def sanity(loop: Loop) -> None:
     model, optimizer = loop.begin()
     loop.see("evaluation", evaluate(model))
@@ -37,7 +36,7 @@ def inference(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        with torch.no_grad():  # FSDP2 itself refuses inference_mode where backward follows
+        with torch.inference_mode():
             loop.loss(model, 90)
 
 
@@ -80,7 +79,7 @@ def evaluation_in_between(loop: Loop) -> None:
         loop.see("evaluation", evaluate(model))
 
 
-@habit("evaluation between backward and step()", placements=("in_forward", "after_backward"))
+@habit("evaluation between backward and step()", placements=LATE)
 def before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -90,8 +89,9 @@ def before_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit("evaluation between backward and step(); in_backward is asked for", REFUSED, BETWEEN, placements=EARLY)(before_step)
-habit("evaluation between backward and step() in every step; placement auto", placements=("auto",))(before_step)
+habit("evaluation between backward and step(); in_backward is asked for", REFUSED, BETWEEN, placements=EARLY)(
+    before_step
+)
 
 
 @habit("evaluation between backward and step() now and then; placement auto", REFUSED, BETWEEN, placements=("auto",))
@@ -105,7 +105,7 @@ def before_step_seldom(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("evaluation between clipping and step()", early=PLACEMENT)
+@habit("evaluation between clipping and step()", early=PLACEMENT, slow=True)
 def clip_evaluate_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -142,7 +142,7 @@ def clip_paged_forward_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a forward with gradients between backward and step()", placements=("in_forward", "after_backward"))
+@habit("a forward with gradients between backward and step()", placements=LATE)
 def forward_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -160,7 +160,7 @@ habit(
 )(forward_before_step)
 
 
-@habit("the next batch's forward runs before step()", placements=("in_forward", "after_backward"))
+@habit("the next batch's forward runs before step()", placements=LATE)
 def forward_ahead(loop: Loop) -> None:
     """Its loss is that of the old weights, its backward comes after the update."""
     model, optimizer = loop.begin()
@@ -177,7 +177,7 @@ habit("the next batch's forward runs before step(); in_backward is asked for", R
 )
 
 
-@habit("evaluation in the middle of accumulation", early="second gradient|" + BETWEEN)
+@habit("evaluation in the middle of accumulation", early="second gradient|" + BETWEEN, slow=True)
 def in_accumulation(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -236,14 +236,14 @@ def dropout_reentrant(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("dropout under checkpoint(use_reentrant=False)")
+@habit("dropout under checkpoint(use_reentrant=False)", slow=True)
 def dropout_not_reentrant(loop: Loop) -> None:
     model, optimizer = loop.begin(Dropout("not reentrant"))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("checkpointing of every second batch only")
+@habit("checkpointing of every second batch only", slow=True)
 def checkpoint_seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -261,7 +261,7 @@ def stochastic_depth(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("blocks skipped at random, gradients clipped by torch", early=PLACEMENT)
+@habit("blocks skipped at random, gradients clipped by torch", early=PLACEMENT, slow=True)
 def stochastic_depth_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     generator = random.Random(0)
@@ -281,7 +281,7 @@ def shuffled(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("layers grow in number: progressive stacking")
+@habit("layers grow in number: progressive stacking", slow=True)
 def grow(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS + 1):
@@ -289,7 +289,7 @@ def grow(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("tied weights")
+@habit("tied weights", slow=True)
 def tied(loop: Loop) -> None:
     model, optimizer = loop.begin("tied")
     for step in range(STEPS):
@@ -350,7 +350,7 @@ def alternate(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("losses of two heads, a backward each")
+@habit("losses of two heads, a backward each", slow=True)
 def backward_each(loop: Loop) -> None:
     model, optimizer = loop.begin(TwoHeads())
     for step in range(STEPS):
@@ -394,14 +394,14 @@ class Frozen(core_models.Toy):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-@habit("first layers under no_grad inside of forward, though they are in the optimizer")
+@habit("first layers under no_grad inside of forward, though they are in the optimizer", slow=True)
 def no_grad_inside(loop: Loop) -> None:
     model, optimizer = loop.begin(Frozen())
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("a loss of zero times the output")
+@habit("a loss of zero times the output", slow=True)
 def zero_loss(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -443,7 +443,7 @@ class Generative(core_models.Toy):
         return self.head(x)
 
 
-@habit("batches of any size and length")
+@habit("batches of any size and length", slow=True)
 def any_shape(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, (sequences, length) in enumerate([(2, 24), (1, 7), (5, 3), (2, 24), (3, 1)]):
@@ -493,7 +493,7 @@ def unused_on_one_rank(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a loss in float64")
+@habit("a loss in float64", slow=True)
 def double_loss(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -514,7 +514,7 @@ def autocast(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("forward hooks that look at and change activations")
+@habit("forward hooks that look at and change activations", slow=True)
 def forward_hooks(loop: Loop) -> None:
     model, optimizer = loop.begin()
     model.blocks[1].register_forward_hook(lambda module, args, out: loop.see("activation", out.float().norm()))
@@ -634,7 +634,7 @@ def adapters(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("adapters on a frozen base, gradients clipped by torch", early=PLACEMENT)
+@habit("adapters on a frozen base, gradients clipped by torch", early=PLACEMENT, slow=True)
 def adapters_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin(adapted())
     for step in range(STEPS):
@@ -644,7 +644,7 @@ def adapters_clipped(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("preference loss: the model with adapters against itself without")
+@habit("preference loss: the model with adapters against itself without", slow=True)
 def preference(loop: Loop) -> None:
     model, optimizer = loop.begin(adapted())
     for step in range(STEPS):
@@ -657,7 +657,7 @@ def preference(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("random states taken and given back around a forward")
+@habit("random states taken and given back around a forward", slow=True)
 def random_states(loop: Loop) -> None:
     model, optimizer = loop.begin(Dropout())
     for step in range(STEPS):
@@ -685,7 +685,7 @@ def reshard_switched(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("gradients kept gathered: set_reshard_after_backward(False)", early="second gradient|" + PLACEMENT)
+@habit("gradients kept gathered: set_reshard_after_backward(False)", early="second gradient|" + PLACEMENT, slow=True)
 def reshard_after_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -714,7 +714,7 @@ def unshard(loop: Loop) -> None:
         block.reshard()
 
 
-@habit("prefetching by hand: set_modules_to_forward_prefetch, set_modules_to_backward_prefetch")
+@habit("prefetching by hand: set_modules_to_forward_prefetch, set_modules_to_backward_prefetch", slow=True)
 def prefetch(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for first, second in zip(model.blocks, list(model.blocks)[1:], strict=False):
@@ -724,7 +724,7 @@ def prefetch(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("set_gradient_divide_factor", slow=True)
+@habit("set_gradient_divide_factor", slow=True, ranks=(1,))
 def divide_factor(loop: Loop) -> None:
     model, optimizer = loop.begin()
     model.set_gradient_divide_factor(3.0)
@@ -740,7 +740,7 @@ def sum_reduction(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("functional_call with other weights")
+@habit("functional_call with other weights", slow=True)
 def functional(loop: Loop) -> None:
     model, optimizer = loop.begin(Generative())
     bias = torch.randn(131, generator=torch.Generator().manual_seed(0))
@@ -752,7 +752,7 @@ def functional(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a layer called by itself", slow=True)
+@habit("a layer called by itself", placements=("in_forward", "after_backward"), slow=True)
 def layer_alone(loop: Loop) -> None:
     """For example to warm up a part, or for a loss on features."""
     model, optimizer = loop.begin()
@@ -763,3 +763,68 @@ def layer_alone(loop: Loop) -> None:
         optimizer.zero_grad()
         with torch.no_grad():
             loop.see("features", model.blocks[1](x))
+
+
+habit(
+    "a layer called by itself; updates run in backward, one rank", placements=("auto", *EARLY), ranks=(1,), slow=True
+)(layer_alone)
+habit(
+    "a layer called by itself; updates run in backward, several ranks",
+    REFUSED,
+    PLACEMENT,
+    note="FSDP2 gathers the layer once more in the next backward",
+    placements=("auto",),
+    ranks=(2,),
+    slow=True,
+)(layer_alone)
+
+
+class Normed(core_models.Toy):
+    """Batch norm between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(core_models.WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+            x = self.norm(x.transpose(1, 2).float()).transpose(1, 2)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+@habit("batch norm, and update_bn of torch.optim.swa_utils", ranks=(1,))
+def update_batch_norm(loop: Loop) -> None:
+    from torch.optim.swa_utils import update_bn
+
+    model, optimizer = loop.begin(Normed(), policy="fp32")
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        loop.look(model)
+        if step == 3:
+            update_bn([batch(model, 80 + number) for number in range(3)], model)
+    loop.look(model)
+
+
+@habit("parametrizations: weight_norm and spectral_norm", slow=True)
+def parametrized(loop: Loop) -> None:
+    torch.manual_seed(0)
+    model = core_models.Toy()
+    nn.utils.parametrizations.weight_norm(model.blocks[0].up)
+    nn.utils.parametrizations.spectral_norm(model.blocks[1].up)
+    model, optimizer = loop.begin(model, policy="fp32")
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("requires_grad switched off between backward and step()", slow=True)
+def switched_off(loop: Loop) -> None:
+    """In memory gradients that are there are used all the same."""
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        model.requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(True)

@@ -8,11 +8,12 @@ import core_models
 import torch
 from core_train import OPTIMIZERS, batch
 from torch import nn
-from wide_habit import EARLY, EVERYWHERE, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
+from wide_habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
 
 from infinity.errors import InfinityError
 
-Given = tuple[nn.Module, torch.optim.Optimizer]
+USED = r"used up by (the )?step.*zero_grad"
+"""What a refusal says where gradients of the step before are wanted."""
 
 
 @habit("zero_grad after step")
@@ -80,7 +81,7 @@ def to_zero_and_skipped(loop: Loop) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-@habit("model.zero_grad(set_to_none=False), and layers that a step does not use")
+@habit("model.zero_grad(set_to_none=False), and layers that a step does not use", slow=True)
 def model_to_zero_and_skipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, order in enumerate([(0, 1, 2), (0, 2), (0, 1, 2), (1, 2), (0, 2)]):
@@ -90,7 +91,10 @@ def model_to_zero_and_skipped(loop: Loop) -> None:
         model.zero_grad(set_to_none=False)
 
 
-@habit("zero_grad(set_to_none=False) before backward drops a bad batch", early=PLACEMENT)
+@habit(
+    "zero_grad(set_to_none=False) between backward and step() drops a bad batch",
+    placements=("in_forward", "after_backward"),
+)
 def dropped_to_zero(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -101,7 +105,15 @@ def dropped_to_zero(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("never zero_grad: gradients of all steps add up", early=PLACEMENT)
+habit(
+    "zero_grad(set_to_none=False) between backward and step() drops a bad batch; updates run in backward",
+    REFUSED,
+    PLACEMENT,
+    placements=("auto", *EARLY),
+)(dropped_to_zero)
+
+
+@habit("never zero_grad: gradients of all steps add up", REFUSED, USED)
 def never(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -109,7 +121,7 @@ def never(loop: Loop) -> None:
         optimizer.step()
 
 
-@habit("zero_grad after every second step", early=PLACEMENT)
+@habit("zero_grad after every second step", REFUSED, USED)
 def seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -119,7 +131,7 @@ def seldom(loop: Loop) -> None:
             optimizer.zero_grad()
 
 
-@habit("zero_grad only of half of the parameters", early=PLACEMENT)
+@habit("zero_grad only of half of the parameters", REFUSED, USED, slow=True)
 def in_part(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -129,7 +141,7 @@ def in_part(loop: Loop) -> None:
             param.grad = None
 
 
-@habit("which p.grad is None is looked at before backward, after it and after zero_grad", early=PLACEMENT)
+@habit("which p.grad is None is looked at before backward, after it and after zero_grad")
 def none_or_not(loop: Loop) -> None:
     model, optimizer = loop.begin("spare")
 
@@ -155,7 +167,7 @@ def clip(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch, weights frozen in part", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch, weights frozen in part", early=PLACEMENT, slow=True)
 def clip_frozen(loop: Loop) -> None:
     model, optimizer = loop.begin("frozen")
     for step in range(STEPS):
@@ -165,7 +177,7 @@ def clip_frozen(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch, pure bf16", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch, pure bf16", early=PLACEMENT, slow=True)
 def clip_bf16(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="pure_bf16")
     for step in range(STEPS):
@@ -201,7 +213,7 @@ def clip_groups(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch layer by layer", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch layer by layer", early=PLACEMENT, slow=True)
 def clip_layers(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -212,7 +224,7 @@ def clip_layers(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch for each parameter", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch for each parameter", early=PLACEMENT, slow=True)
 def clip_each(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -234,7 +246,7 @@ def clip_twice(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ with foreach=False", early=PLACEMENT)
+@habit("clip_grad_norm_ with foreach=False", early=PLACEMENT, slow=True)
 def clip_one_by_one(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -259,7 +271,7 @@ def clip_infinity(loop: Loop) -> None:
     clipped_with(loop, float("inf"))
 
 
-@habit("clip_grad_norm_ with the norm of order 1", early=PLACEMENT)
+@habit("clip_grad_norm_ with the norm of order 1", early=PLACEMENT, slow=True)
 def clip_one(loop: Loop) -> None:
     clipped_with(loop, 1.0)
 
@@ -283,7 +295,7 @@ def clip_paged_infinity(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("norms logged by clipping at infinity", early=PLACEMENT)
+@habit("norms logged by clipping at infinity", early=PLACEMENT, slow=True)
 def clip_at_infinity(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -334,7 +346,7 @@ def clip_nan_and_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("get_total_norm and clip_grads_with_norm_", early=PLACEMENT)
+@habit("get_total_norm and clip_grads_with_norm_", early=PLACEMENT, slow=True)
 def clip_in_two_calls(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -390,7 +402,7 @@ def log_norms(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad.norm() logged every second step", early=PLACEMENT)
+@habit("p.grad.norm() logged every second step", early=PLACEMENT, slow=True)
 def log_norms_seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -401,7 +413,7 @@ def log_norms_seldom(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("largest, mean and NaN of p.grad logged", early=PLACEMENT)
+@habit("largest, mean and NaN of p.grad logged", early=PLACEMENT, slow=True)
 def log_extremes(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -415,7 +427,7 @@ def log_extremes(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad looked at only after step()", early=PLACEMENT)
+@habit("p.grad looked at only after step()", REFUSED, "read it before")
 def log_after_step(loop: Loop) -> None:
     """In memory it is still there."""
     model, optimizer = loop.begin()
@@ -427,7 +439,7 @@ def log_after_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clipped gradients looked at after clip_grad_norm_", early=PLACEMENT)
+@habit("clipped gradients looked at after clip_grad_norm_", early=PLACEMENT, slow=True)
 def look_at_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -452,7 +464,7 @@ def whole_and_local(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients kept for a comparison with the next step's", early=PLACEMENT)
+@habit("gradients kept for a comparison with the next step's", early=PLACEMENT, slow=True)
 def keep_clones(loop: Loop) -> None:
     model, optimizer = loop.begin()
     before: list[torch.Tensor] = []
@@ -466,7 +478,7 @@ def keep_clones(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a reference to p.grad kept beyond step and zero_grad", early=PLACEMENT)
+@habit("a reference to p.grad kept beyond step and zero_grad", REFUSED, "clone")
 def keep_references(loop: Loop) -> None:
     """In memory the tensor stays as it was, since zero_grad only lets go of it."""
     model, optimizer = loop.begin()
@@ -480,7 +492,7 @@ def keep_references(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("noise added to gradients", early=PLACEMENT)
+@habit("noise added to gradients", early=PLACEMENT, slow=True)
 def noise(loop: Loop) -> None:
     model, optimizer = loop.begin()
     generator = torch.Generator().manual_seed(3)
@@ -505,7 +517,7 @@ def noise_like(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients divided by the number of tokens", early=PLACEMENT)
+@habit("gradients divided by the number of tokens", early=PLACEMENT, slow=True)
 def divide(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -528,7 +540,7 @@ def assign(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad.data changed: mul_, clamp_", early=PLACEMENT)
+@habit("p.grad.data changed: mul_, clamp_", early=PLACEMENT, slow=True)
 def data(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -553,7 +565,7 @@ def cancel(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch._foreach_mul_ of all gradients", early=PLACEMENT)
+@habit("torch._foreach_mul_ of all gradients", early=PLACEMENT, slow=True)
 def foreach(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -563,7 +575,7 @@ def foreach(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of matrices centralised, signs taken", early=PLACEMENT)
+@habit("gradients of matrices centralised, signs taken", early=PLACEMENT, slow=True)
 def centralise(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -589,7 +601,6 @@ def views(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-
 @habit("gradients of two tasks taken apart and combined", early=PLACEMENT)
 def surgery(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -607,15 +618,15 @@ def surgery(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients added up by hand beside, and given back before step()", early=PLACEMENT)
-def by_hand(loop: Loop) -> None:
+def added_by_hand(loop: Loop, *, clone: bool) -> None:
+    """Add up gradients in tensors of the loop's own."""
     model, optimizer = loop.begin()
     params = list(model.parameters())
     for step in range(STEPS):
         sums: list[torch.Tensor] | None = None
         for part in range(3):
             loop.loss(model, 10 * step + part).backward()
-            grads = [param.grad for param in params]
+            grads = [param.grad.clone() if clone else param.grad for param in params]
             sums = grads if sums is None else [a + b for a, b in zip(sums, grads, strict=True)]
             for param in params:
                 param.grad = None
@@ -623,6 +634,16 @@ def by_hand(loop: Loop) -> None:
             param.grad = total / 3
         optimizer.step()
         optimizer.zero_grad()
+
+
+@habit("clones of gradients added up by hand, and given back before step()", early=PLACEMENT, slow=True)
+def by_hand(loop: Loop) -> None:
+    added_by_hand(loop, clone=True)
+
+
+@habit("references to gradients kept over p.grad = None, added up and given back", REFUSED, "clone", slow=True)
+def by_hand_referenced(loop: Loop) -> None:
+    added_by_hand(loop, clone=False)
 
 
 @habit("gradients given without any backward")
@@ -639,7 +660,7 @@ def given(loop: Loop) -> None:
             loop.loss(model, step)
 
 
-@habit("SGD by hand: p -= lr * p.grad, in place", early=PLACEMENT)
+@habit("SGD by hand: p -= lr * p.grad, in place")
 def sgd_in_place(loop: Loop) -> None:
     model, _ = loop.begin()
     for step in range(STEPS):
@@ -650,7 +671,7 @@ def sgd_in_place(loop: Loop) -> None:
         model.zero_grad()
 
 
-@habit("SGD by hand: p.copy_(p - lr * p.grad)", early=PLACEMENT)
+@habit("SGD by hand: p.copy_(p - lr * p.grad)")
 def sgd_copied(loop: Loop) -> None:
     model, _ = loop.begin()
     for step in range(STEPS):
@@ -682,7 +703,7 @@ def sharpness(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("GradScaler on the CPU", early=PLACEMENT)
+@habit("GradScaler on the CPU", early=PLACEMENT, slow=True)
 def scaler(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -755,7 +776,7 @@ def accumulate_and_look(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients scaled in the middle of accumulation", early=PLACEMENT)
+@habit("gradients scaled in the middle of accumulation", early=PLACEMENT, slow=True)
 def accumulate_and_scale(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -778,7 +799,7 @@ def without_sync(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("set_is_last_backward(False) for all batches but the last", early="second gradient|" + PLACEMENT)
+@habit("set_is_last_backward(False) for all batches but the last", early="second gradient|" + PLACEMENT, slow=True)
 def last_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -799,7 +820,7 @@ def uneven(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("one batch per step, then several", placements=("in_forward", "after_backward"))
+@habit("one batch per step, then several", placements=("in_forward", "after_backward"), slow=True)
 def more_batches(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, parts in enumerate((1, 1, 1, 2, 2)):
@@ -837,7 +858,7 @@ def two_forwards(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch.autograd.backward of two losses")
+@habit("torch.autograd.backward of two losses", slow=True)
 def backward_of_two(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -857,7 +878,6 @@ class Penalised(core_models.Toy):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-
 @habit("adversarial embeddings: autograd.grad without backward, then a second forward")
 def adversarial(loop: Loop) -> None:
     model, optimizer = loop.begin(Penalised())
@@ -872,7 +892,7 @@ def adversarial(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a backward that nobody uses before the one that counts, dropped by zero_grad", early=PLACEMENT)
+@habit("a backward that nobody uses before the one that counts, dropped by zero_grad", early=PLACEMENT, slow=True)
 def dropped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -883,7 +903,9 @@ def dropped(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("model.zero_grad() drops a bad batch after backward", early=PLACEMENT, placements=("in_forward", "after_backward"))
+@habit(
+    "model.zero_grad() drops a bad batch after backward", early=PLACEMENT, placements=("in_forward", "after_backward")
+)
 def drop_bad(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -921,7 +943,7 @@ def hooks_scale(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("post-accumulate hooks that were registered before offload")
+@habit("post-accumulate hooks that were registered before offload", slow=True)
 def hooks_before(loop: Loop) -> None:
     model = core_models.build("toy")
     for param in model.parameters():
@@ -956,3 +978,162 @@ def tensor_hooks(loop: Loop) -> None:
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         loop.see("calls", len(calls))
+
+
+@habit("zeroed as old code does: p.grad.detach_(), p.grad.zero_()")
+def zeroed_by_hand(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.detach_()
+                param.grad.zero_()
+
+
+@habit("weights added to gradients: p.grad.add_(p, alpha=...), torch._foreach_add_", early=PLACEMENT)
+def decay_by_hand(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        with torch.no_grad():
+            if step % 2:
+                torch._foreach_add_([p.grad for p in model.parameters()], list(model.parameters()), alpha=0.01)
+            else:
+                for param in model.parameters():
+                    param.grad.add_(param, alpha=0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients scaled by the ratio of norms of weight and gradient", early=PLACEMENT, slow=True)
+def trust_ratio(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                ratio = param.norm() / param.grad.norm().clamp(min=1e-6)
+                param.grad.mul_(ratio.clamp(max=2.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("slow part of gradients amplified with a moving average of them", early=PLACEMENT)
+def amplified(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    means: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for name, param in model.named_parameters():
+            old = means.get(name, torch.zeros_like(param.grad))
+            means[name] = old * 0.9 + param.grad.detach() * 0.1
+            param.grad.data = param.grad.data + means[name] * 2.0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("moving average of gradients with torch._foreach_lerp_", early=PLACEMENT, slow=True)
+def averaged(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    params = list(model.parameters())
+    means = [torch.zeros_like(param) for param in params]
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        torch._foreach_lerp_(means, [param.grad for param in params], 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    for mean in means:
+        loop.see("mean", mean)
+
+
+@habit("all gradients as one vector: torch.cat of full_tensor()", early=PLACEMENT)
+def one_vector(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        vector = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
+        loop.see("vector", vector)
+        loop.see("median", vector.abs().median())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("the gradient of one parameter assigned to another", early=PLACEMENT, slow=True)
+def exchanged(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
+        first.grad, second.grad = second.grad, first.grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("torch.mul(p.grad, factor, out=p.grad)", early=PLACEMENT)
+def out(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            grad = param.grad.to_local()
+            torch.mul(grad, 0.5, out=grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a factor changed after gradients were multiplied by it", early=PLACEMENT, slow=True)
+def factor(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    scale = torch.tensor(0.5)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            param.grad.mul_(scale)
+        scale.mul_(3.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("loss.backward(inputs=...) of some parameters", ranks=(1,), slow=True)
+def some_inputs(loop: Loop) -> None:
+    """FSDP2 reduces what there is; what was not asked for gets nothing."""
+    model, optimizer = loop.begin(Penalised())
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        if step % 2:
+            loss.backward(inputs=[model.embedded])
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Tempered(core_models.Toy):
+    """A parameter of one element, of which all ranks but the first have nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.blocks[0].gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        y = self.head(x).float() * self.temperature.float()
+        return nn.functional.cross_entropy(y.flatten(0, 1), tokens.flatten())
+
+
+@habit("parameters of one element, looked at and clipped", early=PLACEMENT)
+def one_element(loop: Loop) -> None:
+    model, optimizer = loop.begin(Tempered())
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("gradient", model.temperature.grad)
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        model.temperature.grad.mul_(2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.see("temperature", model.temperature)

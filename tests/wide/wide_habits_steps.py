@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from typing import Any
 
 import core_models
@@ -14,7 +15,7 @@ from wide_habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
 
 
 def with_scheduler(loop: Loop, make: Any, *, before: bool, optimizer: str = "adamw", metric: bool = False) -> None:
-    """Train with a scheduler of torch, made on the optimizer that is given to offload, or on the one that it returns."""
+    """Train with a scheduler of torch, made on the optimizer that offload is given, or on the one that it returns."""
     model = core_models.build("toy")
     given = OPTIMIZERS[optimizer](model.parameters())
     scheduler = make(given) if before else None
@@ -59,7 +60,7 @@ def cyclic(loop: Loop) -> None:
     with_scheduler(loop, make, before=False, optimizer="sgd_nesterov")
 
 
-@habit("ReduceLROnPlateau")
+@habit("ReduceLROnPlateau", slow=True)
 def plateau(loop: Loop) -> None:
     def make(optimizer: torch.optim.Optimizer) -> Any:
         return schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.2)
@@ -86,7 +87,7 @@ def tensor_lr(loop: Loop) -> None:
         loop.see("lr", float(optimizer.param_groups[0]["lr"]))
 
 
-@habit("scheduler.step() before optimizer.step()", early="changed", placements=("in_forward", "after_backward", *EARLY))
+@habit("scheduler.step() before optimizer.step()", early="changed")
 def scheduler_first(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scheduler = schedulers.ExponentialLR(optimizer, 0.5)
@@ -95,8 +96,6 @@ def scheduler_first(loop: Loop) -> None:
         scheduler.step()
         optimizer.step()
         optimizer.zero_grad()
-
-
 
 
 @habit("a scheduler's state_dict saved and loaded into a new one", slow=True)
@@ -121,7 +120,7 @@ def lr_by_hand(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("lr set by hand between forward and backward")
+@habit("lr set by hand between forward and backward", slow=True)
 def lr_before_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -132,7 +131,7 @@ def lr_before_backward(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("lr set by hand between backward and step()", placements=("in_forward", "after_backward"))
+@habit("lr set by hand between backward and step()", placements=LATE)
 def lr_after_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -143,14 +142,30 @@ def lr_after_backward(loop: Loop) -> None:
 
 
 habit(
-    "lr set by hand between backward and step(); updates run in backward",
+    "lr set by hand between backward and step(); in_backward is asked for",
     REFUSED,
     "lr was changed.*before backward",
-    placements=("auto", *EARLY),
+    placements=EARLY,
 )(lr_after_backward)
 
 
-@habit("lr set through the optimizer that was passed in")
+@habit(
+    "lr set by hand between backward and step() now and then; placement auto",
+    REFUSED,
+    "lr was changed",
+    placements=("auto",),
+)
+def lr_now_and_then(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if step == 3:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("lr set through the optimizer that was passed in", slow=True)
 def lr_of_given(loop: Loop) -> None:
     model = core_models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
@@ -161,7 +176,7 @@ def lr_of_given(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("lr of zero for some steps")
+@habit("lr of zero for some steps", slow=True)
 def lr_zero(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -198,7 +213,7 @@ def group_each(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("groups with names of their own (named_parameters)")
+@habit("groups with names of their own (named_parameters)", slow=True)
 def named_groups(loop: Loop) -> None:
     model = core_models.build("toy")
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.named_parameters()))
@@ -207,7 +222,7 @@ def named_groups(loop: Loop) -> None:
     loop.see("names", optimizer.param_groups[0]["param_names"])
 
 
-@habit("extra keys of the loop's own in param_groups")
+@habit("extra keys of the loop's own in param_groups", slow=True)
 def extra_keys(loop: Loop) -> None:
     model = core_models.build("toy")
     given = [{"params": list(model.parameters()), "lr_scale": 0.5, "name": "all"}]
@@ -231,7 +246,7 @@ def add_group(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("add_param_group on the optimizer that was passed in", REFUSED, "before offload|offload")
+@habit("add_param_group on the optimizer that was passed in", REFUSED, "before offload|offload", slow=True)
 def add_group_to_given(loop: Loop) -> None:
     model = core_models.build("toy")
     model.head.requires_grad_(False)
@@ -244,7 +259,7 @@ def add_group_to_given(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("groups appended to param_groups by hand", REFUSED, "offload")
+@habit("groups appended to param_groups by hand", REFUSED, "offload", slow=True)
 def append_group(loop: Loop) -> None:
     model = core_models.build("toy")
     model.head.requires_grad_(False)
@@ -257,7 +272,7 @@ def append_group(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("parameters moved from one group to another", placements=LATE)
+@habit("parameters moved from one group to another", REFUSED, "offload", slow=True)
 def move_between_groups(loop: Loop) -> None:
     model = core_models.build("toy")
     head = list(model.head.parameters())
@@ -270,7 +285,7 @@ def move_between_groups(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("parameters taken out of their group", placements=LATE)
+@habit("parameters taken out of their group", REFUSED, "offload")
 def out_of_group(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -299,7 +314,7 @@ def freeze_in_turns(loop: Loop) -> None:
     model.requires_grad_(True)
 
 
-@habit("embedding or single matrices frozen and unfrozen in turns")
+@habit("embedding or single matrices frozen and unfrozen in turns", slow=True)
 def freeze_some(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -320,7 +335,7 @@ def unfreeze(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("everything frozen but the head, then everything unfrozen", REFUSED, "offload")
+@habit("everything frozen but the head, then everything unfrozen", REFUSED, "offload", slow=True)
 def unfreeze_all(loop: Loop) -> None:
     model = core_models.build("toy", policy="fp32")
     model.requires_grad_(False)
@@ -332,7 +347,7 @@ def unfreeze_all(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("frozen at offload, never trained, all given to the optimizer")
+@habit("frozen at offload, never trained, all given to the optimizer", slow=True)
 def frozen_given(loop: Loop) -> None:
     model = core_models.build("toy")
     model.blocks[0].requires_grad_(False)
@@ -386,7 +401,7 @@ def lbfgs(loop: Loop) -> None:
     loop.trained.clear()
 
 
-@habit("step() twice with the same gradients", placements=("in_forward", "after_backward"))
+@habit("step() twice with the same gradients", REFUSED, "zero_grad")
 def step_twice(loop: Loop) -> None:
     """In memory the gradients are applied twice."""
     model, optimizer = loop.begin()
@@ -398,15 +413,7 @@ def step_twice(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit(
-    "step() twice with the same gradients; updates run in backward",
-    REFUSED,
-    PLACEMENT,
-    placements=("auto", *EARLY),
-)(step_twice)
-
-
-@habit("step() without any gradient")
+@habit("step() without any gradient", slow=True)
 def step_for_nothing(loop: Loop) -> None:
     model, optimizer = loop.begin()
     optimizer.step()
@@ -436,7 +443,7 @@ def step_of_given(loop: Loop) -> None:
         given.zero_grad()
 
 
-@habit("zero_grad() of the optimizer that was passed in")
+@habit("zero_grad() of the optimizer that was passed in", slow=True)
 def zero_of_given(loop: Loop) -> None:
     model = core_models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
@@ -480,6 +487,25 @@ def step_hooks_before(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
+@habit("an entry of optimizer.state set", REFUSED, "state", slow=True)
+def set_state(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            state = optimizer.state[model.head.bias]
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+@habit("optimizer.state = defaultdict(dict)", REFUSED, "state")
+def replace_state(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            optimizer.state = defaultdict(dict)
+
+
 @habit("optimizer.state[p] read: moments and step counts")
 def read_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -492,7 +518,7 @@ def read_state(loop: Loop) -> None:
         loop.see("second", state["exp_avg_sq"].sqrt().mean())
 
 
-@habit("optimizer.state written: moments of a layer set to zero", REFUSED, "state")
+@habit("optimizer.state written: moments of a layer set to zero, step counts too")
 def write_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -500,6 +526,8 @@ def write_state(loop: Loop) -> None:
         if step == 2:
             for param in model.blocks[0].parameters():
                 optimizer.state[param]["exp_avg"].zero_()
+                optimizer.state[param]["exp_avg_sq"].mul_(0.5)
+                optimizer.state[param]["step"] -= 1
 
 
 @habit("optimizer.state cleared, for a fresh start of the moments", REFUSED, "state")
@@ -511,7 +539,9 @@ def clear_state(loop: Loop) -> None:
             optimizer.state.clear()
 
 
-@habit("a new optimizer made over the model in the middle of training", REFUSED, "offload")
+@habit(
+    "a new optimizer made over the model in the middle of training", REFUSED, "offload|step\\(\\) has not been called"
+)
 def new_optimizer(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -572,7 +602,7 @@ def take_nan(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("an infinite loss is taken as it is")
+@habit("an infinite loss is taken as it is", slow=True)
 def take_inf(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -733,7 +763,7 @@ def profiler(loop: Loop) -> None:
             profiled.step()
 
 
-@habit("anomaly detection")
+@habit("anomaly detection", slow=True)
 def anomaly(loop: Loop) -> None:
     model, optimizer = loop.begin()
     with torch.autograd.set_detect_anomaly(True):
@@ -749,7 +779,7 @@ def default_dtype(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("torch.use_deterministic_algorithms")
+@habit("torch.use_deterministic_algorithms", slow=True)
 def deterministic(loop: Loop) -> None:
     model, optimizer = loop.begin()
     torch.use_deterministic_algorithms(True)
@@ -768,7 +798,7 @@ def default_device(loop: Loop) -> None:
             loop.step(model, optimizer, step)
 
 
-@habit("two models with an optimizer each, trained against each other")
+@habit("two models with an optimizer each, trained against each other", slow=True)
 def adversaries(loop: Loop) -> None:
     one, first = loop.begin()
     other, second = loop.begin(seed=1)
@@ -833,7 +863,9 @@ def gan_frozen(loop: Loop) -> None:
     gan(loop, frozen=True, drop="")
 
 
-@habit("GAN, the discriminator's gradients of the generator's loss dropped", placements=("in_forward", "after_backward"))
+@habit(
+    "GAN, the discriminator's gradients of the generator's loss dropped", placements=("in_forward", "after_backward")
+)
 def gan_dropped(loop: Loop) -> None:
     gan(loop, frozen=False, drop="optimizer")
 
@@ -841,6 +873,7 @@ def gan_dropped(loop: Loop) -> None:
 @habit(
     "GAN, the discriminator's gradients of the generator's loss dropped by its zero_grad()",
     placements=("in_forward", "after_backward"),
+    slow=True,
 )
 def gan_dropped_by_model(loop: Loop) -> None:
     gan(loop, frozen=False, drop="model")
@@ -854,7 +887,7 @@ habit(
 )(gan_dropped)
 
 
-@habit("a frozen reference model in memory beside it")
+@habit("a frozen reference model in memory beside it", slow=True)
 def reference(loop: Loop) -> None:
     model, optimizer = loop.begin()
     frozen = core_models.build("toy", seed=3).requires_grad_(False)
@@ -884,7 +917,7 @@ def resume(loop: Loop) -> None:
             optimizer = loop.offload(model, given, storage={"paths": paths}, run={"resume": "latest"})
 
 
-@habit("a commit after every step")
+@habit("a commit after every step", slow=True)
 def commits(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -892,7 +925,7 @@ def commits(loop: Loop) -> None:
         loop.commit(optimizer)
 
 
-@habit("other things drawn from the global generator: offload and training leave it as memory does")
+@habit("other things drawn from the global generator: offload and training leave it as memory does", slow=True)
 def generator(loop: Loop) -> None:
     torch.manual_seed(5)
     model, optimizer = loop.begin("gpt2")
@@ -900,5 +933,3 @@ def generator(loop: Loop) -> None:
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         loop.see("drawn", torch.rand(3))
-
-

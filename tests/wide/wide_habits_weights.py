@@ -11,7 +11,7 @@ import torch
 from core_train import OPTIMIZERS
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from wide_habit import EARLY, REFUSED, STEPS, Loop, habit
+from wide_habit import EARLY, LATE, REFUSED, STEPS, Loop, habit
 from wide_habits_forwards import BETWEEN
 
 
@@ -26,7 +26,7 @@ def read(loop: Loop) -> None:
         loop.see("norm", model.head.weight.norm())
 
 
-@habit("weights read between backward and step()", placements=("in_forward", "after_backward"))
+@habit("weights read between backward and step()", placements=LATE)
 def read_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -41,7 +41,7 @@ habit("weights read between backward and step(); in_backward is asked for", REFU
 )
 
 
-@habit("ratio of update to weight logged", placements=("in_forward", "after_backward"))
+@habit("ratio of update to weight logged", placements=LATE)
 def update_ratio(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -51,9 +51,6 @@ def update_ratio(loop: Loop) -> None:
         for old, new in zip(before, model.parameters(), strict=True):
             loop.see("ratio", ((new - old).norm() / old.norm()))
         optimizer.zero_grad()
-
-
-habit("ratio of update to weight logged in every step; placement auto", placements=("auto",))(update_ratio)
 
 
 @habit("norm of all weights: parameters_to_vector, sums of squares")
@@ -80,7 +77,7 @@ def weight_penalty(loop: Loop) -> None:
 @habit("a penalty on weights alone: a backward without any forward")
 def penalty_alone(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
-    for step in range(STEPS):
+    for _ in range(STEPS):
         sum(param.to_local().square().sum() for param in model.parameters()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -100,7 +97,7 @@ def ema(loop: Loop) -> None:
         loop.see("mean", value)
 
 
-@habit("moving average with torch._foreach_lerp_")
+@habit("moving average with torch._foreach_lerp_", slow=True)
 def ema_foreach(loop: Loop) -> None:
     model, optimizer = loop.begin()
     mean = [param.detach().clone() for param in model.parameters()]
@@ -143,7 +140,13 @@ def lookahead(loop: Loop) -> None:
                     param.copy_(value)
 
 
-@habit("AveragedModel of torch.optim.swa_utils", REFUSED, "FSDP does not support deepcopy", note="by FSDP2 itself")
+@habit(
+    "AveragedModel of torch.optim.swa_utils",
+    REFUSED,
+    "FSDP does not support deepcopy",
+    note="by FSDP2 itself",
+    slow=True,
+)
 def averaged(loop: Loop) -> None:
     model, optimizer = loop.begin()
     mean = AveragedModel(model)
@@ -152,7 +155,7 @@ def averaged(loop: Loop) -> None:
         mean.update_parameters(model)
 
 
-@habit("AveragedModel made before offload, fed with the weights after it")
+@habit("AveragedModel made before offload, fed with the weights after it", slow=True)
 def averaged_before(loop: Loop) -> None:
     model = core_models.build("toy")
     mean = core_models.build("toy")
@@ -199,7 +202,11 @@ def best(loop: Loop) -> None:
             model.load_state_dict(kept)
 
 
-@habit("best weights kept with a plain state_dict(), whose tensors go on changing", note="of a moment in memory too")
+@habit(
+    "best weights kept with a plain state_dict(), whose tensors go on changing",
+    note="of a moment in memory too",
+    slow=True,
+)
 def best_not_cloned(loop: Loop) -> None:
     model, optimizer = loop.begin()
     kept: dict[str, Any] = {}
@@ -211,7 +218,7 @@ def best_not_cloned(loop: Loop) -> None:
             loop.see(name, value)
 
 
-@habit("best weights kept with copy.deepcopy(model.state_dict())")
+@habit("best weights kept with copy.deepcopy(model.state_dict())", slow=True)
 def best_copied(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -244,7 +251,7 @@ def torch_save(loop: Loop) -> None:
         loop.see("saved", len(file.getvalue()) > 1000)
 
 
-@habit("torch.save of whole tensors (full_tensor()) and torch.load")
+@habit("torch.save of whole tensors (full_tensor()) and torch.load", slow=True)
 def torch_save_whole(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -256,7 +263,7 @@ def torch_save_whole(loop: Loop) -> None:
             loop.see(name, value)
 
 
-@habit("get_model_state_dict, whole and on the CPU")
+@habit("get_model_state_dict, whole and on the CPU", slow=True)
 def model_state(loop: Loop) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -268,7 +275,7 @@ def model_state(loop: Loop) -> None:
             loop.see(name, value)
 
 
-@habit("set_model_state_dict in the middle of training")
+@habit("set_model_state_dict in the middle of training", slow=True)
 def set_state(loop: Loop) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -301,7 +308,7 @@ def clamp_data(loop: Loop) -> None:
     in_place(loop, lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()])
 
 
-@habit("weights decayed by hand: p.mul_, torch._foreach_mul_")
+@habit("weights decayed by hand: p.mul_, torch._foreach_mul_", slow=True)
 def decay(loop: Loop) -> None:
     in_place(loop, lambda model: torch._foreach_mul_(list(model.parameters()), 0.9))
 
@@ -311,12 +318,12 @@ def copied(loop: Loop) -> None:
     in_place(loop, lambda model: [p.copy_(p.clamp(-0.1, 0.1)) for p in model.parameters()])
 
 
-@habit("weights changed by p.data.copy_(...)")
+@habit("weights changed by p.data.copy_(...)", slow=True)
 def copied_data(loop: Loop) -> None:
     in_place(loop, lambda model: [p.data.copy_(p.clamp(-0.1, 0.1)) for p in model.parameters()])
 
 
-@habit("weights changed by p.to_local().copy_(...)")
+@habit("weights changed by p.to_local().copy_(...)", slow=True)
 def copied_local(loop: Loop) -> None:
     in_place(loop, lambda model: [p.to_local().copy_(p.to_local() * 0.5) for p in model.parameters()])
 
@@ -341,7 +348,7 @@ def element(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local()[3].zero_())
 
 
-@habit("an element set through a flat view")
+@habit("an element set through a flat view", slow=True)
 def element_of_view(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local().view(-1)[5:50].fill_(0.5))
 
@@ -354,12 +361,12 @@ def through_numpy(loop: Loop) -> None:
     in_place(loop, change)
 
 
-@habit("weights changed through a detached or transposed view")
+@habit("weights changed through a detached or transposed view", slow=True)
 def through_transposed(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local().detach().t()[1].mul_(0.5))
 
 
-@habit("weights initialised anew: nn.init.normal_")
+@habit("weights initialised anew: nn.init.normal_", slow=True)
 def reinit(loop: Loop) -> None:
     in_place(loop, lambda model: nn.init.zeros_(model.blocks[2].up.weight))
 
@@ -369,7 +376,7 @@ def reset(loop: Loop) -> None:
     in_place(loop, lambda model: model.blocks[2].norm.reset_parameters())
 
 
-@habit("noise added to weights by p.copy_")
+@habit("noise added to weights by p.copy_", slow=True)
 def noise(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -379,17 +386,17 @@ def noise(loop: Loop) -> None:
     in_place(loop, change)
 
 
-@habit("weights pruned by a mask with p.copy_")
+@habit("weights pruned by a mask with p.copy_", slow=True)
 def pruned(loop: Loop) -> None:
     in_place(loop, lambda model: [p.copy_(p * (p.abs() > 0.01)) for p in model.parameters()])
 
 
-@habit("one parameter copied onto another")
+@habit("one parameter copied onto another", slow=True)
 def copied_over(loop: Loop) -> None:
     in_place(loop, lambda model: model.blocks[0].up.weight.copy_(model.blocks[1].up.weight))
 
 
-@habit("vector_to_parameters")
+@habit("vector_to_parameters", slow=True)
 def vector(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         parts = [p.to_local() for p in model.head.parameters()]
@@ -455,7 +462,7 @@ def to_bf16(loop: Loop) -> None:
     loop.look(model)
 
 
-@habit("model.double() after training", REFUSED, "offload")
+@habit("model.double() after training", REFUSED, "offload", slow=True)
 def to_double(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -472,7 +479,7 @@ def to_same(loop: Loop) -> None:
         model.to("cpu").float().train()
 
 
-@habit("model.apply and modules() that only look")
+@habit("model.apply and modules() that only look", slow=True)
 def apply(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -483,7 +490,7 @@ def apply(loop: Loop) -> None:
         loop.see("text", len(str(model)) > 100)
 
 
-@habit("printing a parameter", ranks=(1,))
+@habit("printing a parameter", ranks=(1,), slow=True)
 def printing(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -491,7 +498,7 @@ def printing(loop: Loop) -> None:
         loop.see("length", len(f"{model.head.bias} {model.head.bias.full_tensor()}") > 10)
 
 
-@habit("two forwards share weights that were copied out: a fresh local model")
+@habit("two forwards share weights that were copied out: a fresh local model", slow=True)
 def exported(loop: Loop) -> None:
     model, optimizer = loop.begin()
     twin = core_models.Toy()
@@ -499,5 +506,3 @@ def exported(loop: Loop) -> None:
         loop.step(model, optimizer, step)
         twin.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
         loop.see("twin", next(twin.parameters()))
-
-

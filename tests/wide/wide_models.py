@@ -68,7 +68,9 @@ class ModelRow(Row):
 def build(row: ModelRow) -> Any:
     """Return the model of a row, built from its configuration on the current device."""
     transformers = importlib.import_module("transformers")
-    config = getattr(transformers, row.config or row.family + "Config")(**SUBCONFIGS.get(row.name, dict)(), **row.settings)
+    config = getattr(transformers, row.config or row.family + "Config")(
+        **SUBCONFIGS.get(row.name, dict)(), **row.settings
+    )
     config._attn_implementation = "eager"
     return getattr(transformers, row.model)(config)
 
@@ -89,7 +91,9 @@ def causal(family: str, settings: Mapping[str, Any] = GQA, *, name: str = "", **
                     settings=settings, **more)  # fmt: skip
 
 
-def other(family: str, model: str, settings: Mapping[str, Any], layers: tuple[str, ...], inputs: str, **more: Any) -> ModelRow:
+def other(
+    family: str, model: str, settings: Mapping[str, Any], layers: tuple[str, ...], inputs: str, **more: Any
+) -> ModelRow:
     """Return the row of another model."""
     return ModelRow(name=more.pop("name", family), family=family, model=model, settings=settings, layers=layers,
                     inputs=inputs, **more)  # fmt: skip
