@@ -29,10 +29,12 @@ from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import (
     Committer,
     choose_run,
+    committed_buffers,
     find_commits,
     remove_commits,
     restore,
 )
+from infinity.checkpoint.companions import carry_companions, keep_companions
 from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
 from infinity.checkpoint.manifest import Manifest
@@ -100,6 +102,7 @@ def offload(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     weights: str | os.PathLike[str] | None = None,
+    strict: bool = True,
     init: InitFunction | None = None,
 ) -> PagedOptimizer:
     """Move a sharded model's parameters and optimizer state to NVMe; return the optimizer to train with.
@@ -108,15 +111,20 @@ def offload(
         model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
         optimizer: any element-wise `torch.optim` optimizer over its parameters, without state yet.
         config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
-        weights: folder to load a model on the meta device from, as a stream: of safetensors, or one that
-            `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of model and
-            optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken over.
-            A run that resumes does not read it.
+        weights: folder to load a model on the meta device from, as a stream. Either of safetensors, as
+            `save_pretrained` writes it (or one such file or index, to name a variant): names are found, and tensors
+            renamed, fused or split, as `from_pretrained` of transformers does; those of other models must be equal.
+            Or one that `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of
+            model and optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken
+            over. A run that resumes does not read it.
+        strict: refuse `weights` of safetensors that lack tensors of the model or have others. Otherwise the former are
+            initialised as without `weights`, the latter passed over; a warning names both. Another shape is refused.
         init: initialises one module of a model on the meta device in place; by default the model's own
             `_init_weights`, else each module's `reset_parameters`.
 
     Raises:
-        ConfigError: a setting is wrong. BudgetError: the arena or the space on NVMe is too small.
+        ConfigError: a setting is wrong, or `weights` are not those of the model, with a list of what differs.
+        BudgetError: the arena or the space on NVMe is too small.
         UnsupportedError: the model or the optimizer cannot be paged, with the reason.
         FolderBusyError: another live run owns a path. CommitError: there is nothing to resume from, or `weights`
             cannot be read.
@@ -127,6 +135,8 @@ def offload(
     _check_optimizer(sharded, optimizer)
     if (weights or init) and not sharded.on_meta:
         raise ConfigError("weights and init are for models on the meta device; this model has values already")
+    if not strict and (weights is None or DcpFolder.is_at(weights)):
+        raise ConfigError("strict=False is for weights of safetensors; a folder of DCP must have the whole model")
     kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
@@ -135,7 +145,7 @@ def offload(
     _give_shapes(kernel, sharded, optimizer)
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
     try:
-        paged = run.attach(sharded, optimizer, kernel, weights, init)
+        paged = run.attach(sharded, optimizer, kernel, weights, strict, init)
     except BaseException as error:
         run.peers.leave(error)
         run.close(committed=run.resuming)
@@ -329,6 +339,7 @@ class _Run:
         optimizer: torch.optim.Optimizer,
         kernel: UpdateKernel,
         weights: str | os.PathLike[str] | None,
+        strict: bool,
         init: InitFunction | None,
     ) -> PagedOptimizer:
         """Give the model paged shards and return its optimizer."""
@@ -339,6 +350,7 @@ class _Run:
         def gathering(shard: int) -> bool:
             if layout.begins_unit(shard):
                 self.freed.bound(measure=attachment.training_pass and paged.plan is None)
+                attachment.check_frozen(layout.shards[shard].unit)
             return paged.gathering(shard, attachment.training_pass)
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)
@@ -349,7 +361,7 @@ class _Run:
             gathering=gathering,
             gathered=lambda shard: paged.gathered(shard),
             copied=self.ledger.copied,
-            settle=lambda: paged.settle(),
+            look=lambda shard: paged.look(shard),
             part=self.ledger.part,
         )
         self._closers.append(content.close)
@@ -358,11 +370,16 @@ class _Run:
         source: FirstValues | None = None
         if self._found is None:
             source = self.ranks.together(
-                "opening the weights", lambda: self._old or _first_values(sharded, initialiser, weights)
+                "opening the weights", lambda: self._old or _first_values(sharded, initialiser, weights, strict)
             )
-            self._write_first_values(source, sharded, members, optimizer, content)
+            check = partial(source.check, sharded.model, members, layout, optimizer)
+            self.ranks.together("checking the first values", check)
         if sharded.on_meta:
-            initialiser.set_buffers(sharded.device, source.buffers(sharded.model) if source is not None else {})
+            known = self.ranks.together("reading buffers", partial(self._known_buffers, source, sharded.model))
+            set_buffers = partial(initialiser.set_buffers, sharded.device, known)
+            self.ranks.together("computing buffers", set_buffers)
+        if source is not None:
+            self._write_first_values(source, sharded, content)
         described = RunDescription(
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -370,15 +387,23 @@ class _Run:
             tensors=tuple(map(_whole, members)),
             buffers=private.persistent_buffers(sharded.model),
         )
-        self.ranks.together("describing the run", lambda: write_description(self.folder.commits, described))
+
+        def describe() -> None:
+            write_description(self.folder.commits, described)
+            if self.ranks.rank == 0 and self._found is None:
+                self._keep_companions(sharded.model, source)
+
+        self.ranks.together("describing the run", describe)
         attachment = Attachment(
             sharded,
             content,
-            gradient_arrived=lambda shard, param, grad: paged.gradient_arrived(shard, param, grad),
+            gradient_arrived=lambda shard, local: paged.gradient_arrived(shard, local),
             part=self.ledger.part,
         )
         self._closers.append(attachment.detach)
+        self._check_weights = attachment.check
         attachment.remap(optimizer)
+        made_with_state = kernel.builds
         optimizer.state.clear()
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         groups = {
@@ -392,6 +417,7 @@ class _Run:
             layout,
             self.pager,
             kernel,
+            parameters=attachment.parameters,
             group_of=groups.__getitem__,
             phase=self.ledger.phase,
             part=self.ledger.part,
@@ -411,7 +437,7 @@ class _Run:
         self._model, self._groups, self._kernel = sharded.model, optimizer.param_groups, kernel
         paged = PagedOptimizer(
             optimizer,
-            [self._index_of[id(param)] for param in sharded.model.parameters()],
+            list(sharded.model.parameters()),
             layout=layout,
             frames=self.arena.frames,
             pager=self.pager,
@@ -423,28 +449,35 @@ class _Run:
             steps=self.resumed.step if self.resumed else 0,
             committed=self.resuming,
             names={name: shard for shard, member in enumerate(members) for name in member.names},
+            shards=self._index_of,
+            made_with_state=made_with_state,
         )
         if self._old is not None:
             self._begin_resharded(paged, self._old)
         self.ledger.restart_step()
         return paged
 
-    def _write_first_values(
-        self,
-        source: FirstValues,
-        sharded: ShardedModel,
-        members: list[Member],
-        optimizer: torch.optim.Optimizer,
-        content: ShardContent,
-    ) -> None:
+    def _write_first_values(self, source: FirstValues, sharded: ShardedModel, content: ShardContent) -> None:
         def write() -> None:
             for unit, (name, of_unit) in enumerate(zip(sharded.names, sharded.members, strict=True)):
                 content.initialise(unit, source.values(name, of_unit))
                 self.freed.bound()
 
-        check = partial(source.check, sharded.model, members, self.layout, optimizer)
-        self.ranks.together("checking the first values", check)
         self.ranks.together("writing the first values", write)
+
+    def _keep_companions(self, model: nn.Module, source: FirstValues | None) -> None:
+        """Put beside the commits what exports need besides them."""
+        if self._old is not None:
+            carry_companions(self._old.reader.folder.commits, self.folder.commits)
+        else:
+            files = source.files if isinstance(source, PretrainedFolder) else None
+            keep_companions(self.folder.commits, model, files)
+
+    def _known_buffers(self, source: FirstValues | None, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return the buffers that the first values or the commit have, by their names in the model."""
+        if source is not None:
+            return source.buffers(model)
+        return committed_buffers(self._found, self.folder, model) if self._found is not None else {}
 
     def _begin_resharded(self, paged: PagedOptimizer, left: ReshardSource) -> None:
         """Make the new run one to resume from, before the old one is no longer needed."""
@@ -457,7 +490,13 @@ class _Run:
             )  # fmt: skip
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
-        """Publish a commit. Raises `StorageError` where its files cannot be written."""
+        """Publish a commit.
+
+        Raises:
+            UnsupportedError: weights were exchanged, so that a commit would not have what the model computes with.
+            StorageError: its files cannot be written.
+        """
+        self._check_weights()
         groups = [{**g, "params": [self._index_of[id(param)] for param in g["params"]]} for g in self._groups]
         try:
             self._committer.publish(step, self._model, scalars, groups, extra, self._kernel.kept_own)
@@ -522,13 +561,13 @@ def _idle_cores(ranks: Ranks) -> int:
 
 
 def _first_values(
-    sharded: ShardedModel, initialiser: ModuleInitialiser, weights: str | os.PathLike[str] | None
+    sharded: ShardedModel, initialiser: ModuleInitialiser, weights: str | os.PathLike[str] | None, strict: bool
 ) -> FirstValues:
     if not sharded.on_meta:
         return OwnValues()
     if weights is None:
         return initialiser
-    return DcpFolder(weights) if DcpFolder.is_at(weights) else PretrainedFolder(weights)
+    return DcpFolder(weights) if DcpFolder.is_at(weights) else PretrainedFolder(weights, initialiser, strict=strict)
 
 
 def _whole(member: Member) -> TensorSpec:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.checkpoint import manifest as files
@@ -211,6 +212,17 @@ def check_optimizer(found: Manifest, optimizer: str) -> None:
             f"the commit of step {found.step} of run {found.run_id} was made with {found.optimizer}, this run has "
             f"{optimizer}; resume with {found.optimizer}"
         )
+
+
+def committed_buffers(found: Manifest, folder: RunFolder, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a commit has of a model, by their names in it.
+
+    Raises:
+        CommitError: the state file is missing or corrupt.
+    """
+    data = files.read_state_file(folder.commits, found)
+    with files.using(folder.commits / found.state_file):
+        return state.saved_buffers(data, model)
 
 
 def restore(

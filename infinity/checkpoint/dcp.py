@@ -309,14 +309,18 @@ class DcpFolder(FirstValues):
 
         return value_of
 
+    def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return the persistent buffers, in the dtypes of the model."""
+        return {
+            name: self._read(self._model + private.unwrapped_name(name)).to(model.get_buffer(name).dtype)
+            for name in private.persistent_buffers(model)
+        }
+
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState | None:
-        """Put back persistent buffers and settings of groups; return step counts.
+        """Put back settings of groups; return step counts.
 
         The step is that of the run which was exported, else the highest that the optimizer has counted for a parameter.
         """
-        with torch.no_grad():
-            for name in private.persistent_buffers(model):
-                model.get_buffer(name).copy_(self._read(self._model + private.unwrapped_name(name)))
         if self._optim is None:
             _log.warning("%s has no optimizer state: moments and step counts begin anew", self._folder)
             return None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from infinity.checkpoint import transformers_names as names
+from infinity.checkpoint.companions import CONFIG, Companions, companion_files
 from infinity.checkpoint.manifest import write_durably
 from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.transformers_names import Conversion
+from infinity.checkpoint.weight_files import INDEX, SINGLE
 from infinity.errors import ConfigError
 from infinity.fsdp import private
-
-_INDEX = "model.safetensors.index.json"
 
 
 def new_folder(folder: Path) -> None:
@@ -49,56 +51,153 @@ def export_safetensors(
     reader: CommitReader,
     folder: Path,
     *,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None = None,
+    companions: Path | None = None,
     dtype: torch.dtype | None = None,
     file_bytes: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Path]:
     """Write a folder that `from_pretrained` loads: weights in one or several files, their index, config.json.
 
-    A tied parameter is written once, under the first of its names, as `save_pretrained` does. Memory is that of one
-    file; the index, without which the folder does not load, and config.json are written last.
+    Tensors have the names and shapes that `save_pretrained` of the model in config.json gives them: what transformers
+    renames, fuses or splits when it loads is undone, and a tied parameter is written once. Without a config.json, or
+    where it is not of a class of transformers, they are those of the model. Memory is that of one file and of what one
+    conversion takes and makes; the index, without which the folder does not load, and config.json are written last.
 
     Args:
         folder: new, or empty.
-        config: content of config.json; None writes none.
+        config: content of config.json; by default what the run has kept, and none is written where it has none.
+        companions: folder whose tokenizer, generation_config.json and the like are copied along; by default what the
+            run has kept: those of its `weights`.
         dtype: of floating-point weights; by default as they are trained.
         file_bytes: most bytes of weights per file; a larger parameter gets a file of its own.
-        advance: told the bytes of every parameter that was written.
+        advance: told the bytes of every parameter that was read.
 
     Raises:
-        ConfigError: the folder is not empty or cannot be written to.
+        ConfigError: the folder is not empty or cannot be written to; config.json is not that of the model.
         StorageError, CorruptPageError, CommitError: the commit cannot be read.
     """
+    kept = Companions.of_run(reader.folder.commits)
+    config = kept.config if config is None else config
+    beside = kept.files if companions is None else tuple(companion_files(companions))
+    outgoing = _Outgoing(reader, config, kept.loaded_from, dtype, advance)
     new_folder(folder)
-    sizes = [reader.nbytes(index, dtype) for index in range(len(reader.tensors))]
-    groups = cut(sizes, file_bytes)
+    groups = cut([tensor.nbytes for _, _, tensor in outgoing.tensors], file_bytes)
     weight_map: dict[str, str] = {}
     written: list[Path] = []
     for number, group in enumerate(groups, 1):
-        single = len(groups) == 1
-        name = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
-        for index in group:
-            value = reader.read(index)
-            if dtype is not None and value.is_floating_point():
-                value = value.to(dtype)
-            tensors[private.unwrapped_name(reader.tensors[index].names[0])] = value.contiguous()
-            advance(sizes[index])
-        if number == len(groups):
-            tensors.update((private.unwrapped_name(key), value.contiguous()) for key, value in reader.buffers())
+        name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        tensors = dict(outgoing.read(index) for index in group)
         try:
             save_file(tensors, folder / name, metadata={"format": "pt"})
         except OSError as error:
             raise ConfigError(f"{folder / name} cannot be written: {error.strerror}") from error
         weight_map.update(dict.fromkeys(tensors, name))
         written.append(folder / name)
+    for file in beside:
+        write_durably(folder / file.name, file.read_bytes())
+        written.append(folder / file.name)
     if config is not None:
         config = {**config, "dtype": str(dtype).removeprefix("torch.")} if dtype is not None else config
-        write_durably(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        written.append(folder / "config.json")
+        write_durably(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+        written.append(folder / CONFIG)
     if len(groups) > 1:
-        index_tree = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        write_durably(folder / _INDEX, (json.dumps(index_tree, indent=2) + "\n").encode())
-        written.append(folder / _INDEX)
+        total = sum(tensor.nbytes for _, _, tensor in outgoing.tensors)
+        index_tree = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_durably(folder / INDEX, (json.dumps(index_tree, indent=2) + "\n").encode())
+        written.append(folder / INDEX)
     return written
+
+
+class _Outgoing:
+    """The tensors of an export, and the parameters and buffers of a commit that they are made of."""
+
+    def __init__(
+        self,
+        reader: CommitReader,
+        config: Mapping[str, Any] | None,
+        loaded_from: Sequence[str] | None,
+        dtype: torch.dtype | None,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._reader, self._dtype, self._advance = reader, dtype, advance
+        self._buffers = {private.unwrapped_name(name): value for name, value in reader.buffers()}
+        self._index = {  # of parameters, by all their names
+            private.unwrapped_name(name): index for index, spec in enumerate(reader.tensors) for name in spec.names
+        }
+        conversions = self._conversions(config, loaded_from)
+        self.tensors: list[tuple[Conversion, str, torch.Tensor]] = [
+            (conversion, name, tensor) for conversion in conversions for name, tensor in conversion.targets.items()
+        ]
+        """What is written, in order: by which conversion, name, and on the meta device shape and dtype."""
+        self._last: tuple[Conversion, dict[str, torch.Tensor]] | None = None  # one may be of two files
+
+    def read(self, index: int) -> tuple[str, torch.Tensor]:
+        """Return name and value of a tensor; they must be read in their order."""
+        conversion, name, _ = self.tensors[index]
+        if self._last is None or self._last[0] is not conversion:
+            self._last = None  # before the next one takes memory
+            self._last = (conversion, conversion.run({source: self._value(source) for source in conversion.sources}))
+        return name, self._last[1].pop(name).contiguous()
+
+    def _value(self, name: str) -> torch.Tensor:
+        if name in self._buffers:
+            return self._buffers[name]
+        index = self._index[name]
+        value = self._reader.read(index)
+        self._advance(self._reader.nbytes(index, self._dtype))
+        return value.to(self._dtype) if self._dtype is not None and value.is_floating_point() else value
+
+    def _like(self, name: str) -> torch.Tensor:
+        """Return a tensor on the meta device."""
+        if name in self._buffers:
+            return self._buffers[name].to("meta")
+        index = self._index[name]
+        own = self._reader.dtype(index)
+        dtype = self._dtype if self._dtype is not None and own.is_floating_point else own
+        return torch.empty(self._reader.tensors[index].shape, dtype=dtype, device="meta")
+
+    def _conversions(
+        self, config: Mapping[str, Any] | None, loaded_from: Sequence[str] | None
+    ) -> tuple[Conversion, ...]:
+        own = [private.unwrapped_name(spec.names[0]) for spec in self._reader.tensors] + [*self._buffers]
+        if config is None:
+            return self._plain(own)
+        try:
+            model = names.outgoing(config)
+            if model is None:
+                return self._plain(own)
+            chosen = self._chosen(model)
+            if not model.converts:
+                return self._plain(chosen)
+            if foreign := sorted(model.all ^ {*self._index, *self._buffers}):
+                raise ConfigError(
+                    f"config.json is of another model than the commit, as for {', '.join(foreign[:5])}; give that of "
+                    "the model that was trained (--model-config)"
+                )
+            return names.reverted({name: self._like(name) for name in chosen}, model.model, loaded_from)
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"config.json is not that of the model that was trained: {error}") from error
+
+    def _plain(self, chosen: Iterable[str]) -> tuple[Conversion, ...]:
+        return tuple(Conversion({name: self._like(name)}, {name: self._like(name)}) for name in chosen)
+
+    def _chosen(self, model: names.Outgoing) -> list[str]:
+        """Return the names to write, in the order of `save_pretrained`; what that does not know comes last.
+
+        A parameter that is one here and two in a model of this config is written twice, and two that would be tied
+        there are both written: what is loaded is what was trained.
+        """
+        all_names = [
+            *([private.unwrapped_name(name) for name in spec.names] for spec in self._reader.tensors),
+            *([name] for name in self._buffers),
+        ]
+        order = {name: place for place, name in enumerate(model.kept)}
+        chosen: list[str] = []
+        for of_one in all_names:
+            known = [name for name in of_one if name in order]
+            if known or not model.left_out.issuperset(of_one):
+                chosen += known or of_one[:1]
+        return sorted(chosen, key=lambda name: order.get(name, len(order)))

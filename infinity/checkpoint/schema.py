@@ -176,7 +176,7 @@ _NESTED["dict"] = record(dict=table(text(), anything))
 
 
 def setting(value: Any, depth: int = _TUPLES) -> Any:
-    """A setting or scalar of an optimizer: null, flag, number, text, small tensor; tuple, list, dict of them."""
+    """A setting or scalar of an optimizer: null, true, false, number, text, small tensor, and tuples, lists, dicts."""
     if isinstance(value, dict) and "tensor" in value:
         found = _TENSOR(value)
         _nested(found["value"], found["shape"], _LEAVES[found["tensor"]])

@@ -40,6 +40,20 @@ def load_buffers(data: bytes, model: nn.Module) -> None:
             buffer.copy_(saved)
 
 
+def saved_buffers(data: bytes, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return those buffers of a model that `save_tensors` returned, by their names in the model.
+
+    Raises:
+        ValueError: the data are malformed, or a buffer has another shape.
+    """
+    tensors = load_tensors(data)
+    return {
+        name: _named(tensors, _BUFFER + name, buffer.shape)
+        for name, buffer in model.named_buffers()
+        if _BUFFER + name in tensors
+    }
+
+
 def saved_buffer(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return a buffer of those that `load_tensors` returned.
 
