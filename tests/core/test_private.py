@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import infinity
 from infinity.fsdp import private
@@ -338,3 +339,33 @@ def test_gradients_of_fsdp2_are_sharded_like_the_parameter(model: nn.Module) -> 
     for _, group in private.parameter_groups(model):
         for each in private.fsdp_params(group):
             assert private.local_gradient(each.sharded_param).count_nonzero()
+
+
+def test_the_attributes_of_torchs_optimizers_are_known() -> None:
+    """What torch and its schedulers put on an optimizer says nothing about updates; hooks are found, and left out."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    own = {name for name, value in vars(optimizer).items() if not private.is_bookkeeping(name, value)}
+    assert {"param_groups", "state", "defaults"} <= own
+    assert not own & {"step", "_opt_called", "_zero_grad_profile_name"}
+    assert not any("hook" in name for name in own)
+    optimizer.note = "mine"
+    assert not private.is_bookkeeping("note", optimizer.note)
+
+
+def test_a_step_without_hooks_is_the_step() -> None:
+    """Hooks of the optimizer, and those common to all, are left out; and shared where they are to be."""
+    param = nn.Parameter(torch.zeros(1))
+    param.grad = torch.ones(1)
+    optimizer, other = (torch.optim.SGD([param], lr=1.0) for _ in range(2))
+    calls: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+    try:
+        private.unhooked_step(optimizer)()
+        assert (calls, float(param)) == ([], -1.0)
+        private.share_step_hooks(other, optimizer)
+        other.step()
+        assert (calls, float(param)) == (["all", "own"], -2.0)
+    finally:
+        handle.remove()
