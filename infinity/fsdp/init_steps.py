@@ -200,7 +200,7 @@ def _built_again(root: nn.Module) -> nn.Module | None:
             module._parameters[name] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
 
     try:
-        nn.Module.register_parameter = register_small  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_small  # type: ignore[method-assign, assignment]
         with torch.device("cpu"):
             return cls(copy.deepcopy(vars(root)["config"]))
     except Exception:  # a constructor of somebody else's, which takes more than a config
