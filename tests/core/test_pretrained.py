@@ -190,6 +190,19 @@ def test_malformed_files_are_named(change: Callable[[Path], None], message: str,
     assert find_runs([tmp_path]) == []
 
 
+@pytest.mark.parametrize(("there", "fits"), [(torch.int32, True), (torch.bool, False), (torch.float32, False)])
+def test_integers_are_widened_only(there: torch.dtype, fits: bool, tmp_path: Path) -> None:
+    """A buffer of int64 takes int32; nothing of another kind."""
+    tensors = filled(Normed()).state_dict()
+    (tmp_path / "saved").mkdir()
+    save_file({**tensors, "order_of": torch.ones(5).to(there)}, tmp_path / "saved" / "model.safetensors")
+    if fits:
+        found = buffers_of(tmp_path / "saved", tmp_path)["order_of"]
+        assert torch.equal(found, torch.ones(5, dtype=torch.int64))
+    else:
+        assert f"order_of: {there} in the folder, torch.int64" in refused(Normed, tmp_path, tmp_path / "saved")
+
+
 # Which names.
 
 
