@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from wide_models import ROWS, ModelRow, build
 from wide_rows import REFUSED
+from wide_values import unlike
 
 import infinity
 from infinity.checkpoint.export import export_safetensors
@@ -113,22 +114,6 @@ def offload(row: ModelRow, folder: Path, **more: Any) -> infinity.PagedOptimizer
     )
     optimizer.model = model
     return optimizer
-
-
-def unlike(expected: torch.Tensor, found: torch.Tensor) -> str:
-    """Return how a parameter is not distributed as another of which it is a draw of its own; constants must be equal."""
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return f"{found.shape} {found.dtype}, not {expected.shape} {expected.dtype}"
-    a, b, count = expected.double(), found.double(), expected.numel()
-    if a.unique().numel() == 1 or b.unique().numel() == 1:
-        return "" if torch.equal(a, b) else f"{b.flatten()[:2]}, not {a.flatten()[:2]}"
-    # Per row too: rows that are zero (padding) must be so in both.
-    if a.ndim > 1 and not torch.equal((a == 0).flatten(1).all(1), (b == 0).flatten(1).all(1)):
-        return "other rows are zero"
-    means, stds = abs(a.mean() - b.mean()), abs((a.std() / b.std()).log())
-    if means > 6 * a.std() * (2 / count) ** 0.5 or stds > 6 / (count - 1) ** 0.5:
-        return f"mean {b.mean():.4g}, std {b.std():.4g}; not {a.mean():.4g}, {a.std():.4g}"
-    return ""
 
 
 def first_values(row: ModelRow, folder: Path, expected: nn.Module) -> list[str]:
