@@ -47,7 +47,6 @@ class PretrainedFolder(FirstValues):
         """
         self._files, self._initialiser, self._strict = WeightFiles(path), initialiser, strict
         self._made_by: dict[str, Conversion] = {}  # by name in the model, unwrapped
-        self._absent: set[str] = set()  # names in the model that are initialised
 
     @property
     def files(self) -> WeightFiles:
@@ -74,7 +73,6 @@ class PretrainedFolder(FirstValues):
         known = {name for name in wanted if name in matched.failed}
         may_miss, may_have = names.ignored(model, (name for of_one in missing for name in of_one),
                                            matched.unexpected.values())  # fmt: skip
-        self._absent = {name for of_one in missing for name in of_one}
         misfit.missing = [one[0] for one in missing if not may_miss & set(one) and not known & set(one)]
         misfit.unexpected = [name for name, target in matched.unexpected.items() if target not in may_have]
         for target, conversion in self._made_by.items():
@@ -82,6 +80,7 @@ class PretrainedFolder(FirstValues):
                 misfit.compare(target, conversion.targets[target], wanted[target])
         misfit.refuse(self._files, model, strict=self._strict)
         self._compare_tied(entries)
+        self._initialiser.check(model, [member for member in members if self._lacks(member)], layout, optimizer)
         if misfit.missing:
             _log.warning("not in %s, so initialised as by the model: %s", self._files.path, _grouped(misfit.missing))
         if misfit.unexpected:
@@ -128,15 +127,15 @@ class PretrainedFolder(FirstValues):
         Raises:
             ConfigError: when asked: a file cannot be read.
         """
-        absent = [self._absent.issuperset(_names(member)) for member in members]
-        initial = self._initialiser.values(unit, members) if any(absent) else None
+        absent = [position for position, member in enumerate(members) if self._lacks(member)]
+        initial = self._initialiser.values(unit, [members[position] for position in absent]) if absent else None
         made: dict[str, torch.Tensor] = {}  # what a conversion made for members that were not asked for yet
 
         def value_of(position: int, section: str) -> torch.Tensor | None:
             if section != MASTER:
                 return None
-            if absent[position] and initial is not None:
-                return initial(position, section)
+            if initial is not None and position in absent:
+                return initial(absent.index(position), section)
             member = members[position]
             name = next(name for name in _names(member) if name in self._made_by)
             if name not in made:
@@ -147,6 +146,9 @@ class PretrainedFolder(FirstValues):
             return made.pop(name)
 
         return value_of
+
+    def _lacks(self, member: Member) -> bool:
+        return not any(name in self._made_by for name in _names(member))
 
     def _sliced(self, name: str, member: Member, reader: WeightReader) -> torch.Tensor:
         (source,) = self._made_by[name].sources

@@ -292,6 +292,25 @@ def test_gradients_are_added_up_in_the_reduce_dtype_until_they_are_reduced(model
         assert (param.unsharded_accumulated_grad == 1 + 2.0**-10).all()
 
 
+def test_classes_are_those_of_before_meanwhile(model: nn.Module) -> None:
+    """`_orig_cls_mro_index` says where `fully_shard` left the class of a module."""
+    sharded = [model, *model.blocks]
+    before = list(map(type, sharded))
+    with private.classes_of_before(model):
+        assert list(map(type, sharded)) == [core_models.Toy] + 3 * [core_models.Block]
+    assert list(map(type, sharded)) == before
+    assert all(issubclass(cls, FSDPModule) for cls in before)
+
+
+def test_modules_are_found_in_what_is_around_them() -> None:
+    """`_orig_mod` of compilation, `_checkpoint_wrapped_module` of checkpointing; both in the names of parameters."""
+    inner = nn.Linear(2, 2)
+    around = torch.compile(checkpoint_wrapper(inner))
+    assert private.unwrapped_module(around) is inner
+    assert private.unwrapped_module(inner) is inner
+    assert {private.unwrapped_name(name) for name, _ in around.named_parameters()} == {"weight", "bias"}
+
+
 def test_modules_that_recompute_are_known() -> None:
     """`CheckpointWrapper` of torch, `gradient_checkpointing` of transformers."""
     assert private.recomputes(checkpoint_wrapper(nn.Linear(2, 2)))

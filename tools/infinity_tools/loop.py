@@ -43,6 +43,7 @@ class TrainOptions:
     """What to train and how; where the state lives is in `Config`."""
 
     model: str
+    strict: bool
     data: tuple[Path, ...]
     out: Path | None
     batch_tokens: int
@@ -99,7 +100,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
         scheduler_factor = _schedule(options)
         view.doing(f"placing {short(parameters)} parameters on NVMe")
-        paged = stack.enter_context(infinity.offload(model, optimizer, settings, weights=source.weights))
+        paged = stack.enter_context(_offload(model, optimizer, settings, source, strict=options.strict))
         batches = Batches(
             corpus,
             sequences=options.batch_tokens // options.seq,
@@ -132,6 +133,19 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     if ranks.world_size > 1:
         dist.destroy_process_group()
     return status
+
+
+def _offload(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Config, source: ModelSource, *, strict: bool
+) -> PagedOptimizer:
+    """Move the state to NVMe, with the weights of a pretrained folder.
+
+    Raises:
+        ConfigError: `--no-strict` without such a folder.
+    """
+    if source.weights is None and not strict:
+        raise ConfigError(f"--no-strict is for a folder with weights; --model {source.name} has none")
+    return infinity.offload(model, optimizer, settings, weights=source.weights, strict=strict)
 
 
 class LocalPages:
