@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ def shard(row: ModelRow, model: nn.Module) -> nn.Module:
     """Shard the layers of a row one by one, and the rest with the root."""
     mesh = infinity.mesh("cpu")
     for path in row.layers:
-        name, _, every = path.partition(".*")
-        found = model.get_submodule(name)
+        found = model.get_submodule(path.removesuffix(".*"))
         for layer in found.children() if path.endswith(".*") else (found,):
             fully_shard(layer, mesh=mesh)
     # fully_shard takes no parameters without dimensions; users leave them out.
@@ -108,7 +106,6 @@ def offload(row: ModelRow, folder: Path, **more: Any) -> infinity.PagedOptimizer
         model.to("meta")  # some classes make parameters beside the device that they are built on
     shard(row, model)
     passed_in = adamw(model)
-    # What lies in the arena's memory is a multiple of what the model needs: tensors of the largest unit, whole.
     optimizer = infinity.offload(
         model, passed_in, settings(folder, PAGING, host_bytes(PAGING, model, passed_in, folder)), **more
     )
@@ -155,7 +152,7 @@ def load(row: ModelRow, folder: Path) -> nn.Module:
 
 
 def trained_paged(row: ModelRow, saved: Path, folder: Path) -> tuple[Outcome, list[str]]:
-    """Return what training from a folder's weights gives when it is paged, and the buffers that are wrong; export it."""
+    """Return what training from a folder's weights gives when it is paged, and wrong buffers; export it."""
     outcome = Outcome()
     with offload(row, folder, weights=saved) as optimizer:
         wrong = wrong_buffers(optimizer.model, load(row, saved))
@@ -168,10 +165,9 @@ def trained_paged(row: ModelRow, saved: Path, folder: Path) -> tuple[Outcome, li
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _quiet() -> None:
     logging = pytest.importorskip("transformers").logging
     logging.set_verbosity_error()
-    yield
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
