@@ -53,6 +53,7 @@ from infinity.memory.arena import Arena
 from infinity.memory.heap import FreedMemory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
+from infinity.optim.probe import make_kernel, view_shape
 from infinity.optim.step import StepState
 from infinity.optim.worker import UpdateWorker
 from infinity.peers import Peers
@@ -136,10 +137,11 @@ def offload(
     if not strict and (weights is None or DcpFolder.is_at(weights)):
         raise ConfigError("strict=False is for weights of safetensors; a folder of DCP must have the whole model")
     ranks = Ranks.current()
-    kernel = UpdateKernel(optimizer)
+    kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
+    _give_shapes(kernel, sharded, optimizer)
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
     try:
         paged = run.attach(sharded, optimizer, kernel, weights, strict, init)
@@ -183,14 +185,9 @@ def _budget(
     settings: Config, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel, ranks: Ranks
 ) -> Budget:
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    kinds: dict[tuple[int, torch.dtype], tuple[tuple[str, str], ...]] = {}
 
     def format_of(param: nn.Parameter, gather: str) -> StateFormat:
-        group = group_of[id(param)]
-        key = (id(group), param.dtype)
-        if key not in kinds:
-            kinds[key] = kernel.discover(param.dtype, group).kinds
-        return StateFormat(param=gather, kinds=kinds[key])
+        return StateFormat(param=gather, kinds=kernel.discover(param, group_of[id(param)]).kinds)
 
     units, found = sharded.describe(format_of)
     formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
@@ -202,6 +199,18 @@ def _budget(
         )
     host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
     return choose_budget(units, formats, host, settings.memory.page_bytes)
+
+
+def _give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Tell the kernel the shape of slices, by shard, where the optimizer needs another than (n,)."""
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    for shard, member in enumerate(member for unit in sharded.members for member in unit):
+        param = member.param.sharded_param
+        if param.requires_grad:
+            slices = kernel.discover(param, group_of[id(param)]).slices
+            shape = view_shape(slices, private.local_tensor(member.param).shape)
+            if shape is not None:
+                kernel.shapes[shard] = shape
 
 
 class _Run:
@@ -324,6 +333,7 @@ class _Run:
         def gathering(shard: int) -> bool:
             if layout.begins_unit(shard):
                 self.freed.bound(measure=attachment.training_pass and paged.plan is None)
+                attachment.check_frozen(layout.shards[shard].unit)
             return paged.gathering(shard, attachment.training_pass)
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)
@@ -334,7 +344,7 @@ class _Run:
             gathering=gathering,
             gathered=lambda shard: paged.gathered(shard),
             copied=self.ledger.copied,
-            settle=lambda: paged.settle(),
+            look=lambda shard: paged.look(shard),
             part=self.ledger.part,
         )
         self._closers.append(content.close)
@@ -370,11 +380,13 @@ class _Run:
         attachment = Attachment(
             sharded,
             content,
-            gradient_arrived=lambda shard, param, grad: paged.gradient_arrived(shard, param, grad),
+            gradient_arrived=lambda shard, local: paged.gradient_arrived(shard, local),
             part=self.ledger.part,
         )
         self._closers.append(attachment.detach)
+        self._check_weights = attachment.check
         attachment.remap(optimizer)
+        made_with_state = bool(optimizer.state)
         optimizer.state.clear()
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         groups = {
@@ -388,6 +400,7 @@ class _Run:
             layout,
             self.pager,
             kernel,
+            parameters=attachment.parameters,
             group_of=groups.__getitem__,
             phase=self.ledger.phase,
             part=self.ledger.part,
@@ -400,13 +413,14 @@ class _Run:
             self.resumed = self.ranks.together("restoring what belongs to the first values", restored)
         if self.resumed is not None:
             state.scalars.update(self.resumed.scalars)
+            kernel.restore_own(self.resumed.own)
             state.step = self.resumed.step
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
         self._committer = Committer(self.folder, self.ranks, layout, self.store, type(optimizer).__name__, self._shares)
-        self._model, self._groups = sharded.model, optimizer.param_groups
+        self._model, self._groups, self._kernel = sharded.model, optimizer.param_groups, kernel
         paged = PagedOptimizer(
             optimizer,
-            [self._index_of[id(param)] for param in sharded.model.parameters()],
+            list(sharded.model.parameters()),
             layout=layout,
             frames=self.arena.frames,
             pager=self.pager,
@@ -418,6 +432,8 @@ class _Run:
             steps=self.resumed.step if self.resumed else 0,
             committed=self.resuming,
             names={name: shard for shard, member in enumerate(members) for name in member.names},
+            shards=self._index_of,
+            made_with_state=made_with_state,
         )
         if self._old is not None:
             self._begin_resharded(paged, self._old)
@@ -457,10 +473,16 @@ class _Run:
             )  # fmt: skip
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
-        """Publish a commit. Raises `StorageError` where its files cannot be written."""
+        """Publish a commit.
+
+        Raises:
+            UnsupportedError: weights were exchanged, so that a commit would not have what the model computes with.
+            StorageError: its files cannot be written.
+        """
+        self._check_weights()
         groups = [{**g, "params": [self._index_of[id(param)] for param in g["params"]]} for g in self._groups]
         try:
-            self._committer.publish(step, self._model, scalars, groups, extra)
+            self._committer.publish(step, self._model, scalars, groups, extra, self._kernel.kept_own)
         except OSError as error:
             file = error.filename or str(self.folder.commits)
             raise StorageError("commit", file, 0, 0, error.errno) from error

@@ -49,6 +49,7 @@ class Committer:
         scalars: Mapping[int, Mapping[str, Any]],
         groups: list[dict[str, Any]],
         extra: dict[str, Any],
+        own: Mapping[str, Any],
     ) -> None:
         """Make the stored pages and the given state the newest commit of all ranks.
 
@@ -81,6 +82,7 @@ class Committer:
                 state_file=state_file,
                 state_checksum=files.checksum_of(data),
                 extra=extra,
+                own=state.save_settings(own),
             )
             self._store.sync()
             files.write_durably(self._folder.commits / state_file, data)
@@ -237,4 +239,4 @@ def restore(
         if random:
             state.load_random(found.random, data)
     state.load_groups(found.groups, groups)
-    return ResumedState(found.step, state.load_scalars(found.scalars), found.extra)
+    return ResumedState(found.step, state.load_scalars(found.scalars), found.extra, state.load_settings(found.own))

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +62,7 @@ _BODY = record(
     state_file=text(r"step[0-9]{12,}\.rank[0-9]{5,}\.[0-9a-f]{8}\.safetensors"),
     state_checksum=_CHECKSUM,
     extra=table(text(), schema.anything),
+    own=table(text(), setting),
 )
 
 
@@ -72,7 +73,8 @@ class Manifest:
     `weights` are the shares of the paths, from which the slots follow; `pages` maps page index to version; `scalars`
     shard index to the optimizer's scalars; `groups` are parameters and settings of the param groups; `random` the
     states of Python's and NumPy's generators; the tensors (buffers, torch's generators) are in `state_file` beside
-    the manifest; `extra` is the user's own.
+    the manifest; `extra` is the user's own; `own` is what the optimizer counts on itself, left
+    out if there is nothing.
     """
 
     run_id: str
@@ -91,6 +93,7 @@ class Manifest:
     state_file: str
     state_checksum: str
     extra: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
@@ -195,7 +198,7 @@ def read_manifest(file: Path) -> Manifest:
     """
 
     def decode(body: Any) -> Manifest:
-        values = _BODY(body)
+        values = _BODY({"own": {}, **body} if isinstance(body, dict) else body)
         pages = {page: Version(Extent(*place), int(digest, 16)) for page, (*place, digest) in values["pages"].items()}
         manifest = Manifest(**{**values, "pages": pages})
         _check_names(manifest, file)
@@ -313,4 +316,7 @@ def _encode(manifest: Manifest) -> dict[str, Any]:
     pages = {
         str(page): [*version.extent, f"{version.checksum:016x}"] for page, version in sorted(manifest.pages.items())
     }
-    return {**{field.name: getattr(manifest, field.name) for field in fields(manifest)}, "pages": pages}
+    tree = {**{field.name: getattr(manifest, field.name) for field in fields(manifest)}, "pages": pages}
+    if not manifest.own:
+        del tree["own"]
+    return tree

@@ -131,4 +131,4 @@ class ReshardSource(FirstValues):
         scalars = self._reader.scalars()
         indices = [self._index[member.names[0]] for member in members]
         by_shard = {shard: scalars[index] for shard, index in enumerate(indices) if index in scalars}
-        return ResumedState(found.step, by_shard, found.extra)
+        return ResumedState(found.step, by_shard, found.extra, found.own)

@@ -7,6 +7,7 @@ found by a named test and not by a wrong gradient.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -121,14 +122,67 @@ def recomputes(module: nn.Module) -> bool:
     return isinstance(module, CheckpointWrapper) or bool(getattr(module, "gradient_checkpointing", False))
 
 
-def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
-    """Call `hook(param)` once a gradient has been reduced; return a handle whose `remove` ends it."""
-    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+class _Hooks(OrderedDict[int, Callable[[nn.Parameter], None]]):
+    """What is to be called when a gradient has come: hooks that were there, those registered since, and one at last."""
+
+    def __init__(self, before: Any, last: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self._before = before  # handles that the user holds remove hooks from this one
+        self._last: list[Callable[[nn.Parameter], None]] = [last]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def values(self) -> Any:
+        return [*self._before.values(), *super().values(), *self._last]
+
+    def remove(self) -> None:
+        """Call the last one no more."""
+        self._last.clear()
+
+
+def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None], *, old: nn.Parameter) -> Any:
+    """Call `hook(param)` once a gradient has been reduced; return a handle whose `remove` ends it.
+
+    It comes after all hooks of the user, whenever those are registered.
+
+    Args:
+        old: the parameter in whose place `param` is, or the same one; its hooks are called too.
+    """
+    hooks: Any = param
+    hooks._post_accumulate_grad_hooks = found = _Hooks(old._post_accumulate_grad_hooks or {}, hook)
+    return found
+
+
+def backward_number() -> int:
+    """Return a number that another backward does not have; -1 outside of backward."""
+    return int(torch._C._current_graph_task_id())
+
+
+def sharded_gradient(param: Any, local: torch.Tensor) -> DTensor:
+    """Return what FSDP2 makes of the local part of a gradient."""
+    gradient: DTensor = param.to_sharded_dtensor(local)
+    return gradient
+
+
+def sharded_like(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is sharded like a parameter, of its local elements, flat."""
+    if not isinstance(param, DTensor):
+        return values.view(param.shape)
+    local = values.view(param._local_tensor.shape).to(param.device)
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def uses_cpu_offload(group: Any) -> bool:
     """Whether the user already gave the group an offload policy of FSDP2."""
     return isinstance(group.offload_policy, CPUOffloadPolicy)
+
+
+def reshards_to_fewer_ranks(group: Any) -> bool:
+    """Whether weights stay gathered over some of the ranks after forward (`reshard_after_forward` as a number)."""
+    return group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info
 
 
 def fsdp_params(group: Any) -> list[Any]:
@@ -213,6 +267,54 @@ def replace_local_tensor(param: Any, shard: torch.Tensor) -> nn.Parameter | None
     param.sharded_param = new
     param._setattr_on_modules(new)
     return new
+
+
+def watch_local_tensor(param: Any, check: Callable[[bool], None]) -> None:
+    """Let FSDP2 neither pad the local tensor of a sharded parameter nor take over another one.
+
+    It would do so before the first forward, and after `load_state_dict`, which may put another parameter onto the
+    module: the sharded one is put back. In place of that, `check()` is called; it is told whether one was put back.
+    """
+
+    def reset_sharded_param() -> None:
+        module, name = owner(param)
+        exchanged = getattr(module, name) is not param.sharded_param
+        if exchanged:
+            param._setattr_on_modules(param.sharded_param)
+        check(exchanged)
+
+    param.reset_sharded_param = reset_sharded_param
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor; any other tensor is its own."""
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def replace_apply(module: nn.Module, function: Callable[..., nn.Module]) -> None:
+    """Let `Module.to` and its like, which come down to `_apply(fn, recurse=True)`, call a function instead."""
+    module.__dict__["_apply"] = function
+
+
+def restore_apply(module: nn.Module) -> None:
+    """Undo `replace_apply`."""
+    module.__dict__.pop("_apply", None)
+
+
+def original_apply(module: nn.Module) -> Callable[..., nn.Module]:
+    """Return `_apply(module, fn, recurse)` of the module's class."""
+    function: Callable[..., nn.Module] = type(module)._apply
+    return function
+
+
+def reshard(module: Any) -> None:
+    """Put the sharded parameters of a module back in their places, if it is gathered.
+
+    Args:
+        module: `fully_shard` was called on it.
+    """
+    module.reshard()
 
 
 def in_backward() -> bool:
@@ -307,25 +409,6 @@ def add_up_gradients(module: Any) -> None:
 def _add_up(param: Any, gathered: torch.Tensor) -> None:
     param.accumulate_unsharded_grad_if_needed()
     param.to_accumulated_grad_if_needed()
-
-
-def total_norm(local_norms: list[tuple[nn.Parameter, torch.Tensor]], norm_type: float) -> torch.Tensor:
-    """Return the norm over all parameters and ranks, bit for bit as `torch.nn.utils.get_total_norm` would.
-
-    The reference computes one norm per DTensor gradient, stacks them and takes the norm of the stack; the
-    reduction over ranks happens wherever DTensor puts it. The same DTensors are built here from the local norms.
-    """
-    from torch.distributed.tensor._ops._math_ops import _NormPartial
-
-    norms: list[torch.Tensor] = []
-    for param, norm in local_norms:
-        if isinstance(param, DTensor):
-            placements = [_NormPartial(norm_type) if p.is_shard() else p for p in param.placements]
-            norms.append(DTensor.from_local(norm, param.device_mesh, placements, run_check=False))
-        else:
-            norms.append(norm)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return total.full_tensor() if isinstance(total, DTensor) else total
 
 
 def default_mesh(device_type: str) -> DeviceMesh:

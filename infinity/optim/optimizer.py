@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.content import ShardContent
+from infinity.fsdp.gradient import Gradient
 from infinity.layout import MASTER, Layout
+from infinity.optim.states import PagedStates
 from infinity.optim.step import StepState
 from infinity.optim.update import snapshot
 from infinity.peers import Peers
@@ -69,7 +73,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        order: list[int],
+        parameters: Sequence[nn.Parameter],
         *,
         layout: Layout,
         frames: int,
@@ -82,10 +86,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         steps: int,
         committed: bool,
         names: dict[str, int],
+        shards: dict[int, int],
+        made_with_state: bool,
     ) -> None:
         self._layout, self._frames, self._pager, self._content = layout, frames, pager, content
         self._step_state, self._ledger, self._run = state, ledger, run
-        self._order, self._names = order, names
+        self._parameters, self._names = parameters, names
+        self._shards = shards  # by id of the parameter
+        self._made_with_state = made_with_state  # whether the optimizer in memory has states before its first step
         self._wanted = placement
         self._candidates: tuple[str, ...] = (placement,) if placement in ("in_forward", "after_backward") else ()
         self._placed = placement if self._candidates else "recording"
@@ -95,12 +103,17 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._updated = 0
         self._settings_in_backward: list[dict[str, Any]] | None = None
         self._given = optimizer
+        self._groups: list[list[int]] = []
         self._closed = False
         self._committed = committed
         self.steps = steps
         self.records: list[StepRecord] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # shared, so that schedulers made before still work
+        self._groups = self._members()
+        optimizer.register_step_pre_hook(_refuse_step)
+        optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
+        self.state = optimizer.state = PagedStates(self)  # type: ignore[assignment]
 
     # The torch.optim.Optimizer interface #
 
@@ -110,21 +123,26 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             StorageError, CorruptPageError, StallError: a page could not be moved; the last commit is intact.
             LostRankError: another rank failed; its reason is named.
-            InfinityError: settings changed after updates had already run in backward.
+            InfinityError: settings changed, or gradients were dropped, after updates had already run in backward.
+            UnsupportedError: parameters were added to a param group, or a gradient was assigned that is no DTensor.
         """
         self._check_open()
+        self._check_groups()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         state = self._step_state
         self._given.__dict__["_opt_called"] = True  # a scheduler made on that one looks there for steps
-        if not state.has_gradients:
+        self._reconcile()
+        self._unscale()
+        if not state.has_gradients and not state.gradients.zeros:
+            state.step_without_gradients()
             return loss
         self._ledger.enter("other")
         self._check_settings()
         events = state.end()
-        self._choose_placement(events, state.clipped)
+        self._choose_placement(events, state.gradients.looked_at)
         if not state.finish():
             self._ledger.skipped()
         self.steps += 1
@@ -139,18 +157,23 @@ class PagedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that have arrived and were not used by a step; after a step there are none."""
+        """Drop gradients that have arrived and were not used by a step, or set them to zeros.
+
+        Raises:
+            InfinityError: updates with them have already run in backward.
+        """
         self._check_open()
-        if self._step_state.has_gradients:
-            self._step_state.drop_gradients()
-            self._pager.begin_step()
+        self._step_state.check_drop()
+        super().zero_grad(set_to_none)
+        self._reconcile()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the global norm of all gradients over all ranks; return the norm before, a scalar tensor.
 
-        The same bits as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` in memory.
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, but that the step will update nothing where the
+        norm is not finite, as under `torch.amp.GradScaler`.
 
         Raises:
             InfinityError: updates run in backward, so the gradients are gone (set ``update.placement``).
@@ -158,7 +181,28 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         with self._ledger.phase("update", "norm"):
-            return self._step_state.clip(float(max_norm), float(norm_type), error_if_nonfinite, self._order)
+            self._step_state.close_arrivals()
+            grads = [param.grad for param in self._parameters if param.grad is not None]
+            with self._ledger.part("collective" if dist.get_world_size() > 1 else "update"):
+                total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, total)
+                norm = total.full_tensor() if isinstance(total, DTensor) else total
+        if not bool(torch.isfinite(norm)):
+            self._step_state.skip()
+        return norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after `infinity.offload`: there is no room for more.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        if self._groups:
+            raise UnsupportedError(
+                "a param group cannot be added to an offloaded optimizer: its parameters have no pages; give the "
+                "optimizer all groups before infinity.offload"
+            )
+        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: the state lies on NVMe.
@@ -196,6 +240,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             StorageError: a device or the folder refused; the commit before is intact.
         """
         self._check_open()
+        self._reconcile()
         if self._step_state.has_gradients:
             raise InfinityError("commit() between backward and step(): call it after step()")
         started = time.perf_counter()
@@ -266,6 +311,45 @@ class PagedOptimizer(torch.optim.Optimizer):
         scalars = self._step_state.scalars.get(shard, {})
         return {MASTER: self._content.load(shard), **values, **scalars}
 
+    def updated_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that have states, in the order of `model.parameters()`."""
+        return [param for param in self._parameters if self.has_state(param)]
+
+    def has_state(self, param: object) -> bool:
+        """Return whether a parameter has states: whether it was ever updated by an optimizer that has any.
+
+        Raises:
+            InfinityError: as `state_of`.
+        """
+        self._check_open()
+        shard = self._shards.get(id(param), -1)
+        if shard < 0 or not self._layout.shards[shard].spec.trainable:
+            return False
+        self.look(shard)
+        scalars = self._step_state.scalars.get(shard)
+        if scalars is None and self._made_with_state:
+            raise InfinityError(
+                f"{self._layout.shards[shard].spec.name} was not updated yet: its first state is made by its first step"
+            )
+        return scalars is not None and bool(scalars or self._layout.format_of(shard).kinds)
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """Return the states of a parameter as they would be in memory; none where it was never updated.
+
+        Tensors are sharded like the parameter, of its shape; what they hold is a copy.
+
+        Raises:
+            InfinityError: the parameter was updated in backward already, and `step()` has not been called; or the
+                optimizer has states from the start, and the parameter was not updated yet.
+            UnsupportedError: a state is larger than the limit for loading outside the plan.
+        """
+        if not self.has_state(param):
+            return {}
+        shard = self._shards[id(param)]
+        kinds = self._layout.format_of(shard).kinds
+        states = {kind: private.sharded_like(param, self._content.load_section(shard, kind)) for kind, _ in kinds}
+        return {**states, **self._step_state.scalars[shard]}
+
     def drain(self) -> None:
         """Wait until nothing is in flight, so that the byte counters stand still; to be followed by `close`."""
         self._check_open()
@@ -311,9 +395,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         unit = self._layout.units[placed.unit].name
         self._ledger.enter("backward" if private.in_backward() else "forward", unit)
         if not training:
-            self.settle()
+            self.look(shard)
             return False
         if self._layout.begins_unit(shard):
+            if self._step_state.gradients.changed and not private.in_backward():
+                self._reconcile()
             self._step_state.gathering(placed.unit)
         return True
 
@@ -322,24 +408,28 @@ class PagedOptimizer(torch.optim.Optimizer):
         if self._layout.ends_unit(shard):
             self._step_state.gathered(self._layout.shards[shard].unit)
 
-    def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
-        """Take over a reduced gradient."""
+    def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
+        """Take over what is in `p.grad` after a reduction; see `StepState.gradient_arrived`."""
         self._ledger.enter("backward")
         with self._ledger.part("python", name="gradient"):
             if self._step_state.placement.in_backward and self._settings_in_backward is None:
                 self._settings_in_backward = self._settings()
-            self._step_state.gradient_arrived(shard, param, grad)
+            return self._step_state.gradient_arrived(shard, local)
 
     # Planning #
 
-    def _choose_placement(self, events: tuple[Event, ...], clipped: bool) -> None:
-        """Choose the candidates once, after the first step; of those, the best one for a step of other events."""
+    def _choose_placement(self, events: tuple[Event, ...], looked_at: bool) -> None:
+        """Choose the candidates once, after the first step; of those, the best one for a step of other events.
+
+        Gradients that somebody has looked at before the step have to be there then.
+        """
         if not self._candidates:
-            early = frozenset() if clipped else eligible_for_backward(events)
+            early = frozenset() if looked_at else eligible_for_backward(events)
             if self._wanted in ("in_backward", "in_both") and not early:
                 raise InfinityError(
-                    f'update.placement = "{self._wanted}" is impossible here: the step clips, or every unit has '
-                    'several gradients per step; set "auto", "in_forward" or "after_backward"'
+                    f'update.placement = "{self._wanted}" is impossible here: the step clips, or uses gradients '
+                    'otherwise, or every unit has several gradients per step; set "auto", "in_forward" or '
+                    '"after_backward"'
                 )
             automatic = ("in_backward", "in_both") if early else ("in_forward",)
             self._candidates = automatic if self._wanted == "auto" else (self._wanted,)
@@ -386,6 +476,45 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._pager.install(self._plan_from("settling"))
         self._step_state.settle()
 
+    def look(self, shard: int) -> None:
+        """Let the weights and the state of a shard be those of the last step, before anybody looks at them.
+
+        Raises:
+            InfinityError: its unit was updated in backward already, and `step()` has not been called.
+        """
+        self._step_state.check_weights(self._layout.shards[shard].unit)
+        self.settle()
+
+    def _reconcile(self) -> None:
+        """Take over what was done to `p.grad` itself."""
+        if self._step_state.reconcile():
+            self._pager.begin_step()
+
+    def _unscale(self) -> None:
+        """Do what `torch.amp.GradScaler` leaves to optimizers that are fused: divide gradients, or skip the step."""
+        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found is not None and bool(found):
+            self._step_state.skip()
+        elif scale is not None:
+            for param in self._parameters:
+                if param.grad is not None:
+                    param.grad.div_(scale)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `torch.amp.GradScaler` leaves unscaling to `step`, as it does for the optimizer in memory."""
+        return bool(getattr(self._given, "_step_supports_amp_scaling", False))
+
+    def _members(self) -> list[list[int]]:
+        return [[id(param) for param in group["params"]] for group in self.param_groups]
+
+    def _check_groups(self) -> None:
+        if self._members() != self._groups:
+            raise UnsupportedError(
+                "the parameters of a param group were changed after infinity.offload; give the optimizer all of them "
+                "before, and set lr to 0 for what is not to be trained"
+            )
+
     def _settings(self) -> list[dict[str, Any]]:
         return [snapshot(group) for group in self.param_groups]
 
@@ -404,3 +533,10 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _check_open(self) -> None:
         if self._closed:
             raise InfinityError("this optimizer was closed")
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    raise InfinityError(
+        "this optimizer was given to infinity.offload and trains nothing any more: call step() of the optimizer that "
+        "infinity.offload has returned"
+    )

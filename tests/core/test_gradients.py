@@ -90,7 +90,8 @@ def test_an_update_leaves_stored_gradients_as_they_are(key: str, scale: float | 
         pages = [layout.pages[use.page] for use in access]
         contents = [memoryview(bytearray(b"\x3f" * page.nbytes)) for page in pages]
         stored = [bytes(content) for page, content in zip(pages, contents, strict=True) if page.role is Role.GRAD]
-        update = Update(layout, kernel, settings, {}, 0, scale=None if scale is None else torch.tensor(scale))
+        edits = {} if scale is None else {0: [lambda gradient: gradient.mul_(scale)]}
+        update = Update(layout, kernel, settings, {}, 0, edits=edits)
         update.run([Opened(layout, segment, item, access, contents)])
         assert update.elements
         assert stored

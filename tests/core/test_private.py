@@ -266,7 +266,7 @@ def test_gradients_arrive_once_per_backward_after_reduction(model: nn.Module) ->
         param.grad = None
 
     for name, param in model.named_parameters():
-        private.on_gradient(param, lambda p, name=name: hook(name, p))
+        private.on_gradient(param, lambda p, name=name: hook(name, p), old=param)
     core_models.loss_of(model, batch(model, 0)).backward()
     assert arrived == dict.fromkeys(wanted, 1)
     assert all(equal)
@@ -320,11 +320,56 @@ def test_modules_that_recompute_are_known() -> None:
         assert all(private.recomputes(layer) is on for layer in core_models.layers_of(found))
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_the_total_norm_is_that_of_torch(model: nn.Module, norm_type: float) -> None:
-    """Built from local norms as DTensors with `_NormPartial`: the same bits."""
+def test_the_hook_comes_after_those_of_the_user(model: nn.Module) -> None:
+    """FSDP2 calls `_post_accumulate_grad_hooks.values()`: those there before, removable, then later ones, then ours."""
+    param, old = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    called: list[str] = []
+    first, second = [
+        old.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name)) for name in ("one", "two")
+    ]
+    handle = private.on_gradient(param, lambda _: called.append("last"), old=old)
+    param.register_post_accumulate_grad_hook(lambda _: called.append("three"))
+
+    def call() -> list[str]:
+        called.clear()
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+        return list(called)
+
+    assert call() == ["one", "two", "three", "last"]
+    first.remove()
+    assert call() == ["two", "three", "last"]
+    handle.remove()
+    second.remove()
+    assert call() == ["three"]
+
+
+def test_each_backward_has_a_number() -> None:
+    """`_current_graph_task_id`: the same within a backward, another one in the next, -1 outside."""
+    seen = []
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda _: seen.append(private.backward_number()))
+        x.register_hook(lambda _: seen.append(private.backward_number()))
+        y.sum().backward()
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert private.backward_number() == -1 not in seen
+
+
+def test_gradients_of_fsdp2_are_sharded_like_the_parameter(model: nn.Module) -> None:
+    """`to_sharded_dtensor`, `DTensor.from_local`, and that FSDP2 adds to `grad._local_tensor` in place."""
     core_models.loss_of(model, batch(model, 0)).backward()
-    grads = [param.grad for param in model.parameters()]
-    expected = torch.nn.utils.get_total_norm(grads, norm_type).full_tensor()
-    local = [(p, torch.linalg.vector_norm(p.grad.to_local(), norm_type)) for p in model.parameters()]
-    assert torch.equal(private.total_norm(local, norm_type), expected)
+    for _, group in private.parameter_groups(model):
+        for each in private.fsdp_params(group):
+            param = each.sharded_param
+            wanted = private.local_gradient(param).clone()
+            made = private.sharded_gradient(each, wanted)
+            assert torch.equal(made.full_tensor(), param.grad.full_tensor())
+            like = private.sharded_like(param, wanted.reshape(-1))
+            assert torch.equal(like.full_tensor(), param.grad.full_tensor())
+            param.grad = made
+    core_models.loss_of(model, batch(model, 0)).backward()
+    for _, group in private.parameter_groups(model):
+        for each in private.fsdp_params(group):
+            assert private.local_gradient(each.sharded_param).count_nonzero()

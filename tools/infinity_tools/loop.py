@@ -187,6 +187,7 @@ class Training:
         self.options, self.ranks, self.view, self.stop = options, ranks, view, stop
         self.device, self.out = device, out
         self.losses: list[float] = []
+        self.lr = 0.0  # of the step that was taken last
         self.kernel = KernelCounts()
         self.first_step = optimizer.steps + 1
         self.stopped_by = 0
@@ -241,6 +242,7 @@ class Training:
         loss.backward()
         if self.options.max_grad_norm is not None:
             self.optimizer.clip_grad_norm_(self.options.max_grad_norm)
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -280,7 +282,7 @@ class Training:
             "nvme_read_bytes": int(read),
             "nvme_written_bytes": int(written),
             "stall_share": view.stall_share,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.lr,
         }
 
     def _sum(self, values: list[float]) -> list[float]:
