@@ -51,7 +51,7 @@ class ModuleInitialiser(FirstValues):
         if names := [m.names[0] for m in members if id(m.param.sharded_param) in self._plan.left_out]:
             raise UnsupportedError(
                 f"{', '.join(names)}: on a real device in a model that was built on the meta device, where "
-                "transformers initialises nothing; call model.to('meta') before fully_shard, and these are initialised too"
+                "transformers initialises nothing; call model.to('meta') before fully_shard, and they are initialised"
             )
         members = [member for member in members if member.param.sharded_param.is_meta]
         for member in members:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity.fsdp import private
@@ -236,6 +237,67 @@ def test_a_number_for_reshard_after_forward_is_seen(model: nn.Module) -> None:
         assert (group.post_forward_mesh_info is group.mesh_info) is reshard
     group.post_forward_mesh_info = object()
     assert private.reshards_to_fewer_ranks(group)
+
+
+def test_the_class_before_sharding_and_parametrization() -> None:
+    """`fully_shard` and parametrizations give a module a class of its own, below the one that it had."""
+    model = nn.Sequential(nn.Linear(4, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    for module in (*model, model):
+        fully_shard(module, mesh=infinity.mesh("cpu"))
+    assert [private.original_class(module) for module in (model, *model)] == [nn.Sequential, nn.Linear, nn.Linear]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_in_the_same_memory_have_the_same_key(device: str) -> None:
+    """`UntypedStorage._cdata`, also where there is no memory."""
+    tensor, other = torch.empty(3, 4, device=device), torch.empty(3, 4, device=device)
+    keys = {private.storage_key(view) for view in (tensor, tensor[1:], tensor.t(), tensor.detach(), tensor.data)}
+    assert keys == {private.storage_key(tensor)} != {private.storage_key(other)}
+
+
+INITS = {
+    "trunc_normal_": {"std": 0.5, "a": -0.6, "b": 0.7},
+    "orthogonal_": {},
+    "sparse_": {"sparsity": 0.5},
+    "eye_": {},
+    "kaiming_uniform_": {},
+}
+
+
+class Written(TorchDispatchMode):
+    """Notes the operations that write to a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.key, self.found = private.storage_key(tensor), []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and private.storage_key(kwargs.get("out", args[0])) == self.key:
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_init_functions_write_to_tensors_without_storage(name: str) -> None:
+    """`Tensor.is_meta`, `torch.nn.init._no_grad_trunc_normal_`: torch's functions do not leave them out."""
+    tensor = torch.empty(6, 6, device="meta")
+    written = Written(tensor)
+    with torch.no_grad(), private.init_without_storage(draw=False), written:
+        getattr(torch.nn.init, name)(tensor, **INITS[name])
+    assert written.found
+    assert torch.empty(2, device="meta").is_meta
+
+
+def test_truncated_draws_are_as_many_as_for_a_real_tensor() -> None:
+    """Their number depends on the numbers."""
+    after = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with private.init_without_storage(draw=True):
+            torch.nn.init.trunc_normal_(torch.empty(50, 3, device=device), a=-0.5, b=0.5)
+        after.append(torch.rand(4))
+    assert torch.equal(*after)
 
 
 def test_in_backward_is_true_inside_of_the_autograd_engine_only() -> None:

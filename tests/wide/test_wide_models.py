@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from wide_models import ROWS, ModelRow, build
 from wide_rows import REFUSED
+from wide_values import unlike
 
 import infinity
 from infinity.checkpoint.export import export_safetensors
@@ -32,8 +32,7 @@ def shard(row: ModelRow, model: nn.Module) -> nn.Module:
     """Shard the layers of a row one by one, and the rest with the root."""
     mesh = infinity.mesh("cpu")
     for path in row.layers:
-        name, _, every = path.partition(".*")
-        found = model.get_submodule(name)
+        found = model.get_submodule(path.removesuffix(".*"))
         for layer in found.children() if path.endswith(".*") else (found,):
             fully_shard(layer, mesh=mesh)
     # fully_shard takes no parameters without dimensions; users leave them out.
@@ -107,28 +106,11 @@ def offload(row: ModelRow, folder: Path, **more: Any) -> infinity.PagedOptimizer
         model.to("meta")  # some classes make parameters beside the device that they are built on
     shard(row, model)
     passed_in = adamw(model)
-    # What lies in the arena's memory is a multiple of what the model needs: tensors of the largest unit, whole.
     optimizer = infinity.offload(
         model, passed_in, settings(folder, PAGING, host_bytes(PAGING, model, passed_in, folder)), **more
     )
     optimizer.model = model
     return optimizer
-
-
-def unlike(expected: torch.Tensor, found: torch.Tensor) -> str:
-    """Return how a parameter is not distributed as another of which it is a draw of its own; constants must be equal."""
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return f"{found.shape} {found.dtype}, not {expected.shape} {expected.dtype}"
-    a, b, count = expected.double(), found.double(), expected.numel()
-    if a.unique().numel() == 1 or b.unique().numel() == 1:
-        return "" if torch.equal(a, b) else f"{b.flatten()[:2]}, not {a.flatten()[:2]}"
-    # Per row too: rows that are zero (padding) must be so in both.
-    if a.ndim > 1 and not torch.equal((a == 0).flatten(1).all(1), (b == 0).flatten(1).all(1)):
-        return "other rows are zero"
-    means, stds = abs(a.mean() - b.mean()), abs((a.std() / b.std()).log())
-    if means > 6 * a.std() * (2 / count) ** 0.5 or stds > 6 / (count - 1) ** 0.5:
-        return f"mean {b.mean():.4g}, std {b.std():.4g}; not {a.mean():.4g}, {a.std():.4g}"
-    return ""
 
 
 def first_values(row: ModelRow, folder: Path, expected: nn.Module) -> list[str]:
@@ -170,7 +152,7 @@ def load(row: ModelRow, folder: Path) -> nn.Module:
 
 
 def trained_paged(row: ModelRow, saved: Path, folder: Path) -> tuple[Outcome, list[str]]:
-    """Return what training from a folder's weights gives when it is paged, and the buffers that are wrong; export it."""
+    """Return what training from a folder's weights gives when it is paged, and wrong buffers; export it."""
     outcome = Outcome()
     with offload(row, folder, weights=saved) as optimizer:
         wrong = wrong_buffers(optimizer.model, load(row, saved))
@@ -183,10 +165,9 @@ def trained_paged(row: ModelRow, saved: Path, folder: Path) -> tuple[Outcome, li
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _quiet() -> None:
     logging = pytest.importorskip("transformers").logging
     logging.set_verbosity_error()
-    yield
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])

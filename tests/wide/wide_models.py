@@ -68,9 +68,8 @@ class ModelRow(Row):
 def build(row: ModelRow) -> Any:
     """Return the model of a row, built from its configuration on the current device."""
     transformers = importlib.import_module("transformers")
-    config = getattr(transformers, row.config or row.family + "Config")(
-        **SUBCONFIGS.get(row.name, dict)(), **row.settings
-    )
+    cls = getattr(transformers, row.config or row.family + "Config")
+    config = cls(**SUBCONFIGS.get(row.name, dict)(), **row.settings)
     config._attn_implementation = "eager"
     return getattr(transformers, row.model)(config)
 
@@ -103,6 +102,7 @@ def _gpt(**more: Any) -> dict[str, Any]:
     return {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **more}
 
 
+BOTH = ("model.encoder.layers.*", "model.decoder.layers.*")
 MOE = {**GQA, "num_experts_per_tok": 2}
 ROWS: tuple[ModelRow, ...] = (
     causal("Llama"),
@@ -163,7 +163,8 @@ ROWS: tuple[ModelRow, ...] = (
     causal("Glm", {**HEADS8}),
     causal("Starcoder2"),
     other("Bert", "BertForMaskedLM", ENCODER, ("bert.encoder.layer.*",), "text"),
-    other("Roberta", "RobertaForMaskedLM", {**ENCODER, "max_position_embeddings": 66}, ("roberta.encoder.layer.*",), "text"),
+    other("Roberta", "RobertaForMaskedLM", {**ENCODER, "max_position_embeddings": 66},
+          ("roberta.encoder.layer.*",), "text"),
     other("XLMRoberta", "XLMRobertaForMaskedLM", {**ENCODER, "max_position_embeddings": 66},
           ("roberta.encoder.layer.*",), "text"),
     other("DistilBert", "DistilBertForMaskedLM", {"vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 2,
@@ -184,19 +185,18 @@ ROWS: tuple[ModelRow, ...] = (
     other("T5", "T5ForConditionalGeneration", {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
           "num_heads": 4, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
           ("encoder.block.*", "decoder.block.*"), "text", name="T5 v1.1"),
-    other("Bart", "BartForConditionalGeneration", SEQ2SEQ, ("model.encoder.layers.*", "model.decoder.layers.*"), "text"),
-    other("MBart", "MBartForConditionalGeneration", SEQ2SEQ, ("model.encoder.layers.*", "model.decoder.layers.*"), "text"),
-    other("Marian", "MarianMTModel", SEQ2SEQ, ("model.encoder.layers.*", "model.decoder.layers.*"), "text"),
-    other("Pegasus", "PegasusForConditionalGeneration", SEQ2SEQ,
-          ("model.encoder.layers.*", "model.decoder.layers.*"), "text"),
+    other("Bart", "BartForConditionalGeneration", SEQ2SEQ, BOTH, "text"),
+    other("MBart", "MBartForConditionalGeneration", SEQ2SEQ, BOTH, "text"),
+    other("Marian", "MarianMTModel", SEQ2SEQ, BOTH, "text"),
+    other("Pegasus", "PegasusForConditionalGeneration", SEQ2SEQ, BOTH, "text"),
     other("Whisper", "WhisperForConditionalGeneration", {**{k: v for k, v in SEQ2SEQ.items() if k not in
           ("max_position_embeddings",)}, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64,
           "suppress_tokens": None, "begin_suppress_tokens": None},
-          ("model.encoder.layers.*", "model.decoder.layers.*"), "mel"),
+          BOTH, "mel"),
     other("ViT", "ViTForImageClassification", VISION, ("vit.layers.*",), "image"),
     other("DeiT", "DeiTForImageClassification", VISION, ("deit.layers.*",), "image"),
-    other("Beit", "BeitForImageClassification", {**VISION, "use_relative_position_bias": True, "layer_scale_init_value": 0.1},
-          ("beit.layers.*",), "image"),
+    other("Beit", "BeitForImageClassification", {**VISION, "use_relative_position_bias": True,
+          "layer_scale_init_value": 0.1}, ("beit.layers.*",), "image"),
     other("Dinov2", "Dinov2ForImageClassification", {**VISION, "mlp_ratio": 2}, ("dinov2.encoder.layer.*",), "image"),
     other("Swin", "SwinForImageClassification", {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 1],
           "num_heads": [2, 4], "window_size": 4, "num_labels": 5}, ("swin.encoder.layers.*",), "image"),
@@ -241,14 +241,14 @@ ROWS: tuple[ModelRow, ...] = (
     other("RoFormer", "RoFormerForMaskedLM", {**ENCODER, "embedding_size": 32}, ("roformer.encoder.layer.*",), "text"),
     other("BigBird", "BigBirdForMaskedLM", {**ENCODER, "attention_type": "original_full"},
           ("bert.encoder.layer.*",), "text"),
-    other("XLNet", "XLNetLMHeadModel", _gpt(d_model=32, n_layer=2, n_head=4, d_inner=48), ("transformer.layer.*",), "text"),
+    other("XLNet", "XLNetLMHeadModel", _gpt(d_model=32, n_layer=2, n_head=4, d_inner=48),
+          ("transformer.layer.*",), "text"),
     other("FNet", "FNetForMaskedLM", ENCODER, ("fnet.encoder.layer.*",), "text"),
-    other("M2M100", "M2M100ForConditionalGeneration", SEQ2SEQ,
-          ("model.encoder.layers.*", "model.decoder.layers.*"), "text"),
-    other("Blenderbot", "BlenderbotForConditionalGeneration", SEQ2SEQ,
-          ("model.encoder.layers.*", "model.decoder.layers.*"), "text"),
-    other("Swinv2", "Swinv2ForImageClassification", {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 1],
-          "num_heads": [2, 4], "window_size": 4, "num_labels": 5}, ("swinv2.encoder.layers.*",), "image"),
+    other("M2M100", "M2M100ForConditionalGeneration", SEQ2SEQ, BOTH, "text"),
+    other("Blenderbot", "BlenderbotForConditionalGeneration", SEQ2SEQ, BOTH, "text"),
+    other("Swinv2", "Swinv2ForImageClassification", {"image_size": 32, "patch_size": 2, "embed_dim": 16,
+          "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "num_labels": 5},
+          ("swinv2.encoder.layers.*",), "image"),
     other("EfficientNet", "EfficientNetForImageClassification", {"image_size": 32, "width_coefficient": 0.25,
           "depth_coefficient": 0.25, "hidden_dim": 320, "num_labels": 5}, ("efficientnet.encoder.blocks.*",), "image"),
     other("RegNet", "RegNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
