@@ -168,7 +168,7 @@ class _Outgoing:
             if model is None:
                 return self._plain(own)
             chosen = self._chosen(model)
-            if not model.converts:
+            if not model.converts(loaded_from):
                 return self._plain(chosen)
             if foreign := sorted(model.all ^ {*self._index, *self._buffers}):
                 raise ConfigError(

@@ -20,7 +20,7 @@ from torch import nn
 from infinity.checkpoint import transformers_names as names
 from infinity.checkpoint.transformers_names import Conversion
 from infinity.checkpoint.weight_files import WeightFiles, WeightReader, read_json
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.first_values import FirstValues, Member, ValueOf, local_bounds, local_slice
 from infinity.layout import MASTER, Layout
@@ -60,8 +60,13 @@ class PretrainedFolder(FirstValues):
 
         Raises:
             ConfigError: something is missing, unexpected, or of another shape or kind of dtype; all of it is listed.
+            UnsupportedError: a parameter is tensor-parallel, or what is missing cannot be initialised.
         """
         self._refuse_quantised()
+        if apart := [member.names[0] for member in members if private.is_tensor_parallel(member.param)]:
+            raise UnsupportedError(
+                f"{apart[0]} is tensor-parallel and on the meta device; load the weights into a model on a real device"
+            )
         entries = {_names(member): _like(member) for member in members}
         for name in private.persistent_buffers(model):
             entries[(private.unwrapped_name(name),)] = model.get_buffer(name).to("meta")
@@ -231,9 +236,10 @@ def _convertible(found: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether values of a dtype can be taken for those of another: not across kinds, nor those that need a scale."""
     if found == wanted:
         return True
-    if found.is_complex or wanted.is_complex or found.is_floating_point != wanted.is_floating_point:
-        return False
-    return not found.is_floating_point or (found.itemsize > 1 and wanted.itemsize > 1)
+    if found.is_floating_point and wanted.is_floating_point:
+        return found.itemsize > 1 and wanted.itemsize > 1
+    kinds = found.is_floating_point or wanted.is_floating_point or found == torch.bool or wanted == torch.bool
+    return not kinds and torch.promote_types(found, wanted) == wanted  # integers, where none is lost
 
 
 def _names(member: Member) -> tuple[str, ...]:

@@ -186,10 +186,10 @@ class Outgoing:
     all: frozenset[str]  # of its `state_dict`
     left_out: frozenset[str]  # what it does not write, since it is computed
 
-    @property
-    def converts(self) -> bool:
-        """Whether anything is renamed, fused or split."""
-        return bool(_loading() is not None and _model_rules(self.model, add_legacy=False))
+    def converts(self, loaded_from: Iterable[str] | None) -> bool:
+        """Whether anything is renamed, fused or split; see `reverted`."""
+        loading = _loading()
+        return loading is not None and bool(_rules_to_revert(loading, self.model, self.model.state_dict(), loaded_from))
 
 
 def outgoing(config: Mapping[str, Any]) -> Outgoing | None:

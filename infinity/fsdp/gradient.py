@@ -201,7 +201,6 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
     number = len(args[0])
     results: list[Any] = []
     for position in range(number):
-        # The gradient itself where it has an answer of its own, which takes no list.
         single = [
             arg[position : position + 1] if isinstance(arg, list | tuple) and len(arg) == number else arg
             for arg in args
@@ -235,7 +234,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torc
     finite = bool(torch.isfinite(torch.stack(known)).all()) if known else False  # the device is waited for once
     for gradient, norm in zip(gradients, norms, strict=True):
         if isinstance(gradient, PagedGradient) and norm is not None and finite:
-            number, nothing = _number(scale), torch.zeros((), device="cpu" if scale.ndim == 0 else scale.device)
+            number, nothing = _number(scale), torch.zeros(())
             gradient.gradient.record(lambda g, n=number, f=nothing: _UNSCALE([g], f, n))  # type: ignore[misc]
         else:
             _on_content(_UNSCALE, ([gradient], found, scale), {})

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.init_steps import InitFunction, Step, init_steps, tie_targets
+from infinity.fsdp.init_steps import InitFunction, Step, build_again, init_steps, left_out, tie_targets
 
 _FILLS = frozenset(
     ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "log_normal_")
@@ -55,8 +55,12 @@ class InitPlan:
 
     def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
         self._model, self._seed = model, seed
-        with _seeded(module_seed(seed, "model")):
-            self._steps = init_steps(model, function)
+        with _apart():
+            _seed_generators(module_seed(seed, "model"))
+            twins = build_again(model)
+        self._steps = init_steps(model, twins, function)
+        self.left_out = {id(module._parameters[key]) for module, key in left_out(model, twins)}
+        """Identities of parameters on a real device of which it is not known whether they have got a value."""
         self._thrown_away = {(id(module), key) for module, key in tie_targets(model)}
         self._needs: dict[int, list[int]] = {}  # by the tensor's identity: positions of its calls, in order
         self._holders: dict[int, list[_Holder]] = {}  # by the tensor's identity: where its value comes from
@@ -92,13 +96,14 @@ class InitPlan:
     def _record(self) -> None:
         """Run every call once on tensors without storage, and note what it writes."""
         replaced: list[torch.Tensor] = []  # kept, so that no other tensor gets its storage's identity
-        with private.classes_of_before(self._model), self._staged({}) as staged:
+        with _apart(), private.classes_of_before(self._model), self._staged({}) as staged:
             watch = _Watch({private.storage_key(tensor): key for key, tensor in staged.items()})
             for index, step in enumerate(self._steps):
                 watch.begin()
                 inside = [key for m in step.module.modules() for key in self._keys_by_module.get(id(m), ())]
                 try:
-                    with _seeded(self._seed_of(step)), private.init_without_storage(draw=False), watch:
+                    self._seed_for(step)
+                    with private.init_without_storage(draw=False), watch:
                         step.call()
                 except Exception:  # it reads values, of which there are none: when it is needed, it says what it lacks
                     watch.written.update(dict.fromkeys(inside, False))
@@ -129,13 +134,14 @@ class InitPlan:
 
     def _values(self, wanted: Mapping[int, torch.Tensor], fill: Callable[..., torch.Tensor]) -> dict[int, torch.Tensor]:
         real = {key: fill(tensor, device="cpu") for key, tensor in wanted.items()}
-        with private.classes_of_before(self._model), self._staged(real):
+        with _apart(), private.classes_of_before(self._model), self._staged(real):
             for index in sorted({index for key in wanted for index in self._needs.get(key, ())}):
                 self._call(self._steps[index])
             return {key: self._current(key).detach() for key in wanted}
 
     def _call(self, step: Step) -> None:
-        with _seeded(self._seed_of(step)), private.init_without_storage(draw=True), _Draws():  # type: ignore[no-untyped-call]
+        self._seed_for(step)
+        with private.init_without_storage(draw=True), _Draws():  # type: ignore[no-untyped-call]
             try:
                 step.call()
             except Exception as error:  # code of somebody else's
@@ -146,8 +152,8 @@ class InitPlan:
                     "pass init=function to infinity.offload, or build the model on a real device"
                 ) from error
 
-    def _seed_of(self, step: Step) -> int:
-        return module_seed(self._seed, f"{step.kind}:{step.name}")
+    def _seed_for(self, step: Step) -> None:
+        _seed_generators(module_seed(self._seed, f"{step.kind}:{step.name}"))
 
     def _current(self, key: int) -> torch.Tensor:
         return self._holders[key][0].tensor
@@ -205,18 +211,22 @@ def _marked(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Run without gradients and under a seed, for all generators of torch on the CPU, Python and NumPy."""
-    python, numpy = random.getstate(), np.random.get_state()
+def _apart() -> Iterator[None]:
+    """Run without gradients, and leave the generators of torch on the CPU, Python and NumPy as they are."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % (1 << 32))
+        with torch.no_grad():
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.default_generator.manual_seed(seed)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -38,14 +38,14 @@ class Step:
     call: Callable[[], Any]
 
 
-def init_steps(model: nn.Module, function: InitFunction | None) -> list[Step]:
+def init_steps(model: nn.Module, twins: Twins, function: InitFunction | None) -> list[Step]:
     """Return all calls that may set first values, in order.
 
     Args:
+        twins: what `build_again` returned.
         function: the user's own, run on every module after everything else.
     """
     modules = [(_logical(name), module) for name, module in _post_order(model)]
-    twins = _twins(model)
     roots = _init_roots(model, twins)
     foreign = {id(module) for root in roots for module in root.doubtful}
     steps: list[Step] = []
@@ -81,6 +81,33 @@ def tie_targets(model: nn.Module) -> list[Holder]:
         for target in getattr(root, "all_tied_weights_keys", None) or {}:
             if target in by_name:
                 found.append(by_name[target])
+    return found
+
+
+def left_out(model: nn.Module, twins: Twins) -> Iterator[Holder]:
+    """Yield parameters on a real device that may never have got a value.
+
+    transformers initialises nothing while it builds on the meta device. Parameters that a model's class makes beside
+    that device (``torch.FloatTensor(n)``) are real then, with what was in that memory.
+    """
+    for modules in _by_transformers_model(model, twins).values():
+        own = [(m, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
+        if any(param.is_meta for _, _, param in own):
+            yield from ((module, key) for module, key, param in own if not param.is_meta)
+
+
+def _by_transformers_model(model: nn.Module, twins: Twins) -> dict[nn.Module, list[nn.Module]]:
+    """Return the modules of every model of transformers: those that have no other such model around them."""
+    found: dict[nn.Module, list[nn.Module]] = {}
+
+    def visit(module: nn.Module, around: nn.Module | None) -> None:
+        around = module if _is_transformers(module) else around
+        if around is not None and id(module) in twins.counterparts:
+            found.setdefault(around, []).append(module)
+        for child in module.children():
+            visit(child, around)
+
+    visit(model, None)
     return found
 
 
@@ -148,7 +175,7 @@ def _construct_parametrized(module: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Twins:
+class Twins:
     """Models built again from the config that they keep: what their class has built, and what only a constructor sets.
 
     Large parameters have no storage there.
@@ -166,8 +193,9 @@ class _Twins:
         return twin if any(tensor is not None and not tensor.is_meta for tensor in tensors) else None
 
 
-def _twins(model: nn.Module) -> _Twins:
-    twins = _Twins({}, {})
+def build_again(model: nn.Module) -> Twins:
+    """Build a model again from the config that it keeps, or those of its parts that have one."""
+    twins = Twins({}, {})
     covered: set[int] = set()
     for root in model.modules():
         if id(root) in covered or "config" not in vars(root):
@@ -200,7 +228,7 @@ def _built_again(root: nn.Module) -> nn.Module | None:
             module._parameters[name] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
 
     try:
-        nn.Module.register_parameter = register_small  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_small  # type: ignore[method-assign, assignment]
         with torch.device("cpu"):
             return cls(copy.deepcopy(vars(root)["config"]))
     except Exception:  # a constructor of somebody else's, which takes more than a config
@@ -237,7 +265,7 @@ class _Root:
     """Modules that may have been built by the root's class or later: nothing initialises them."""
 
 
-def _init_roots(model: nn.Module, twins: _Twins) -> list[_Root]:
+def _init_roots(model: nn.Module, twins: Twins) -> list[_Root]:
     """Return the outermost models with `_init_weights`, and what they initialise."""
     found: list[_Root] = []
     covered: set[int] = set()
@@ -278,7 +306,7 @@ def _other_root(root: nn.Module) -> _Root:
     return _Root(init_of, [])
 
 
-def _transformers_root(root: nn.Module, twins: _Twins) -> _Root:
+def _transformers_root(root: nn.Module, twins: Twins) -> _Root:
     """Every module that the class has built is initialised by the nearest `PreTrainedModel` around it.
 
     A module whose place another class has taken may lie inside of that one now, or one like it; so those are doubtful.

@@ -46,8 +46,13 @@ class ModuleInitialiser(FirstValues):
         """Check that something sets every parameter that is on the meta device.
 
         Raises:
-            UnsupportedError: nothing does; the parameters are named.
+            UnsupportedError: nothing does, or what has a value already is not known; the parameters are named.
         """
+        if names := [m.names[0] for m in members if id(m.param.sharded_param) in self._plan.left_out]:
+            raise UnsupportedError(
+                f"{', '.join(names)}: on a real device in a model that was built on the meta device, where "
+                "transformers initialises nothing; call model.to('meta') before fully_shard, and they are initialised"
+            )
         members = [member for member in members if member.param.sharded_param.is_meta]
         for member in members:
             if private.is_tensor_parallel(member.param):

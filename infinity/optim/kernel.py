@@ -76,7 +76,7 @@ class UpdateKernel:
         self._applied: Own = {}  # the one that the runner has
         self.uses_closure = False
         """Whether updates depend on the loss that a closure returns."""
-        self.builds = bool(optimizer.state) and self._makes_its_state()
+        self.builds = any(optimizer.state.values()) and self._makes_its_state()
         """Whether the constructor makes the state of parameters."""
         self._watched = [name for name, value in attributes(optimizer).items() if is_plain(value)]
         self._seen = self._content_of_own()
@@ -92,7 +92,7 @@ class UpdateKernel:
 
     def has_progress(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer has taken steps: whether its state is more than what its constructor made."""
-        return bool(optimizer.state) and not self.builds
+        return any(optimizer.state.values()) and not self.builds
 
     def _makes_its_state(self) -> bool:
         """Whether the state that is there is that of a new optimizer."""
@@ -102,7 +102,9 @@ class UpdateKernel:
                 built = self.build([nn.Parameter(torch.ones(2, 2))], group)
             except Exception:
                 return False
-            if content(attributes(built)) != content(attributes(self._optimizer)):
+            # What is made from a group's settings has others as defaults.
+            found, given = ({**attributes(one), "defaults": None} for one in (built, self._optimizer))
+            if content(found) != content(given):
                 return False
             made.append(next(iter(built.state.values()), {}))
         for group, state in zip(self._optimizer.param_groups, made, strict=True):

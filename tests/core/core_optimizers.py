@@ -10,7 +10,7 @@ from typing import Any
 
 import core_models
 import torch
-from core_train import Outcome, Paging, batch, differences, host_bytes, settings, state_in_memory, state_on_nvme
+from core_train import PAGE, Outcome, Paging, batch, differences, host_bytes, settings, state_in_memory, state_on_nvme
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -118,9 +118,9 @@ def _in_memory(make: Callable[[nn.Module], Any]) -> Outcome:
     return outcome
 
 
-def paged(make: Make, folder: Path, *, placement: str = "auto", commit: int = 0, format: str = "fp32") -> Outcome:
+def paged(make: Make, folder: Path, *, placement: str = "auto", commit: int = 0, page: int = PAGE) -> Outcome:
     """Train with everything on NVMe; commit after so many steps, if not 0, and resume from that in another model."""
-    paging, outcome = Paging(arena="least", placement=placement, format=format), Outcome()
+    paging, outcome = Paging(arena="least", placement=placement, page=page), Outcome()
     first = 0
     for last in (commit, STEPS) if commit else (STEPS,):
         model = build()

@@ -10,7 +10,7 @@ import core_models
 import pytest
 import torch
 from core_ranks import RankPool
-from core_train import Paging, Recipe, batch, build, local, make_optimizer, offloaded, state_in_memory, state_on_nvme
+from core_train import Paging, Recipe, batch, build, make_optimizer, offloaded, state_in_memory, state_on_nvme
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -206,11 +206,19 @@ USES: dict[str, Use] = {
 }
 
 
-@pytest.mark.parametrize("placement", KEPT)
 @pytest.mark.parametrize("use", USES)
-def test_using_gradients_is_as_in_memory(use: str, placement: str, tmp_path: Path) -> None:
+def test_using_gradients_is_as_in_memory(use: str, tmp_path: Path) -> None:
     """What is seen, weights, moments and step counts."""
-    assert compare(lambda m, o: steps(m, o, USES[use]), placement, tmp_path) == []
+    assert compare(lambda m, o: steps(m, o, USES[use]), "in_forward", tmp_path) == []
+
+
+def test_all_uses_after_backward(tmp_path: Path) -> None:
+    """One step after the other, in an arena that is too small to keep anything."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        return [steps(model, optimizer, use, 1) for use in USES.values()]
+
+    assert compare(loop, "after_backward", tmp_path, arena="least") == []
 
 
 # Loops #
@@ -523,17 +531,34 @@ def test_a_closed_gradient_says_so(tmp_path: Path) -> None:
         kept.clone()
 
 
-if __name__ == "__main__":
-    import sys, tempfile, traceback
+def test_reading_costs_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipping and scaling touch no page; one gradient is read from the pages that it lies in."""
+    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+        backward(model)
+        pager, touched = optimizer._pager, list[int]()
+        access = pager.access
 
-    which = {**USES, **LOOPS}
-    for name in sys.argv[1:] or which:
-        use = which[name]
-        for placement in KEPT:
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    found = compare(use if name in LOOPS else lambda m, o: steps(m, o, use), placement, folder)
-                    print(name, placement, "ok" if not found else str(found)[:300])
-                except Exception as error:
-                    print(name, placement, "!!", type(error), str(error)[:300])
-                    traceback.print_exc(limit=-4)
+        def watched(uses: Any, **settings: Any) -> Any:
+            touched.extend(use.page for use in uses)
+            return access(uses, **settings)
+
+        monkeypatch.setattr(pager, "access", watched)
+        clip_grad_norm_(model.parameters(), 0.5)
+        torch._foreach_mul_(gradients(model), 0.5)
+        assert touched == []
+        model.blocks[1].up.weight.grad.full_tensor().sum()
+        placed = next(at for at in optimizer.layout.shards if at.spec.name == "blocks.1.up.weight")
+        pages = optimizer.layout.segments[placed.segment].grad_pages[0]
+        assert set(touched) == {
+            page.index for page in pages if page.start < placed.start + placed.spec.numel and placed.start < page.stop
+        }
+
+
+def test_a_gradient_that_is_no_dtensor_is_refused(tmp_path: Path) -> None:
+    """The optimizer in memory cannot use it either."""
+    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+        backward(model)
+        param = model.blocks[0].norm.weight
+        param.grad = torch.zeros(param.shape)
+        with pytest.raises(UnsupportedError, match=r"assigned to blocks\.0\.norm\.weight is no DTensor"):
+            optimizer.step()

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity.fsdp import private
@@ -237,6 +239,67 @@ def test_a_number_for_reshard_after_forward_is_seen(model: nn.Module) -> None:
     assert private.reshards_to_fewer_ranks(group)
 
 
+def test_the_class_before_sharding_and_parametrization() -> None:
+    """`fully_shard` and parametrizations give a module a class of its own, below the one that it had."""
+    model = nn.Sequential(nn.Linear(4, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    for module in (*model, model):
+        fully_shard(module, mesh=infinity.mesh("cpu"))
+    assert [private.original_class(module) for module in (model, *model)] == [nn.Sequential, nn.Linear, nn.Linear]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_in_the_same_memory_have_the_same_key(device: str) -> None:
+    """`UntypedStorage._cdata`, also where there is no memory."""
+    tensor, other = torch.empty(3, 4, device=device), torch.empty(3, 4, device=device)
+    keys = {private.storage_key(view) for view in (tensor, tensor[1:], tensor.t(), tensor.detach(), tensor.data)}
+    assert keys == {private.storage_key(tensor)} != {private.storage_key(other)}
+
+
+INITS = {
+    "trunc_normal_": {"std": 0.5, "a": -0.6, "b": 0.7},
+    "orthogonal_": {},
+    "sparse_": {"sparsity": 0.5},
+    "eye_": {},
+    "kaiming_uniform_": {},
+}
+
+
+class Written(TorchDispatchMode):
+    """Notes the operations that write to a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.key, self.found = private.storage_key(tensor), []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and private.storage_key(kwargs.get("out", args[0])) == self.key:
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_init_functions_write_to_tensors_without_storage(name: str) -> None:
+    """`Tensor.is_meta`, `torch.nn.init._no_grad_trunc_normal_`: torch's functions do not leave them out."""
+    tensor = torch.empty(6, 6, device="meta")
+    written = Written(tensor)
+    with torch.no_grad(), private.init_without_storage(draw=False), written:
+        getattr(torch.nn.init, name)(tensor, **INITS[name])
+    assert written.found
+    assert torch.empty(2, device="meta").is_meta
+
+
+def test_truncated_draws_are_as_many_as_for_a_real_tensor() -> None:
+    """Their number depends on the numbers."""
+    after = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with private.init_without_storage(draw=True):
+            torch.nn.init.trunc_normal_(torch.empty(50, 3, device=device), a=-0.5, b=0.5)
+        after.append(torch.rand(4))
+    assert torch.equal(*after)
+
+
 def test_in_backward_is_true_inside_of_the_autograd_engine_only() -> None:
     """`torch._C._current_graph_task_id`."""
     seen = []
@@ -289,6 +352,25 @@ def test_gradients_are_added_up_in_the_reduce_dtype_until_they_are_reduced(model
         assert (param.unsharded_accumulated_grad == 1 + 2.0**-10).all()
 
 
+def test_classes_are_those_of_before_meanwhile(model: nn.Module) -> None:
+    """`_orig_cls_mro_index` says where `fully_shard` left the class of a module."""
+    sharded = [model, *model.blocks]
+    before = list(map(type, sharded))
+    with private.classes_of_before(model):
+        assert list(map(type, sharded)) == [core_models.Toy] + 3 * [core_models.Block]
+    assert list(map(type, sharded)) == before
+    assert all(issubclass(cls, FSDPModule) for cls in before)
+
+
+def test_modules_are_found_in_what_is_around_them() -> None:
+    """`_orig_mod` of compilation, `_checkpoint_wrapped_module` of checkpointing; both in the names of parameters."""
+    inner = nn.Linear(2, 2)
+    around = torch.compile(checkpoint_wrapper(inner))
+    assert private.unwrapped_module(around) is inner
+    assert private.unwrapped_module(inner) is inner
+    assert {private.unwrapped_name(name) for name, _ in around.named_parameters()} == {"weight", "bias"}
+
+
 def test_modules_that_recompute_are_known() -> None:
     """`CheckpointWrapper` of torch, `gradient_checkpointing` of transformers."""
     assert private.recomputes(checkpoint_wrapper(nn.Linear(2, 2)))
@@ -338,3 +420,33 @@ def test_gradients_of_fsdp2_are_sharded_like_the_parameter(model: nn.Module) -> 
     for _, group in private.parameter_groups(model):
         for each in private.fsdp_params(group):
             assert private.local_gradient(each.sharded_param).count_nonzero()
+
+
+def test_the_attributes_of_torchs_optimizers_are_known() -> None:
+    """What torch and its schedulers put on an optimizer says nothing about updates; hooks are found, and left out."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    own = {name for name, value in vars(optimizer).items() if not private.is_bookkeeping(name, value)}
+    assert {"param_groups", "state", "defaults"} <= own
+    assert not own & {"step", "_opt_called", "_zero_grad_profile_name"}
+    assert not any("hook" in name for name in own)
+    optimizer.note = "mine"
+    assert not private.is_bookkeeping("note", optimizer.note)
+
+
+def test_a_step_without_hooks_is_the_step() -> None:
+    """Hooks of the optimizer, and those common to all, are left out; and shared where they are to be."""
+    param = nn.Parameter(torch.zeros(1))
+    param.grad = torch.ones(1)
+    optimizer, other = (torch.optim.SGD([param], lr=1.0) for _ in range(2))
+    calls: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+    try:
+        private.unhooked_step(optimizer)()
+        assert (calls, float(param)) == ([], -1.0)
+        private.share_step_hooks(other, optimizer)
+        other.step()
+        assert (calls, float(param)) == (["all", "own"], -2.0)
+    finally:
+        handle.remove()

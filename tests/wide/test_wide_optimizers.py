@@ -33,7 +33,7 @@ def test_equal_or_refused(name: str, tmp_path: Path) -> None:
     """What the table says, and nothing else."""
     row = found(name)
     if row.outcome == EQUAL:
-        assert compare(row.make, tmp_path) == []
+        assert compare(row.make, tmp_path, page=row.page) == []
         return
     model = build()
     with pytest.raises(UnsupportedError, match=f"(?s){row.kind}.*{row.words}"):
@@ -45,8 +45,8 @@ def test_equal_or_refused(name: str, tmp_path: Path) -> None:
 def test_what_is_counted_is_counted_in_every_placement_and_resumed(name: str, tmp_path: Path) -> None:
     """Updates in both passes, or after `step` returned and from a commit: the same bits."""
     row = found(name)
-    assert compare(row.make, tmp_path, placement="in_both") == []
-    assert compare(row.make, tmp_path, placement="in_forward", commit=4) == []
+    assert compare(row.make, tmp_path, page=row.page, placement="in_both") == []
+    assert compare(row.make, tmp_path, page=row.page, placement="in_forward", commit=4) == []
 
 
 def test_the_table_is_as_long_as_it_should_be() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from wide_rows import EQUAL, Row
+from wide_rows import REFUSED, Row
 
 TEXT = {
     "vocab_size": 96,
@@ -68,9 +68,8 @@ class ModelRow(Row):
 def build(row: ModelRow) -> Any:
     """Return the model of a row, built from its configuration on the current device."""
     transformers = importlib.import_module("transformers")
-    config = getattr(transformers, row.config or row.family + "Config")(
-        **SUBCONFIGS.get(row.name, dict)(), **row.settings
-    )
+    cls = getattr(transformers, row.config or row.family + "Config")
+    config = cls(**SUBCONFIGS.get(row.name, dict)(), **row.settings)
     config._attn_implementation = "eager"
     return getattr(transformers, row.model)(config)
 
@@ -103,6 +102,7 @@ def _gpt(**more: Any) -> dict[str, Any]:
     return {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **more}
 
 
+BOTH = ("model.encoder.layers.*", "model.decoder.layers.*")
 MOE = {**GQA, "num_experts_per_tok": 2}
 ROWS: tuple[ModelRow, ...] = (
     causal("Llama"),
@@ -163,7 +163,8 @@ ROWS: tuple[ModelRow, ...] = (
     causal("Glm", {**HEADS8}),
     causal("Starcoder2"),
     other("Bert", "BertForMaskedLM", ENCODER, ("bert.encoder.layer.*",), "text"),
-    other("Roberta", "RobertaForMaskedLM", {**ENCODER, "max_position_embeddings": 66}, ("roberta.encoder.layer.*",), "text"),
+    other("Roberta", "RobertaForMaskedLM", {**ENCODER, "max_position_embeddings": 66},
+          ("roberta.encoder.layer.*",), "text"),
     other("XLMRoberta", "XLMRobertaForMaskedLM", {**ENCODER, "max_position_embeddings": 66},
           ("roberta.encoder.layer.*",), "text"),
     other("DistilBert", "DistilBertForMaskedLM", {"vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 2,
@@ -184,19 +185,18 @@ ROWS: tuple[ModelRow, ...] = (
     other("T5", "T5ForConditionalGeneration", {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
           "num_heads": 4, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
           ("encoder.block.*", "decoder.block.*"), "text", name="T5 v1.1"),
-    other("Bart", "BartForConditionalGeneration", SEQ2SEQ, ("model.encoder.layers.*", "model.decoder.layers.*"), "text"),
-    other("MBart", "MBartForConditionalGeneration", SEQ2SEQ, ("model.encoder.layers.*", "model.decoder.layers.*"), "text"),
-    other("Marian", "MarianMTModel", SEQ2SEQ, ("model.encoder.layers.*", "model.decoder.layers.*"), "text"),
-    other("Pegasus", "PegasusForConditionalGeneration", SEQ2SEQ,
-          ("model.encoder.layers.*", "model.decoder.layers.*"), "text"),
+    other("Bart", "BartForConditionalGeneration", SEQ2SEQ, BOTH, "text"),
+    other("MBart", "MBartForConditionalGeneration", SEQ2SEQ, BOTH, "text"),
+    other("Marian", "MarianMTModel", SEQ2SEQ, BOTH, "text"),
+    other("Pegasus", "PegasusForConditionalGeneration", SEQ2SEQ, BOTH, "text"),
     other("Whisper", "WhisperForConditionalGeneration", {**{k: v for k, v in SEQ2SEQ.items() if k not in
           ("max_position_embeddings",)}, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64,
           "suppress_tokens": None, "begin_suppress_tokens": None},
-          ("model.encoder.layers.*", "model.decoder.layers.*"), "mel"),
+          BOTH, "mel"),
     other("ViT", "ViTForImageClassification", VISION, ("vit.layers.*",), "image"),
     other("DeiT", "DeiTForImageClassification", VISION, ("deit.layers.*",), "image"),
-    other("Beit", "BeitForImageClassification", {**VISION, "use_relative_position_bias": True, "layer_scale_init_value": 0.1},
-          ("beit.encoder.layer.*",), "image"),
+    other("Beit", "BeitForImageClassification", {**VISION, "use_relative_position_bias": True,
+          "layer_scale_init_value": 0.1}, ("beit.layers.*",), "image"),
     other("Dinov2", "Dinov2ForImageClassification", {**VISION, "mlp_ratio": 2}, ("dinov2.encoder.layer.*",), "image"),
     other("Swin", "SwinForImageClassification", {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 1],
           "num_heads": [2, 4], "window_size": 4, "num_labels": 5}, ("swin.encoder.layers.*",), "image"),
@@ -208,10 +208,56 @@ ROWS: tuple[ModelRow, ...] = (
           "num_labels": 5}, ("mobilenet_v2.layer.*",), "image"),
     other("Segformer", "SegformerForImageClassification", {"num_encoder_blocks": 2, "depths": [1, 1],
           "hidden_sizes": [8, 16], "num_attention_heads": [1, 2], "sr_ratios": [2, 1], "patch_sizes": [7, 3],
-          "strides": [4, 2], "mlp_ratios": [2, 2], "num_labels": 5}, ("segformer.encoder.block.*",), "image"),
-    other("CLIP", "CLIPModel", {}, ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"), "clip"),
+          "strides": [4, 2], "mlp_ratios": [2, 2], "num_labels": 5}, ("segformer.stages.*",), "image"),
+    other("CLIP", "CLIPModel", {}, ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"), "clip",
+          outcome=REFUSED, words="parameters outside of all units: logit_scale",
+          note="`fully_shard` takes no parameter without dimensions (`logit_scale`)"),
+    other("CLIP", "CLIPTextModelWithProjection", {**TEXT, "projection_dim": 16}, ("text_model.encoder.layers.*",),
+          "embeds", name="CLIP, text", config="CLIPTextConfig"),
+    other("CLIP", "CLIPVisionModelWithProjection", {**VISION, "projection_dim": 16}, ("vision_model.encoder.layers.*",),
+          "pixels", name="CLIP, vision", config="CLIPVisionConfig"),
     other("Wav2Vec2", "Wav2Vec2ForCTC", {**TEXT, "vocab_size": 12, "conv_dim": [8, 8], "conv_kernel": [10, 3],
           "conv_stride": [5, 2], "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
           "num_feat_extract_layers": 2, "mask_time_length": 2, "mask_time_prob": 0.05, "ctc_zero_infinity": True},
           ("wav2vec2.encoder.layers.*",), "wave"),
+    causal("GptOss", {**HEADS8, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention",
+        "sliding_attention"], "sliding_window": 8}),
+    causal("Qwen3Next", {**HEADS8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}),
+    causal("Olmoe", {**MOE, "num_experts": 4}),
+    causal("Glm4Moe", {**HEADS8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1}),
+    causal("Llama4", {**HEADS8, "num_local_experts": 2, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]},
+           config="Llama4TextConfig"),
+    causal("Exaone4", {**GQA, "layer_types": ["full_attention"] * 2, "sliding_window": None}),
+    causal("Nemotron"),
+    causal("FalconMamba", _gpt(hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4,
+           use_falcon_mambapy=False), layers=("backbone.layers.*",)),
+    causal("XGLM", _gpt(d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, max_position_embeddings=64)),
+    causal("BioGpt", TEXT, layers=("biogpt.layers.*",)),
+    causal("OpenAIGPT", _gpt(n_embd=32, n_layer=2, n_head=4, n_positions=64), model="OpenAIGPTLMHeadModel",
+           layers=("transformer.h.*",)),
+    other("RoFormer", "RoFormerForMaskedLM", {**ENCODER, "embedding_size": 32}, ("roformer.encoder.layer.*",), "text"),
+    other("BigBird", "BigBirdForMaskedLM", {**ENCODER, "attention_type": "original_full"},
+          ("bert.encoder.layer.*",), "text"),
+    other("XLNet", "XLNetLMHeadModel", _gpt(d_model=32, n_layer=2, n_head=4, d_inner=48),
+          ("transformer.layer.*",), "text"),
+    other("FNet", "FNetForMaskedLM", ENCODER, ("fnet.encoder.layer.*",), "text"),
+    other("M2M100", "M2M100ForConditionalGeneration", SEQ2SEQ, BOTH, "text"),
+    other("Blenderbot", "BlenderbotForConditionalGeneration", SEQ2SEQ, BOTH, "text"),
+    other("Swinv2", "Swinv2ForImageClassification", {"image_size": 32, "patch_size": 2, "embed_dim": 16,
+          "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "num_labels": 5},
+          ("swinv2.encoder.layers.*",), "image"),
+    other("EfficientNet", "EfficientNetForImageClassification", {"image_size": 32, "width_coefficient": 0.25,
+          "depth_coefficient": 0.25, "hidden_dim": 320, "num_labels": 5}, ("efficientnet.encoder.blocks.*",), "image"),
+    other("RegNet", "RegNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
+          "groups_width": 8, "num_labels": 5}, ("regnet.encoder.stages.*",), "image"),
+    other("MobileViT", "MobileViTForImageClassification", {"image_size": 32, "hidden_sizes": [16, 24, 32],
+          "neck_hidden_sizes": [8, 8, 16, 16, 24, 32, 64], "num_attention_heads": 2, "num_labels": 5},
+          ("mobilevit.encoder.layer.*",), "image"),
+    other("Hubert", "HubertForCTC", {**TEXT, "vocab_size": 12, "conv_dim": [8, 8], "conv_kernel": [10, 3],
+          "conv_stride": [5, 2], "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
+          "num_feat_extract_layers": 2, "mask_time_length": 2, "mask_time_prob": 0.05, "ctc_zero_infinity": True},
+          ("hubert.encoder.layers.*",), "wave"),
 )  # fmt: skip

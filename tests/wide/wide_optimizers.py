@@ -35,6 +35,7 @@ class OptimizerRow(Row):
     settings: tuple[tuple[str, Any], ...] = ()
     counting: bool = False
     groups: bool = True
+    page: int = 64 << 10
     train_mode: bool = False
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -48,7 +49,7 @@ class OptimizerRow(Row):
 
 
 def _row(package: str, kind: str, words: str = "", note: str = "", *, name: str = "", **given: Any) -> OptimizerRow:
-    flags = {key: given.pop(key) for key in ("counting", "groups", "train_mode") if key in given}
+    flags = {key: given.pop(key) for key in ("counting", "groups", "page", "train_mode") if key in given}
     return OptimizerRow(
         name=f"{package} {name or kind}",
         outcome=REFUSED if words else EQUAL,
@@ -148,7 +149,7 @@ def _pytorch_optimizer() -> list[OptimizerRow]:
     name = "pytorch_optimizer"
     return [
         *(_row(name, kind, counting=True) for kind in _ELEMENT_WISE),
-        _row(name, "Ranger", note="pages are cut at rows", counting=True),
+        _row(name, "Ranger", note="pages end where rows do", counting=True, page=128 << 10),
         *(_row(name, kind, words) for kind, words in _REFUSED.items()),
     ]
 
@@ -158,7 +159,7 @@ def _others() -> list[OptimizerRow]:
     free = {"counting": True, "train_mode": True, "note": evaluated}
     return [
         _row("lion_pytorch", "Lion", lr=1e-3),
-        _row("prodigyopt", "Prodigy", STATE),
+        _row("prodigyopt", "Prodigy", STATE, groups=False),
         _row("schedulefree", "AdamWScheduleFree", lr=1e-2, warmup_steps=3, **free),
         _row("schedulefree", "AdamWScheduleFree", name="AdamWScheduleFree, no foreach", foreach=False, **free),
         _row("schedulefree", "SGDScheduleFree", lr=1e-1, **free),
