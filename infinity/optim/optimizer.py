@@ -24,7 +24,7 @@ from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.layout import MASTER, Layout
 from infinity.optim.states import NO_ENTRIES, PagedStates, StateHome, StatesOfOne
 from infinity.optim.step import StepState
-from infinity.optim.update import snapshot
+from infinity.optim.update import same_setting, snapshot
 from infinity.peers import Peers
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan, make_plan, predict_seconds, preferred, prepend
@@ -170,7 +170,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if self._candidates:
             self._check_settings()
         elif self._wanted == "auto":
-            late |= self._looked_between or self._settings_in_backward != self._settings()
+            late |= self._looked_between or bool(self._changed_setting())
         events = state.end()
         self._choose_placement(events, late)
         if not state.finish():
@@ -581,15 +581,19 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _check_settings(self) -> None:
         """With updates in backward, settings that change between backward and step would apply to a part only."""
-        if self._settings_in_backward is None:
-            return
-        for before, now in zip(self._settings_in_backward, self.param_groups, strict=True):
+        if changed := self._changed_setting():
+            raise InfinityError(
+                f"{changed} between backward and step(), but updates already ran in backward; change it before "
+                'backward, or set update.placement = "after_backward"'
+            )
+
+    def _changed_setting(self) -> str:
+        """Say which setting of a group was changed since the first gradient arrived; "" if none."""
+        for before, now in zip(self._settings_in_backward or (), self.param_groups, strict=False):
             for key, value in before.items():
-                if now[key] != value:
-                    raise InfinityError(
-                        f"{key} was changed from {value} to {now[key]} between backward and step(), but updates "
-                        'already ran in backward; change it before backward, or set update.placement = "after_backward"'
-                    )
+                if not same_setting(now[key], value):
+                    return f"{key} was changed from {value} to {now[key]}"
+        return ""
 
     def _check_open(self) -> None:
         if self._closed:

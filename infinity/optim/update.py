@@ -25,6 +25,13 @@ def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
+def same_setting(a: Any, b: Any) -> bool:
+    """Whether two values of a setting are the same; tensors of any size may be among them."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
 class Opened:
     """One range of a segment's update, and the pages that it needs, in memory.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import core_models
 import torch
+import torch.distributed as dist
 from core_train import OPTIMIZERS, batch
 from torch import nn
 from wide_habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
@@ -1137,3 +1138,24 @@ def one_element(loop: Loop) -> None:
         optimizer.step()
         optimizer.zero_grad()
         loop.see("temperature", model.temperature)
+
+
+@habit("one rank alone looks at its part of gradients and weights", placements=LATE, ranks=(2,), slow=True)
+def one_rank_looks(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if dist.get_rank() == 0:
+            loop.see("gradient", model.head.weight.grad.to_local().norm())
+            loop.see("weight", model.blocks[1].up.weight.to_local().norm())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("tensors of any size among the settings of a group")
+def tensor_settings(loop: Loop) -> None:
+    model = core_models.build("toy")
+    given = [{"params": list(model.parameters()), "mask": torch.ones(3)}]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
