@@ -402,7 +402,6 @@ class _Run:
         )
         self._closers.append(attachment.detach)
         self._check_weights = attachment.check
-        attachment.remap(optimizer)
         made_with_state = kernel.builds
         optimizer.state.clear()
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}

@@ -210,7 +210,8 @@ def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
     try:
         with torch.device("meta"):
             kind: Any = cls.config_class
-            model: Any = cls(kind.from_dict(dict(config)))
+            decoded = getattr(kind, "_decode_special_floats", lambda tree: tree)(dict(config))  # infinities
+            model: Any = cls(kind.from_dict(decoded))
         state = model.state_dict()
         left_out = frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()) & state.keys()
         kept = remove_tied({name: value for name, value in state.items() if name not in left_out}, model)

@@ -134,7 +134,6 @@ class Attachment:
     ) -> None:
         self._handles: list[Any] = []
         self.parameters: list[nn.Parameter] = []
-        self.replaced: dict[int, nn.Parameter] = {}
         self._grad_enabled = True
         self._frozen: list[list[tuple[str, nn.Parameter]]] = []  # by unit, by name
         index = 0
@@ -165,7 +164,7 @@ class Attachment:
         gradient_arrived: Callable[[int, torch.Tensor | None], Gradient | None],
     ) -> nn.Parameter:
         param = member.param
-        old: nn.Parameter = param.sharded_param
+        current: nn.Parameter = param.sharded_param
         local = private.local_tensor(param)
         home = ShardHome(
             source=source,
@@ -175,12 +174,15 @@ class Attachment:
             gather_dtype=private.compute_dtype(group, param),
             device=group.device,
         )
-        shard = PagedShard.stored(home, local.shape, old.dtype, group.device)
-        new = private.replace_local_tensor(param, shard)
-        if new is not None:
-            self.replaced[id(old)] = new
+        shard = PagedShard.stored(home, local.shape, current.dtype, group.device)
+        try:
+            private.replace_local_tensor(param, shard)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{member.names[0]} is on the meta device and cannot be given a value, since something refers to it "
+                f"weakly ({error}); call infinity.offload before what does"
+            ) from error
         private.watch_local_tensor(param, partial(_check, member))
-        current: nn.Parameter = param.sharded_param
         if current.requires_grad:
 
             def arrived(parameter: nn.Parameter) -> None:
@@ -190,7 +192,7 @@ class Attachment:
                     paged = PagedGradient(gradient, local, local.device)
                     parameter.grad = private.sharded_gradient(param, paged)
 
-            self._handles.append(private.on_gradient(current, arrived, old=old))
+            self._handles.append(private.on_gradient(current, arrived))
         return current
 
     def _note_grad_mode(self, module: nn.Module, args: Any) -> None:
@@ -222,11 +224,6 @@ class Attachment:
                     f"{name} was frozen when the model was offloaded, so it has no optimizer state, and requires a "
                     "gradient now: call requires_grad_(True) before infinity.offload (it may be frozen again later)"
                 )
-
-    def remap(self, optimizer: torch.optim.Optimizer) -> None:
-        """Point the param groups at the parameters that replaced those on the meta device."""
-        for group in optimizer.param_groups:
-            group["params"] = [self.replaced.get(id(param), param) for param in group["params"]]
 
     def detach(self) -> None:
         """Remove the hooks."""

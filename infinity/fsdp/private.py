@@ -141,16 +141,13 @@ class _Hooks(OrderedDict[int, Callable[[nn.Parameter], None]]):
         self._last.clear()
 
 
-def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None], *, old: nn.Parameter) -> Any:
+def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
     """Call `hook(param)` once a gradient has been reduced; return a handle whose `remove` ends it.
 
     It comes after all hooks of the user, whenever those are registered.
-
-    Args:
-        old: the parameter in whose place `param` is, or the same one; its hooks are called too.
     """
     hooks: Any = param
-    hooks._post_accumulate_grad_hooks = found = _Hooks(old._post_accumulate_grad_hooks or {}, hook)
+    hooks._post_accumulate_grad_hooks = found = _Hooks(hooks._post_accumulate_grad_hooks or {}, hook)
     return found
 
 
@@ -246,22 +243,21 @@ def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def replace_local_tensor(param: Any, shard: torch.Tensor) -> nn.Parameter | None:
-    """Make `shard` the local tensor of a sharded parameter.
+def replace_local_tensor(param: Any, shard: torch.Tensor) -> None:
+    """Make `shard` the local tensor of a sharded parameter, which stays the object that it is.
 
-    Returns:
-        A new `nn.Parameter` where the model was on the meta device (it replaces the old one on its modules),
-        else None: the parameter object stays the same.
+    Raises:
+        RuntimeError: it was on the meta device, and something holds a weak reference to it.
     """
     param._sharded_param_data = shard.view(-1)
-    old = param.sharded_param
-    if old.device.type != "meta":
-        old._local_tensor = shard
-        return None
-    new = nn.Parameter(param.to_sharded_dtensor(shard), requires_grad=old.requires_grad)
-    param.sharded_param = new
-    param._setattr_on_modules(new)
-    return new
+    current = param.sharded_param
+    if current.device.type != "meta":
+        current._local_tensor = shard
+        return
+    # Another device takes another tensor. Exchanged inside of the object, so that the lists of parameters that the
+    # user made before, among them those of the optimizer, have what is trained.
+    new = nn.Parameter(param.to_sharded_dtensor(shard), requires_grad=current.requires_grad)
+    torch.utils.swap_tensors(current, new)  # type: ignore[no-untyped-call]
 
 
 def watch_local_tensor(param: Any, check: Callable[[bool], None]) -> None:

@@ -13,6 +13,7 @@ from core_train import (
     Outcome,
     Paging,
     Recipe,
+    batch,
     differences,
     make_optimizer,
     settings,
@@ -67,6 +68,37 @@ def test_a_meta_model_trains_as_its_copy_in_memory(name: str, clip: float | None
     train(recipe, twin, optimizer, expected)
     expected.state = state_in_memory(twin, optimizer)
     assert differences(expected, found) == []
+
+
+def test_lists_of_parameters_from_before_are_what_is_trained(tmp_path: Path) -> None:
+    """A model on the meta device keeps its parameters: clipping a list that was made before clips."""
+    model = core_models.build("toy", meta=True)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+
+    def steps(model: nn.Module, params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[float]:
+        norms = []
+        for step in range(3):
+            core_models.loss_of(model, batch(model, step)).backward()
+            norms.append(whole(torch.nn.utils.clip_grad_norm_(params, 0.5)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    with infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST)) as paged:
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        assert [group["params"] for group in paged.param_groups] == [params]
+        first = [whole(param) for param in params]
+        norms = steps(model, params, paged)
+        found = [whole(param) for param in params]
+
+    twin = core_models.build("toy", seed=99)
+    for param, value in zip(twin.parameters(), first, strict=True):
+        param.data.copy_(DTensor.from_local(value, param.device_mesh, param.placements))
+    expected = steps(twin, list(twin.parameters()), torch.optim.AdamW(twin.parameters(), lr=1e-2))
+    assert norms == expected
+    assert min(norms) > 0.5
+    assert all(torch.equal(a, whole(b)) for a, b in zip(found, twin.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)

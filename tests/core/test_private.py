@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -159,25 +160,38 @@ def test_replacing_the_local_tensor_before_the_first_forward_is_seen(model: nn.M
     twin = core_models.build("toy", seed=8)
     before = list(model.parameters())
     for (_, param), (_, other) in zip(params(model), params(twin), strict=True):
-        assert private.replace_local_tensor(param, private.local_tensor(other).clone()) is None
+        private.replace_local_tensor(param, private.local_tensor(other).clone())
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert core_models.loss_of(model, batch(model, 0)).item() == expected
 
 
-def test_replacing_the_local_tensor_of_a_meta_model_makes_new_parameters() -> None:
-    """`to_sharded_dtensor`, `_setattr_on_modules`: the new parameter is on every module that had the old one."""
+def test_replacing_the_local_tensor_of_a_meta_model_keeps_its_parameters() -> None:
+    """`to_sharded_dtensor`, `swap_tensors`: the object that lists of the user and modules have gets another tensor."""
     tied = core_models.build("tied", meta=True)
-    old = list(tied.parameters())  # kept alive, so that no new one has the identity of one of them
+    before = dict(tied.named_parameters())
+    called: list[nn.Parameter] = []
+    for param in before.values():
+        param.register_post_accumulate_grad_hook(called.append)
     for _, param in params(tied):
-        value = torch.zeros(private.local_tensor(param).shape)
-        new = private.replace_local_tensor(param, value)
-        assert isinstance(new, nn.Parameter)
-        assert isinstance(new.data, DTensor)
-        module, name = private.owner(param)
-        assert getattr(module, name) is new
-    assert not {id(param) for param in old} & {id(param) for param in tied.parameters()}
+        private.replace_local_tensor(param, torch.zeros(private.local_tensor(param).shape))
+    assert all(param is before[name] for name, param in tied.named_parameters())
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    assert not any(param.is_meta for param in tied.parameters())
+    assert all(isinstance(param.data, DTensor) and not param.is_meta for param in before.values())
+    assert all((param.to_local() == 0).all() for param in before.values())
+    for param in before.values():
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+    assert called == list(before.values()), "hooks stay"
+
+
+def test_a_meta_parameter_that_something_refers_to_weakly_is_not_exchanged() -> None:
+    """`swap_tensors` raises, before it changes anything."""
+    model = core_models.build("toy", meta=True)
+    _, param = params(model)[0]
+    reference = weakref.ref(param.sharded_param)
+    with pytest.raises(RuntimeError, match="weakref"):
+        private.replace_local_tensor(param, torch.zeros(private.local_tensor(param).shape))
+    assert reference().is_meta
 
 
 def test_fsdp2_takes_over_no_other_local_tensor_and_pads_none(model: nn.Module) -> None:
@@ -326,7 +340,7 @@ def test_gradients_arrive_once_per_backward_after_reduction(model: nn.Module) ->
         param.grad = None
 
     for name, param in model.named_parameters():
-        private.on_gradient(param, lambda p, name=name: hook(name, p), old=param)
+        private.on_gradient(param, lambda p, name=name: hook(name, p))
     core_models.loss_of(model, batch(model, 0)).backward()
     assert arrived == dict.fromkeys(wanted, 1)
     assert all(equal)
@@ -382,12 +396,12 @@ def test_modules_that_recompute_are_known() -> None:
 
 def test_the_hook_comes_after_those_of_the_user(model: nn.Module) -> None:
     """FSDP2 calls `_post_accumulate_grad_hooks.values()`: those there before, removable, then later ones, then ours."""
-    param, old = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    param = nn.Parameter(torch.zeros(1))
     called: list[str] = []
     first, second = [
-        old.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name)) for name in ("one", "two")
+        param.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name)) for name in ("one", "two")
     ]
-    handle = private.on_gradient(param, lambda _: called.append("last"), old=old)
+    handle = private.on_gradient(param, lambda _: called.append("last"))
     param.register_post_accumulate_grad_hook(lambda _: called.append("three"))
 
     def call() -> list[str]:
