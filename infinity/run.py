@@ -29,11 +29,12 @@ from infinity.checkpoint.commit import (
     Committer,
     choose_run,
     find_commits,
+    list_commits,
     remove_commits,
     restore,
 )
 from infinity.checkpoint.dcp import DcpFolder
-from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
+from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
@@ -215,6 +216,7 @@ class _Run:
         self.peers: Peers
         self._old = old
         self._lock, self._shares = lock, shares
+        self._commits = commits
         self._found = commits[-1] if commits else None
         self._closers: list[Callable[[], None]] = []
         folder.create()
@@ -276,14 +278,15 @@ class _Run:
             old: ReshardSource | None = None
             if resume:
                 roots = ranks.together("finding the run's folders", lambda: folders_of(old_paths, run_id, paths))
-                if lies_otherwise(roots, folder, budget.layout, ranks):
-                    step = settings.run.resume_step
-                    old = ReshardSource(ranks.together("reading the commit", lambda: CommitReader(roots, step)), ranks)
+                there = list_commits(roots, ranks, settings.run.resume_step)
+                if lies_otherwise(roots, folder, there[-1], budget.layout, ranks):
+                    reader = ranks.together("reading the commit", lambda: CommitReader(roots, there[-1]))
+                    old = ReshardSource(reader, ranks)
                     folder = RunFolder.of(paths, ranks.agree(new_run_id()))
                     lock.name(folder.run_id)
             if resume and old is None:
-                commits = find_commits(folder, ranks, budget.layout, optimizer, settings.run.resume_step)
-                remove_commits(folder, ranks, keep=[commit.step for commit in commits])
+                commits = find_commits(folder, ranks, budget.layout, optimizer, there)
+                remove_commits(folder, ranks, keep=[commit.name.commit for commit in commits])
                 shares = list(commits[-1].weights)
             else:
                 undo.callback(folder.remove)
@@ -338,13 +341,10 @@ class _Run:
         if sharded.on_meta:
             initialiser.set_buffers(sharded.device, source.buffers(sharded.model) if source is not None else {})
         described = RunDescription(
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
             layout=layout,
             tensors=tuple(map(_whole, members)),
             buffers=private.persistent_buffers(sharded.model),
         )
-        self.ranks.together("describing the run", lambda: write_description(self.folder.commits, described))
         attachment = Attachment(
             sharded,
             content,
@@ -380,7 +380,9 @@ class _Run:
             state.scalars.update(self.resumed.scalars)
             state.step = self.resumed.step
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
-        self._committer = Committer(self.folder, self.ranks, layout, self.store, type(optimizer).__name__, self._shares)
+        self._committer = Committer(
+            self.folder, self.ranks, described, self.store, type(optimizer).__name__, self._shares, self._commits
+        )
         self._model, self._groups = sharded.model, optimizer.param_groups
         paged = PagedOptimizer(
             optimizer,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from infinity.checkpoint.manifest import write_durably
+from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import ConfigError
 from infinity.fsdp import private

@@ -276,6 +276,11 @@ class PageStore:
             while len(self._commits) > self._retained:
                 self._forget_commit(min(self._commits))
 
+    def keep(self, versions: Mapping[int, Version]) -> None:
+        """Never write over these: something on the drive may name them for good."""
+        with self._lock:
+            self._named.update(versions.values())
+
     def _forget_commit(self, step: int) -> None:
         for page, old in self._commits.pop(step, {}).items():
             self._named[old] -= 1

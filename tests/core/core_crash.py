@@ -35,7 +35,7 @@ from core_train import local, state_on_nvme
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from infinity.checkpoint.manifest import complete_steps, published_in
+from infinity.checkpoint.manifest import complete_commits, published_in
 from infinity.config import StorageConfig
 from infinity.io import VolatileEngine
 
@@ -146,7 +146,7 @@ def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False
 
 
 def _has_commit(path: Path) -> bool:
-    return any(complete_steps(published_in(run / "commits")) for run in path.glob("*") if run.is_dir())
+    return any(complete_commits(published_in(run / "commits")) for run in path.glob("*") if run.is_dir())
 
 
 @contextlib.contextmanager

@@ -11,14 +11,14 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from infinity.checkpoint.description import description_name, read_description
-from infinity.checkpoint.manifest import Manifest, Published, complete_steps, published_in, read_manifest
+from infinity.checkpoint.manifest import CommitName, Manifest, Published, complete_commits, published_in, read_manifest
 from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.errors import CommitError, ConfigError, StorageError
 from infinity.store.folder import LOCK_NAME, Owner, RunFolder, live_run, remove_stale_lock
@@ -30,19 +30,28 @@ _BATCH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The manifests of one step, one per rank; `problem` says why it cannot be used.
+    """The manifests of one commit, one per rank; `problem` says why it cannot be used.
 
     `nbytes` are those of its pages and state files, `own_bytes` those of them that no other commit of the run names:
     what its end gives back to the run.
     """
 
-    step: int
+    name: CommitName
     created: float
-    world_size: int
     manifests: dict[int, Path]
     nbytes: int
     own_bytes: int
     problem: str = ""
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.name.step
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that made it."""
+        return self.name.world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +59,7 @@ class StoredRun:
     """One run on the given paths; `owner` is the process that has it open, if there is one.
 
     `ranks` is the number of those that have data files here, `parameters` the number of elements of the model, 0 where
-    the run's description is not here; `nbytes` is what the run takes on the drives.
+    no commit says it; `nbytes` is what the run takes on the drives.
     """
 
     folder: RunFolder
@@ -109,12 +118,13 @@ def _stored_run(run_id: str, roots: tuple[Path, ...]) -> StoredRun:
     # The manifests are on the first path of the run, whatever the order in which paths are given here.
     roots = tuple(sorted(roots, key=lambda root: not (root / "commits").is_dir()))
     folder = RunFolder(run_id, roots)
+    read = _read_commits(folder)
     return StoredRun(
         folder=folder,
         ranks=len(_local_ranks(folder)),
-        parameters=_parameters(folder),
+        parameters=max((_parameters(manifest) for found in read.values() for manifest in found.manifests), default=0),
         nbytes=sum(_disk_bytes(file) for root in roots for file in root.rglob("*")),
-        commits=tuple(_commits(folder)),
+        commits=tuple(_commits(folder, read)),
         owner=_owner(folder),
     )
 
@@ -130,13 +140,8 @@ def _local_ranks(folder: RunFolder) -> set[str]:
     return {file.name for root in folder.roots for file in root.glob("rank*.pages")}
 
 
-def _parameters(folder: RunFolder) -> int:
-    if not (folder.commits / description_name(0)).is_file():
-        return 0
-    try:
-        return sum(tensor.parameters for tensor in read_description(folder.commits, 0).tensors)
-    except CommitError:  # `verify` says so
-        return 0
+def _parameters(manifest: Manifest) -> int:
+    return sum(tensor.parameters for tensor in manifest.description.tensors)
 
 
 def _disk_bytes(file: Path) -> int:
@@ -153,27 +158,27 @@ def _length(file: Path) -> int:
         return 0
 
 
-def _commits(folder: RunFolder) -> Iterator[Commit]:
-    published = published_in(folder.commits)
-    groups: dict[tuple[int, int], list[Published]] = {}
-    for name in published:
-        groups.setdefault((name.step, name.world_size), []).append(name)
-    read = {key: _manifests(folder, names) for key, names in groups.items()}
+def _read_commits(folder: RunFolder) -> dict[CommitName, _Read]:
+    groups: dict[CommitName, list[Published]] = {}
+    for name in published_in(folder.commits):
+        groups.setdefault(name.commit, []).append(name)
+    return {commit: _Read(names, *_manifests(folder, names)) for commit, names in groups.items()}
+
+
+def _commits(folder: RunFolder, read: Mapping[CommitName, _Read]) -> Iterator[Commit]:
     named: Counter[tuple[int, Version]] = Counter()
-    for manifests, _ in read.values():
-        named.update((manifest.rank, version) for manifest in manifests for version in manifest.pages.values())
-    for (step, world_size), (manifests, problem) in read.items():
+    for found in read.values():
+        named.update((manifest.rank, version) for manifest in found.manifests for version in manifest.pages.values())
+    for commit, (names, manifests, problem) in read.items():
         if not manifests and not problem:  # a live run has removed it just now
             continue
-        names = groups[step, world_size]
-        if len(names) < world_size:
-            problem = f"{len(names)} of {world_size} ranks"
+        if len(names) < commit.world_size:
+            problem = f"{len(names)} of {commit.world_size} ranks"
         pages = [(manifest.rank, version) for manifest in manifests for version in manifest.pages.values()]
         states = sum(_length(folder.commits / manifest.state_file) for manifest in manifests)
         yield Commit(
-            step=step,
+            name=commit,
             created=max((manifest.created for manifest in manifests), default=0.0),
-            world_size=world_size,
             manifests={name.rank: folder.commits / name.file_name for name in names},
             nbytes=states + sum(version.extent.length for _, version in pages),
             own_bytes=states + sum(version.extent.length for rank, version in pages if named[rank, version] == 1),
@@ -192,6 +197,14 @@ def _manifests(folder: RunFolder, names: Sequence[Published]) -> tuple[list[Mani
             if file.exists():
                 problem = str(error)
     return found, problem
+
+
+class _Read(NamedTuple):
+    """What can be read of a commit: names and manifests that are here, and why another cannot be read."""
+
+    names: list[Published]
+    manifests: list[Manifest]
+    problem: str
 
 
 class Check:
@@ -382,8 +395,8 @@ def waste(paths: Sequence[Path]) -> list[Waste]:
 def _waste_of(run: StoredRun) -> Iterator[Waste]:
     folder = run.folder.commits
     published = published_in(folder)
-    complete = set(complete_steps(published))
-    partial = [commit for commit in run.commits if commit.step not in complete]
+    complete = set(complete_commits(published))
+    partial = [commit for commit in run.commits if commit.name not in complete]
     if not complete and all(_all_local(run, commit.world_size) for commit in partial):
         yield Waste(what="run without a commit", run=run, files=(), nbytes=run.nbytes)
         return
@@ -398,16 +411,10 @@ def _waste_of(run: StoredRun) -> Iterator[Waste]:
             yield files(f"commit of step {commit.step} of {commit.problem}", *commit.manifests.values())
     for file in sorted(folder.glob("*.tmp")):
         yield files("temporary file", file)
-    # A manifest that cannot be read may name any state file of its rank and step.
-    named, unknown = set(), set()
-    for name in published:
-        file = folder / name.file_name
-        if file in gone:
-            continue
-        try:
-            named.add(read_manifest(file).state_file)
-        except CommitError:
-            unknown.add(f"step{name.step:012d}.rank{name.rank:05d}")
+    left = [name for name in published if folder / name.file_name not in gone]
+    named = {name.state_file for name in left}
+    # Names of format 1 do not say which state file is theirs.
+    unknown = {f"step{name.step:012d}.rank{name.rank:05d}" for name in left if not name.identity}
     for file in sorted(folder.glob("step*.safetensors")):
         if file.name not in named and ".".join(file.name.split(".")[:2]) not in unknown:
             yield files("state file of no commit", file)
