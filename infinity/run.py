@@ -39,6 +39,7 @@ from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
+from infinity.checkpoint.room import CommitRoom, commit_bytes
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.errors import ConfigError, StorageError, UnsupportedError
 from infinity.fsdp import private
@@ -332,6 +333,9 @@ class _Run:
         self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
         members = [member for unit in sharded.members for member in unit]
+        self._committer = self._make_committer(sharded, members, optimizer)
+        self._closers.append(self._committer.close)
+        self.ranks.together("reserving space for commits", self._committer.reserve)
         source: FirstValues | None = None
         if self._found is None:
             source = self.ranks.together(
@@ -340,11 +344,6 @@ class _Run:
             self._write_first_values(source, sharded, members, optimizer, content)
         if sharded.on_meta:
             initialiser.set_buffers(sharded.device, source.buffers(sharded.model) if source is not None else {})
-        described = RunDescription(
-            layout=layout,
-            tensors=tuple(map(_whole, members)),
-            buffers=private.persistent_buffers(sharded.model),
-        )
         attachment = Attachment(
             sharded,
             content,
@@ -380,9 +379,6 @@ class _Run:
             state.scalars.update(self.resumed.scalars)
             state.step = self.resumed.step
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
-        self._committer = Committer(
-            self.folder, self.ranks, described, self.store, type(optimizer).__name__, self._shares, self._commits
-        )
         self._model, self._groups = sharded.model, optimizer.param_groups
         paged = PagedOptimizer(
             optimizer,
@@ -403,6 +399,19 @@ class _Run:
             self._begin_resharded(paged, self._old)
         self.ledger.restart_step()
         return paged
+
+    def _make_committer(
+        self, sharded: ShardedModel, members: list[Member], optimizer: torch.optim.Optimizer
+    ) -> Committer:
+        described = RunDescription(
+            layout=self.layout,
+            tensors=tuple(map(_whole, members)),
+            buffers=private.persistent_buffers(sharded.model),
+        )
+        file = self.folder.commits / f"rank{self.ranks.rank:05d}.room.tmp"
+        room = CommitRoom(file, commit_bytes(described, sharded.model, optimizer.param_groups))
+        name, commits = type(optimizer).__name__, self._commits
+        return Committer(self.folder, self.ranks, described, self.store, name, self._shares, commits, room)
 
     def _write_first_values(
         self,

@@ -25,6 +25,7 @@ from infinity.checkpoint import state
 from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.durable import sync_folder, write_durably
 from infinity.checkpoint.manifest import CommitName, Manifest
+from infinity.checkpoint.room import CommitRoom
 from infinity.errors import CommitError
 from infinity.fsdp.first_values import ResumedState
 from infinity.layout import Layout, Role
@@ -47,11 +48,26 @@ class Committer:
         optimizer: str,
         weights: list[float],
         found: Sequence[Manifest],
+        room: CommitRoom,
     ) -> None:
         self._folder, self._ranks, self._described, self._store = folder, ranks, described, store
+        self._room = room
         self._optimizer, self._weights = optimizer, weights
         self._pages = [page.index for page in described.layout.pages if page.role is not Role.GRAD]
         self._commits = {manifest.step: manifest.name.commit for manifest in found}  # those that are kept, by step
+
+    def reserve(self) -> None:
+        """Hold space for the files of the commits to come. Raises `BudgetError` or `StorageError`."""
+        self._room.reserve(self._to_come)
+
+    @property
+    def _to_come(self) -> int:
+        """Commits for which there is to be space: those that are kept, and one more that is being written."""
+        return max(1, self._store.retained + 1 - len(self._commits))
+
+    def close(self) -> None:
+        """Give back what is held. Raises `OSError`."""
+        self._room.close()
 
     def publish(
         self,
@@ -92,8 +108,10 @@ class Committer:
                 extra=extra,
             )
             self._store.sync()
+            self._room.hold(self._to_come - 1)
             write_durably(self._folder.commits / manifest.state_file, data)
             files.write_manifest(self._folder.commits, manifest)
+            self._room.took(len(data) + (self._folder.commits / manifest.file_name).stat().st_size)
 
         try:
             self._ranks.together(f"commit of step {step}", write)
@@ -107,6 +125,7 @@ class Committer:
         remove_commits(self._folder, self._ranks, keep=kept.values())
         self._commits = kept
         self._store.adopt(step, versions)
+        self._room.hold(self._to_come)
 
     def _withdraw(self, commit: CommitName, versions: Mapping[int, Version]) -> None:
         """Undo what this rank has published of a commit that failed elsewhere. [Note: withdrawing]"""
@@ -115,6 +134,7 @@ class Committer:
             for file_name in (name.file_name, name.state_file):
                 (self._folder.commits / file_name).unlink(missing_ok=True)
             sync_folder(self._folder.commits)
+            self._room.hold(self._to_come)
         except OSError as error:
             _log.warning("%s cannot be removed: %s; its pages are not used again", name.file_name, error.strerror)
             self._store.keep(versions)

@@ -25,7 +25,7 @@ def digest_of(value: torch.Tensor | BytesIO) -> int:
     """Return a digest of the bytes of a tensor on the CPU, or of a file in memory."""
     if isinstance(value, BytesIO):
         return int(xxhash.xxh3_64_intdigest(value.getbuffer()))
-    return int(xxhash.xxh3_64_intdigest(memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())))
+    return int(xxhash.xxh3_64_intdigest(value.contiguous().reshape(-1).view(torch.uint8).numpy().data))
 
 
 def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
