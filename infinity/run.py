@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import logging
 import os
+import resource
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -317,7 +320,8 @@ class _Run:
                 shares = _agree_on_shares(settings, ranks)
 
             def build() -> _Run:
-                run = cls(settings, ranks, budget, folder, lock, commits, old, shares, device)
+                with _naming_limit():
+                    run = cls(settings, ranks, budget, folder, lock, commits, old, shares, device)
                 undo.append(run.end)
                 return run
 
@@ -538,6 +542,19 @@ class _Run:
                 self.timeline.write()
             except OSError as error:
                 _log.warning("no timeline in %s: %s", self.timeline.file, error.strerror)
+
+
+@contextmanager
+def _naming_limit() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise ConfigError(
+            f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open, which is too few; raise "
+            "the limit (ulimit -n)"
+        ) from error
 
 
 def _idle_cores(ranks: Ranks) -> int:

@@ -68,7 +68,7 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
     run = runs[run_id]
     if not run.complete:
         raise CommitError(
-            f"run {run_id} lies on {run.paths} paths, {len(run.roots)} were named ({listed}); name them all, in any order"
+            f"run {run_id} lies on {run.paths} paths, {len(run.roots)} were named ({listed}); name them all"
         )
     return RunFolder(run_id, run.in_order)
 

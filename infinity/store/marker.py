@@ -172,4 +172,3 @@ def _marker_of(root: Path) -> Marker:
 def passed_over(passed: dict[Path, str]) -> str:
     """Return words about folders that are named as a run is but are none; empty where there are none."""
     return "; ".join(f"{root} is passed over: {reason}" for root, reason in passed.items())
-

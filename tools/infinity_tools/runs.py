@@ -230,19 +230,22 @@ class Check:
         self.bad: list[BadPage] = []
         self._folder = run.folder
         self._work: dict[tuple[int, int, Version], list[Path]] = {}
+        self._require(run, run.paths)
         for step, rank, file in ((c.step, rank, file) for c in run.commits for rank, file in c.manifests.items()):
             manifest = self._manifest(step, rank, file)
             if manifest is None:
                 continue
-            if len(manifest.weights) != len(run.folder.roots):
-                raise ConfigError(
-                    f"run {run.run_id} lies on {len(manifest.weights)} folders, {len(run.folder.roots)} of them "
-                    "were named; name them all"
-                )
+            self._require(run, len(manifest.weights))
             for page, version in sorted(manifest.pages.items()):
                 self._work.setdefault((manifest.rank, page, version), []).append(file)
         self.pages = len(self._work)
         self.nbytes = sum(version.extent.length for _, _, version in self._work)
+
+    def _require(self, run: StoredRun, paths: int) -> None:
+        if len(run.folder.roots) != paths:
+            raise ConfigError(
+                f"run {run.run_id} lies on {paths} folders, {len(run.folder.roots)} of them were named; name them all"
+            )
 
     def _manifest(self, step: int, rank: int, file: Path) -> Manifest | None:
         """Return a manifest whose state file is good; a run that is live may have removed it."""
