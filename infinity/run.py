@@ -552,8 +552,8 @@ def _naming_limit() -> Iterator[None]:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         raise ConfigError(
-            f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open, which is too few; raise "
-            "the limit (ulimit -n)"
+            f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open, which is too few; "
+            "raise the limit (ulimit -n)"
         ) from error
 
 

@@ -92,15 +92,10 @@ class RunFolder:
         Raises:
             OSError: something cannot be removed; what is left is a run without that commit, or without any.
         """
-        if self.commits.is_dir():
-            shutil.rmtree(self.commits)
+        self._remove_commits()
         for root in self.roots:
             if root.is_dir():
-                for entry in list(os.scandir(root)):
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry.path)
-                    elif entry.name != MARKER_NAME:
-                        os.unlink(entry.path)
+                _clear(root, but=MARKER_NAME)
                 self._remove_empty(root)
 
     def remove_rank(self, rank: int, *, commits: bool) -> None:
@@ -113,18 +108,32 @@ class RunFolder:
         Raises:
             OSError: something cannot be removed.
         """
-        if commits and self.commits.is_dir():  # first, so that it is gone when no data file is left
-            shutil.rmtree(self.commits)
+        if commits:  # first, so that it is gone when no data file is left
+            self._remove_commits()
         for number in range(len(self.roots)):
             self.data_file(number, rank).unlink(missing_ok=True)
         for root in self.roots:
-            if root.is_dir() and not {entry.name for entry in os.scandir(root)} - {MARKER_NAME}:
+            if root.is_dir() and not set(os.listdir(root)) - {MARKER_NAME}:
                 self._remove_empty(root)
+
+    def _remove_commits(self) -> None:
+        if self.commits.is_dir():
+            _clear(self.commits)
+            self.commits.rmdir()
 
     def _remove_empty(self, root: Path) -> None:
         (root / MARKER_NAME).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another rank does the same
             root.rmdir()
+
+
+def _clear(folder: Path, but: str = "") -> None:
+    """Remove what is in a folder, with one descriptor at most: a process may have no more left. Raises `OSError`."""
+    for entry in (folder / name for name in os.listdir(folder) if name != but):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[str]:

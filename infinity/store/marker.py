@@ -23,7 +23,8 @@ from infinity.access import read_regular, write_own
 MARKER_NAME = "infinity.run"
 _FORMAT = 1
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}", re.ASCII)
-_COPIES = 2
+_COPIES = 3
+"""One more than a flipped bit spoils, which may be that of a line's end."""
 _MOST_BYTES = 1 << 16
 _MOST_PATHS = 1 << 16
 
@@ -90,7 +91,7 @@ def sync_path(path: Path) -> None:
 def _encode(marker: Marker) -> bytes:
     body = json.dumps({"format": _FORMAT, **asdict(marker)}, sort_keys=True)
     line = json.dumps({"checksum": _checksum(body), "body": body}).encode() + b"\n"
-    return _COPIES * line  # a flipped bit must not make a run invisible
+    return _COPIES * line
 
 
 def _decode(line: bytes) -> Marker | None:

@@ -149,8 +149,8 @@ class Stats:
         size = len(head) + 8 * layout_of(header.devices).length
         if path is None:
             return cls(header, mmap.mmap(-1, size), len(head), None, -1)
-        file, place = _new_file(Path(path), page_name(run_id, rank), head, size)
-        return cls(header, mmap.mmap(file, size), len(head), place, file)
+        file, memory, place = _new_file(Path(path), page_name(run_id, rank), head, size)
+        return cls(header, memory, len(head), place, file)
 
     @property
     def path(self) -> Path | None:
@@ -228,8 +228,8 @@ def _nearest(value: object, choices: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, Path]:
-    """Make a page's file, complete and locked before it has its name, and return its descriptor."""
+def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mmap.mmap, Path]:
+    """Make a page's file, complete, mapped and locked before it has its name; return descriptor, memory and name."""
     if folder.suffix == SUFFIX:
         raise ConfigError(f"{folder} looks like a stats page; give the runtime folder instead")
     draft = folder / f".{name}.{os.getpid()}"
@@ -242,6 +242,7 @@ def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, Pat
         os.posix_fallocate(file, 0, size)
         os.pwrite(file, head, 0)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        memory = mmap.mmap(file, size)
         os.rename(draft, folder / name)
     except OSError as error:
         if file >= 0:
@@ -252,7 +253,7 @@ def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, Pat
             f"no stats page can be made in {str(folder)!r} ({error.strerror}); set "
             "telemetry.runtime_dir to a folder that you, and nobody else, may write to"
         ) from error
-    return file, folder / name
+    return file, memory, folder / name
 
 
 def _same_file(file: int, path: Path) -> bool:
