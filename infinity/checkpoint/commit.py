@@ -30,7 +30,8 @@ from infinity.errors import CommitError
 from infinity.fsdp.first_values import ResumedState
 from infinity.layout import Layout, Role
 from infinity.ranks import Ranks
-from infinity.store.folder import RunFolder, find_runs
+from infinity.store.folder import RunFolder
+from infinity.store.marker import look_for_runs, passed_over
 from infinity.store.pages import PageStore, Version
 
 _log = logging.getLogger(__name__)
@@ -161,11 +162,15 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
         CommitError: there is none; the runs that have a commit are listed.
     """
 
-    def seen() -> dict[str, list[files.Published]]:
-        return {run_id: files.published_in(RunFolder.of(paths, run_id).commits) for run_id in find_runs(paths)}
+    def seen() -> tuple[dict[str, list[files.Published]], str]:
+        with files.using(Path(paths[0])):
+            runs, passed = look_for_runs(paths)
+            return {run.run_id: files.published_in(run.in_order[0] / "commits") for run in runs}, passed_over(passed)
 
     published: dict[str, set[files.Published]] = {}
-    for found in ranks.collect(ranks.together("looking for runs", seen)):
+    odd = ""
+    for found, passed in ranks.collect(ranks.together("looking for runs", seen)):
+        odd = odd or passed
         for run_id, names in found.items():
             published.setdefault(run_id, set()).update(names)
     committed = sorted(run_id for run_id, names in published.items() if files.complete_commits(names))
@@ -174,7 +179,10 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
     if wanted in committed:
         return wanted
     listed = ", ".join(committed) or "none"
-    raise CommitError(f"no commit to resume from: {wanted!r} in {paths[0]} (runs with a commit: {listed})")
+    raise CommitError(
+        f"no commit to resume from: {wanted!r} in {', '.join(map(str, paths))} (runs with a commit: {listed})"
+        f"{'; ' * bool(odd)}{odd}"
+    )
 
 
 def list_commits(folder: RunFolder, ranks: Ranks, step: int) -> list[CommitName]:

@@ -24,6 +24,7 @@ from infinity.fsdp.first_values import FirstValues, Member, ResumedState, ValueO
 from infinity.layout import Layout, ShardSpec
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder, live_run
+from infinity.store.marker import look_for_runs
 
 
 def lies_otherwise(old: RunFolder, new: RunFolder, commit: CommitName, layout: Layout, ranks: Ranks) -> bool:
@@ -45,18 +46,28 @@ def lies_otherwise(old: RunFolder, new: RunFolder, commit: CommitName, layout: L
 
 
 def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Path]) -> RunFolder:
-    """Return the folders that a run has on these paths, of which this process holds the locks of some.
+    """Return the folders that a run has on these paths, in its own order, whatever theirs is.
+
+    Args:
+        held: paths whose locks this process holds.
 
     Raises:
-        CommitError: it has none. FolderBusyError: another live run owns one.
+        CommitError: it has none, or others too that are not named. FolderBusyError: another live run owns one.
     """
-    for path in set(paths) - set(held):
-        if owner := live_run(path):
+    ours = {Path(path).resolve() for path in held}
+    for path in paths:
+        if Path(path).resolve() not in ours and (owner := live_run(path)):
             raise FolderBusyError(f"{path} is in use by {owner}; resume when it has ended")
-    roots = tuple(root for path in paths if (root := Path(path) / run_id).is_dir())
-    if not roots:
-        raise CommitError(f"run {run_id} is not in {', '.join(map(str, paths))} of this node")
-    return RunFolder(run_id, roots)
+    runs = {run.run_id: run for run in look_for_runs(paths)[0]}
+    listed = ", ".join(map(str, paths))
+    if run_id not in runs:
+        raise CommitError(f"run {run_id} is not in {listed} of this node")
+    run = runs[run_id]
+    if not run.complete:
+        raise CommitError(
+            f"run {run_id} lies on {run.paths} paths, {len(run.roots)} were named ({listed}); name them all"
+        )
+    return RunFolder(run_id, run.in_order)
 
 
 class ReshardSource(FirstValues):

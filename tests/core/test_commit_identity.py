@@ -113,7 +113,7 @@ def test_what_no_reader_would_take_is_not_published(tmp_path: Path) -> None:
             session.run(4, every=1)
         folder = run_folder(tmp_path)
         assert [name.step for name in published_in(folder.commits)] == [3]
-        assert not list(folder.commits.glob("*.tmp"))
+        assert not list(folder.commits.glob("step*.tmp"))
         publish._weights = good
         session.commit()
     assert CommitReader(folder).step == 4

@@ -17,7 +17,7 @@ from tools_command import SMALL, run_here
 from typer.testing import CliRunner
 
 from infinity.checkpoint.manifest import checksum_of, read_manifest
-from infinity.store.folder import FolderLock
+from infinity.store.folder import FolderLock, RunFolder
 from infinity_tools.cli import app
 from infinity_tools.runs import BadPage, Check, good_step, stored_runs
 from infinity_tools.store import _advice
@@ -91,7 +91,7 @@ def test_list_verify_remove(committed):
 
 def test_live_run_is_neither_removed_nor_verified(tmp_path):
     for run_id in ("20260101-000000-aaaaaa", "20260102-000000-bbbbbb"):
-        (tmp_path / run_id / "commits").mkdir(parents=True)
+        RunFolder.of([tmp_path], run_id).create()
     lock = tmp_path / "infinity.lock.0"
     owner = {"run_id": "20260102-000000-bbbbbb", "pid": os.getpid(), "host": "here", "since": time.time()}
     lock.write_text(json.dumps(owner))
@@ -193,9 +193,8 @@ def test_gc_removes_what_nobody_can_use(committed):
     (commits / "layout.rank00000.json.tmp").write_bytes(b"x")
     (commits / manifest.name.replace("of-00001", "of-00002")).write_bytes(b"x")  # rank 1 may be on another node
     dead = first / "20260101-000000-aaaaaa"
-    (dead / "commits").mkdir(parents=True)
+    RunFolder.of(folders, dead.name).create()
     (dead / "rank00000.pages").write_bytes(b"x")
-    (second / dead.name).mkdir()
     (second / dead.name / "rank00000.pages").write_bytes(b"x")
     (first / "infinity.lock.0").write_text("{}")
     everything = sorted(first.rglob("*"))
