@@ -196,9 +196,13 @@ def list_commits(folder: RunFolder, ranks: Ranks, step: int) -> list[CommitName]
     Raises:
         CommitError: there is none.
     """
-    published = set[files.Published]().union(*ranks.collect(files.published_in(folder.commits)))
+    here = files.published_in(folder.commits)
+    published = set[files.Published]().union(*ranks.collect(here))
     commits = files.complete_commits(published)
     chosen = files.choose_commit(folder.run_id, commits, step)
+    if ranks.local_rank == 0:
+        for file in files.left_over(folder.commits, here):
+            _log.warning("%s is of no commit: it was cut off, or its manifest was lost; it is passed over", file)
     if ranks.rank == 0:
         for partial in sorted({name.commit for name in published} - set(commits)):
             number = sum(name.commit == partial for name in published)

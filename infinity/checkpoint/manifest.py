@@ -186,6 +186,21 @@ def published_in(folder: Path) -> list[Published]:
     return sorted(found)
 
 
+def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
+    """Return state files of commits of which no manifest is there: they were cut off, or a manifest was lost.
+
+    Args:
+        folder: of the run's commits.
+        published: what is in it.
+    """
+    names = list(published)
+    known = {name.state_file for name in names}
+    # Names of format 1 do not say which state file is theirs.
+    unknown = {f"step{name.step:012d}.rank{name.rank:05d}" for name in names if not name.identity}
+    found = sorted(folder.glob("step*.safetensors"))
+    return [file for file in found if file.name not in known and ".".join(file.name.split(".")[:2]) not in unknown]
+
+
 def complete_commits(published: Iterable[Published]) -> list[CommitName]:
     """Return the commits of which all ranks have published their part, in order: only they are commits."""
     ranks = Counter(name.commit for name in set(published))

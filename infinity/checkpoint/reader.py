@@ -50,6 +50,7 @@ class CommitReader:
                 file = folder.commits / manifest.file_name
                 raise CommitError(f"{file} is malformed: it has other parameters than that of rank 0")
             files.check_pages(manifest, folder)
+            files.read_state_file(folder.commits, manifest)  # what cannot be resumed from is not exported either
         self._page = lru_cache(_CACHED_PAGES)(self._read_page)
 
     @property

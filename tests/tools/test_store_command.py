@@ -246,7 +246,7 @@ def _waste(folders):
 
 
 def _scrubbed(run_id, run):
-    return json.dumps({"runs": [run_id], "pages": Check(run).pages, "bad": []}) + "\n"
+    return json.dumps({"runs": [run_id], "pages": Check(run).pages, "bad": [], "incomplete": []}) + "\n"
 
 
 @contextmanager

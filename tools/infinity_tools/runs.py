@@ -18,7 +18,15 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from infinity.checkpoint.manifest import CommitName, Manifest, Published, complete_commits, published_in, read_manifest
+from infinity.checkpoint.manifest import (
+    CommitName,
+    Manifest,
+    Published,
+    complete_commits,
+    left_over,
+    published_in,
+    read_manifest,
+)
 from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.errors import CommitError, ConfigError, StorageError
 from infinity.store.folder import Owner, RunFolder, live_run, remove_stale_lock, stale_locks
@@ -342,6 +350,16 @@ def good_step(run: StoredRun, bad: Sequence[BadPage]) -> int | None:
     return max((commit.step for commit in run.usable if commit.step not in spoilt), default=None)
 
 
+def incomplete(run: StoredRun) -> list[Commit]:
+    """Return what not all ranks have published, where all ranks are here; else other nodes may have the rest."""
+    return [c for c in run.commits if len(c.manifests) < c.world_size and _all_local(run, c.world_size)]
+
+
+def without_manifest(run: StoredRun) -> list[Path]:
+    """Return the state files of commits that are none, of a run that has ended."""
+    return [] if run.owner else left_over(run.folder.commits, published_in(run.folder.commits))
+
+
 def remove(run: StoredRun) -> None:
     """Remove a run from its folders, commits first; to be called where nothing starts (`no_starts`).
 
@@ -436,13 +454,8 @@ def _waste_of(run: StoredRun) -> Iterator[Waste]:
             yield files(f"commit of step {commit.step} of {commit.problem}", *commit.manifests.values())
     for file in sorted(folder.glob("*.tmp")):
         yield files("temporary file", file)
-    left = [name for name in published if folder / name.file_name not in gone]
-    named = {name.state_file for name in left}
-    # Names of format 1 do not say which state file is theirs.
-    unknown = {f"step{name.step:012d}.rank{name.rank:05d}" for name in left if not name.identity}
-    for file in sorted(folder.glob("step*.safetensors")):
-        if file.name not in named and ".".join(file.name.split(".")[:2]) not in unknown:
-            yield files("state file of no commit", file)
+    for file in left_over(folder, [name for name in published if folder / name.file_name not in gone]):
+        yield files("state file of no commit", file)
 
 
 def _all_local(run: StoredRun, world_size: int) -> bool:
