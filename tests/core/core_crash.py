@@ -69,7 +69,8 @@ def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False
     def say(*words: object) -> None:
         os.write(log, (" ".join(map(str, words)) + "\n").encode())
 
-    with ended(end, seed, folder) as calls:
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    with ended(end, seed, folder, "" if alone else f"rank{dist.get_rank():05d}") as calls:
         exists = _has_commit(folder / "nvme0")
         if dist.is_initialized():
             dist.barrier()  # all have looked before one begins

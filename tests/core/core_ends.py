@@ -44,8 +44,8 @@ class End:
 class Drive:
     """Renames, removals and new files below a folder, which a loss of power undoes as long as they are not synced."""
 
-    def __init__(self, folder: Path, keep: Path) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, keep: Path, mine: str) -> None:
+        self._folder, self._keep, self._mine = folder, keep, mine
         self._undo: list[tuple[Path, Callable[[], None]]] = []
         self._durable = {self._key(file) for file in self._files()}
 
@@ -60,6 +60,7 @@ class Drive:
         for place, folders, names in os.walk(self._folder):
             folders[:] = [name for name in folders if not name.startswith(_NOT_LOST)]
             found += [Path(place, name) for name in names if not name.startswith(_NOT_LOST) and ".pages" not in name]
+            found = [file for file in found if self._mine in file.name]
         return found
 
     def renaming(self, source: Path, target: Path) -> None:
@@ -104,15 +105,18 @@ class Drive:
 
 
 @contextlib.contextmanager
-def ended(end: End, seed: int, folder: Path) -> Iterator[Callable[[], int]]:
-    """Let the process end at a system call; yields what tells how many there were."""
+def ended(end: End, seed: int, folder: Path, mine: str = "") -> Iterator[Callable[[], int]]:
+    """Let the process end at a system call; yields what tells how many there were.
+
+    Files whose names have `mine` are on the drive that loses power with it.
+    """
     if end.call is None:
         yield lambda: 0
         return
     rng = random.Random(seed)
     keep = folder / "undo"
     keep.mkdir(exist_ok=True)
-    drive, engines, count = Drive(folder, keep), list[VolatileEngine](), 0
+    drive, engines, count = Drive(folder, keep, mine), list[VolatileEngine](), 0
 
     def die() -> None:
         if end.power:

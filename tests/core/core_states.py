@@ -209,7 +209,7 @@ class Ground:
                 folder = place / f"{ranks}-{name}"
                 folder.mkdir()
                 self._on(ranks, train, str(folder), branch)
-                _same_run(place / f"{ranks}-run", place / f"{ranks}-other")
+            _same_run(place / f"{ranks}-run", place / f"{ranks}-other")
 
     def _on(self, ranks: int, function: Callable[..., object], *arguments: object) -> list[object]:
         return self._pair.run(function, *arguments) if ranks == 2 else [function(*arguments)]
@@ -255,9 +255,14 @@ class Ground:
         text = re.sub(r"\d{8}-\d{6}-[0-9a-f]{6}", "RUN", text)
         text = re.sub(r"\b[0-9a-f]{24}\b", "ID", text)
         text = re.sub(r"checksum [0-9a-f]{16}, expected [0-9a-f]{16}", "checksum …, expected …", text)
-        return re.sub(
-            r"\b\d+(\.\d+)? (KiB|MiB|B|bytes)|offset \d+|line 1 column \d+|char \d+|\(process \d+\)", "…", text
-        )
+        text = re.sub(r"\b\d+ (bad pages?) of \d+|(all) \d+ (pages)", r"\2… \1\3", text)
+        text = re.sub(r"page \d+:|page \w+/\w+\[\d+\]|which has [1-9]\d+", _numberless, text)
+        numbers = r"\b\d+(\.\d+)? (KiB|MiB|B|bytes)|offset \d+|line 1 column \d+|char \d+|\(process \d+\)"
+        return re.sub(numbers, "…", text)
+
+
+def _numberless(found: re.Match[str]) -> str:
+    return found.group().split()[0] + (" has …" if "has" in found.group() else " …" + ":" * found.group().endswith(":"))
 
 
 def _root(folder: Path) -> Path:
@@ -287,8 +292,8 @@ def _brief(status: int, said: str) -> str:
     ]
     lines = [line for line in lines if not line.startswith("no config.json")]
     text = " / ".join(dict.fromkeys(line for line in lines))
-    if len(lines) > 4:
-        text = f"{lines[0]} / {lines[1]} / …"
+    if len(lines) > 3 and "bad page" in lines[0]:  # which page comes first depends on where they were written
+        text = f"{lines[0]} / {re.sub(r'step [0-9]+, ', '', lines[1])} / … / {lines[-1]}"
     return f"{text} (status {status})" if status else text
 
 
