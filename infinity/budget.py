@@ -48,8 +48,11 @@ def choose_budget(
         page_bytes = _LARGEST_PAGE
         layout = build_layout(units, formats, page_bytes)
         while page_bytes > _SMALLEST_PAGE and not _good(layout, host_bytes):
+            try:
+                layout = build_layout(units, formats, page_bytes // 2)
+            except BudgetError:  # there are rows that smaller pages have no room for
+                break
             page_bytes //= 2
-            layout = build_layout(units, formats, page_bytes)
     frames = host_bytes // page_bytes
     least = least_frames(widest_access(layout))
     if frames < min(least, len(layout.pages)):

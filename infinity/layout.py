@@ -11,6 +11,10 @@ Because every cut is a multiple of `RANGE_ALIGNMENT` elements from the segment's
 at a multiple of `SHARD_ALIGNMENT`, a slice of a shard is cut at a multiple of the widest vector: an element is
 treated by the same code whether the shard is updated whole or in slices.
 
+[Note: whole rows] Some optimizers need whole rows of a matrix (`ShardSpec.row`). Such shards have segments of their
+own, in which cuts are where a row ends: at a multiple of the row and of `SHARD_ALIGNMENT` from the shard's start, and
+never before its last row: reductions over a single row may be divided among threads otherwise than over several.
+
 [Note: encodings] A section of the state (the master, a moment) may be stored otherwise than the optimizer sees it. An
 encoding is a list of rows: items of one dtype, one for so many elements. As `SHARD_ALIGNMENT` is a multiple of all of
 these numbers, no item is of two shards. `infinity.fsdp.encoding` has the arithmetic.
@@ -21,13 +25,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+from infinity.errors import BudgetError
 from infinity.units import align_up
 
 SHARD_ALIGNMENT = 64
@@ -169,13 +175,22 @@ class StateFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """This rank's slice of one parameter, in elements: `padded` is what is gathered, `numel` what is real."""
+    """This rank's slice of one parameter, in elements: `padded` is what is gathered, `numel` what is real.
+
+    No page ends inside of a `row` elements, counted from the start.
+    """
 
     name: str
     numel: int
     padded: int
     segment_key: str
     trainable: bool
+    row: int = 1
+
+    @property
+    def tree(self) -> dict[str, object]:
+        """Plain data; the row only where it is one."""
+        return {key: value for key, value in asdict(self).items() if key != "row" or value > 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +199,11 @@ class UnitSpec:
 
     name: str
     shards: tuple[ShardSpec, ...]
+
+    @property
+    def tree(self) -> dict[str, object]:
+        """Plain data."""
+        return {"name": self.name, "shards": [shard.tree for shard in self.shards]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +321,7 @@ class Layout:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of everything that decides where bytes lie; equal layouts can read each other's pages."""
-        text = json.dumps([[asdict(unit) for unit in self.units], self.page_bytes, RANGE_ALIGNMENT,
+        text = json.dumps([[unit.tree for unit in self.units], self.page_bytes, RANGE_ALIGNMENT,
                            [asdict(segment.format) for segment in self.segments]], sort_keys=True)  # fmt: skip
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -364,6 +384,9 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
         units: in the order in which they are first gathered.
         formats: state format of every `segment_key`.
         page_bytes: largest page, in bytes; has room for `RANGE_ALIGNMENT` elements.
+
+    Raises:
+        BudgetError: a page has no room for a row that must not be cut.
     """
     pages: list[Page] = []
     segments: list[Segment] = []
@@ -383,7 +406,14 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
             fmt, segment = formats[key], len(segments)
             numel = align_up(extent[key], RANGE_ALIGNMENT)
             sizes = (ITEMSIZE[fmt.param], fmt.update_bytes, *(ITEMSIZE[dtype] for dtype in fmt.grads))
-            finest = _joined(range(0, numel + 1, RANGE_ALIGNMENT), int(page_bytes / max(sizes)))
+            whole = any(shards[member].spec.row > 1 for member in members[key])
+            join = _filled if whole else _joined
+            most = int(page_bytes / max(sizes))
+            finest = (
+                _between_rows([shards[member] for member in members[key]], numel, most)
+                if whole
+                else _joined(range(0, numel + 1, RANGE_ALIGNMENT), most)
+            )
 
             def cut(
                 role: Role,
@@ -393,8 +423,9 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                 unit: int = unit_index,
                 segment: int = segment,
                 finest: Sequence[int] = finest,
+                join: Callable[[Sequence[int], int], Sequence[int]] = join,
             ) -> tuple[Page, ...]:
-                joined = itertools.pairwise(_joined(finest, int(page_bytes / size)))
+                joined = itertools.pairwise(join(finest, int(page_bytes / size)))
                 made = tuple(
                     Page(
                         index=len(pages) + position,
@@ -436,3 +467,32 @@ def _joined(cut: Sequence[int], most: int) -> Sequence[int]:
         return cut
     number = -(-pieces // (most // cut[1]))
     return [cut[-(-pieces * page // number)] for page in range(number + 1)]
+
+
+def _between_rows(shards: Sequence[Placed], numel: int, most: int) -> Sequence[int]:
+    """Return a cut of a segment into pages of at most `most` elements, that ends no page inside of a row."""
+    cuts = [0]
+    for placed, after in itertools.zip_longest(shards, shards[1:]):
+        start, spec = placed.start, placed.spec
+        unit = math.lcm(spec.row, SHARD_ALIGNMENT)
+        last = start + max(0, spec.numel - 2 * spec.row) // unit * unit
+        end = after.start if after is not None else numel
+        while end - cuts[-1] > most:
+            point = min(last, start + max(0, cuts[-1] + most - start) // unit * unit)
+            if point <= cuts[-1]:
+                raise BudgetError(
+                    f"the optimizer updates whole rows of {spec.name}, and {end - cuts[-1]} elements of it (a row has "
+                    f"{spec.row}) do not fit a page, which holds {most}; set memory.page_bytes higher, or use an "
+                    "element-wise optimizer such as AdamW"
+                )
+            cuts.append(point)
+    return [*cuts, numel] if numel else cuts
+
+
+def _filled(cut: Sequence[int], most: int) -> Sequence[int]:
+    """Return another cut: pages of at most `most` elements, each with as many pieces of `cut` as fit."""
+    found = [cut[0]]
+    for before, point in itertools.pairwise(cut):
+        if point - found[-1] > most:
+            found.append(before)
+    return [*found, cut[-1]] if len(cut) > 1 else found

@@ -6,6 +6,7 @@ import atexit
 import errno
 import json
 import logging
+import math
 import os
 import resource
 import socket
@@ -29,11 +30,13 @@ from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import (
     Committer,
     choose_run,
+    committed_buffers,
     find_commits,
     list_commits,
     remove_commits,
     restore,
 )
+from infinity.checkpoint.companions import carry_companions, keep_companions
 from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.manifest import Manifest
@@ -55,6 +58,7 @@ from infinity.memory.arena import Arena
 from infinity.memory.heap import FreedMemory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
+from infinity.optim.probe import make_kernel, view_shape
 from infinity.optim.step import StepState
 from infinity.optim.worker import UpdateWorker
 from infinity.peers import Peers
@@ -103,6 +107,7 @@ def offload(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     weights: str | os.PathLike[str] | None = None,
+    strict: bool = True,
     init: InitFunction | None = None,
 ) -> PagedOptimizer:
     """Move a sharded model's parameters and optimizer state to NVMe; return the optimizer to train with.
@@ -111,15 +116,20 @@ def offload(
         model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
         optimizer: any element-wise `torch.optim` optimizer over its parameters, without state yet.
         config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
-        weights: folder to load a model on the meta device from, as a stream: of safetensors, or one that
-            `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of model and
-            optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken over.
-            A run that resumes does not read it.
+        weights: folder to load a model on the meta device from, as a stream. Either of safetensors, as
+            `save_pretrained` writes it (or one such file or index, to name a variant): names are found, and tensors
+            renamed, fused or split, as `from_pretrained` of transformers does; those of other models must be equal.
+            Or one that `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of
+            model and optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken
+            over. A run that resumes does not read it.
+        strict: refuse `weights` of safetensors that lack tensors of the model or have others. Otherwise the former are
+            initialised as without `weights`, the latter passed over; a warning names both. Another shape is refused.
         init: initialises one module of a model on the meta device in place; by default the model's own
             `_init_weights`, else each module's `reset_parameters`.
 
     Raises:
-        ConfigError: a setting is wrong. BudgetError: the arena or the space on NVMe is too small.
+        ConfigError: a setting is wrong, or `weights` are not those of the model, with a list of what differs.
+        BudgetError: the arena or the space on NVMe is too small.
         UnsupportedError: the model or the optimizer cannot be paged, with the reason.
         FolderBusyError: another live run owns a path. CommitError: there is nothing to resume from, or `weights`
             cannot be read.
@@ -130,14 +140,17 @@ def offload(
     _check_optimizer(sharded, optimizer)
     if (weights or init) and not sharded.on_meta:
         raise ConfigError("weights and init are for models on the meta device; this model has values already")
-    ranks = Ranks.current()
-    kernel = UpdateKernel(optimizer)
+    if not strict and (weights is None or DcpFolder.is_at(weights)):
+        raise ConfigError("strict=False is for weights of safetensors; a folder of DCP must have the whole model")
+    kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
+    ranks = Ranks.current()
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
+    _give_shapes(kernel, sharded, optimizer)
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
     try:
-        paged = run.attach(sharded, optimizer, kernel, weights, init)
+        paged = run.attach(sharded, optimizer, kernel, weights, strict, init)
     except BaseException as error:
         end_all(partial(run.peers.leave, error), partial(run.abandon, error), cause=error)
         raise
@@ -178,16 +191,27 @@ def _budget(
     settings: Config, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel, ranks: Ranks
 ) -> Budget:
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    kinds: dict[tuple[int, torch.dtype], tuple[tuple[str, str], ...]] = {}
 
     def format_of(param: nn.Parameter, gather: str) -> StateFormat:
-        group = group_of[id(param)]
-        key = (id(group), param.dtype)
-        if key not in kinds:
-            kinds[key] = kernel.discover(param.dtype, group).kinds
-        return StateFormat(param=gather, kinds=kinds[key])
+        return StateFormat(param=gather, kinds=kernel.discover(param, group_of[id(param)]).kinds)
 
-    units, found = sharded.describe(format_of)
+    def row_of(member: Member) -> int:
+        param = member.param.sharded_param
+        if kernel.discover(param, group_of[id(param)]).slices != "rows":
+            return 1
+        why = ""
+        if private.shard_dim(member.param) or private.is_tensor_parallel(member.param):
+            why = f"{member.names[0]} is not cut along its first dimension only"
+        elif settings.state.format != "fp32":
+            why = 'it needs state.format = "fp32"'
+        if why:
+            raise UnsupportedError(
+                f"{kernel.name} updates whole rows (it centralises gradients, or divides by norms of rows), which is "
+                f"not possible here: {why}; use an element-wise optimizer such as AdamW"
+            )
+        return math.prod(private.local_tensor(member.param).shape[1:])
+
+    units, found = sharded.describe(format_of, row_of)
     formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
     if settings.state.format != "fp32" and not any(fmt.encodings for fmt in formats.values()):
         raise ConfigError(
@@ -197,6 +221,18 @@ def _budget(
         )
     host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
     return choose_budget(units, formats, host, settings.memory.page_bytes)
+
+
+def _give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Tell the kernel the shape of slices, by shard, where the optimizer needs another than (n,)."""
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    for shard, member in enumerate(member for unit in sharded.members for member in unit):
+        param = member.param.sharded_param
+        if param.requires_grad:
+            slices = kernel.discover(param, group_of[id(param)]).slices
+            shape = view_shape(slices, private.local_tensor(member.param).shape)
+            if shape is not None:
+                kernel.shapes[shard] = shape
 
 
 class _Run:
@@ -342,6 +378,7 @@ class _Run:
         optimizer: torch.optim.Optimizer,
         kernel: UpdateKernel,
         weights: str | os.PathLike[str] | None,
+        strict: bool,
         init: InitFunction | None,
     ) -> PagedOptimizer:
         """Give the model paged shards and return its optimizer."""
@@ -352,6 +389,7 @@ class _Run:
         def gathering(shard: int) -> bool:
             if layout.begins_unit(shard):
                 self.freed.bound(measure=attachment.training_pass and paged.plan is None)
+                attachment.check_frozen(layout.shards[shard].unit)
             return paged.gathering(shard, attachment.training_pass)
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)
@@ -362,7 +400,7 @@ class _Run:
             gathering=gathering,
             gathered=lambda shard: paged.gathered(shard),
             copied=self.ledger.copied,
-            settle=lambda: paged.settle(),
+            look=lambda shard: paged.look(shard),
             part=self.ledger.part,
         )
         self._closers.append(content.close)
@@ -374,19 +412,32 @@ class _Run:
         source: FirstValues | None = None
         if self._found is None:
             source = self.ranks.together(
-                "opening the weights", lambda: self._old or _first_values(sharded, initialiser, weights)
+                "opening the weights", lambda: self._old or _first_values(sharded, initialiser, weights, strict)
             )
-            self._write_first_values(source, sharded, members, optimizer, content)
+            check = partial(source.check, sharded.model, members, layout, optimizer)
+            self.ranks.together("checking the first values", check)
         if sharded.on_meta:
-            initialiser.set_buffers(sharded.device, source.buffers(sharded.model) if source is not None else {})
+            known = self.ranks.together("reading buffers", partial(self._known_buffers, source, sharded.model))
+            set_buffers = partial(initialiser.set_buffers, sharded.device, known)
+            self.ranks.together("computing buffers", set_buffers)
+        if source is not None:
+            self._write_first_values(source, sharded, content)
+
+        def keep_beside() -> None:
+            if self.ranks.rank == 0 and self._found is None:
+                self._keep_companions(sharded.model, source)
+
+        self.ranks.together("keeping what exports need", keep_beside)
         attachment = Attachment(
             sharded,
             content,
-            gradient_arrived=lambda shard, param, grad: paged.gradient_arrived(shard, param, grad),
+            gradient_arrived=lambda shard, local: paged.gradient_arrived(shard, local),
             part=self.ledger.part,
         )
         self._closers.append(attachment.detach)
+        self._check_weights = attachment.check
         attachment.remap(optimizer)
+        made_with_state = kernel.builds
         optimizer.state.clear()
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         groups = {
@@ -400,6 +451,7 @@ class _Run:
             layout,
             self.pager,
             kernel,
+            parameters=attachment.parameters,
             group_of=groups.__getitem__,
             phase=self.ledger.phase,
             part=self.ledger.part,
@@ -412,16 +464,17 @@ class _Run:
             self.resumed = self.ranks.together("restoring what belongs to the first values", restored)
         if self.resumed is not None:
             state.scalars.update(self.resumed.scalars)
+            kernel.restore_own(self.resumed.own)
             state.step = self.resumed.step
         # Only now is anything changed of a run that was there before: its start has succeeded on every rank.
         if self._found is not None:
             keep = [manifest.name.commit for manifest in self._commits]
             self.ranks.together("removing commits", lambda: remove_commits(self.folder, self.ranks, keep=keep))
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
-        self._model, self._groups = sharded.model, optimizer.param_groups
+        self._model, self._groups, self._kernel = sharded.model, optimizer.param_groups, kernel
         paged = PagedOptimizer(
             optimizer,
-            [self._index_of[id(param)] for param in sharded.model.parameters()],
+            list(sharded.model.parameters()),
             layout=layout,
             frames=self.arena.frames,
             pager=self.pager,
@@ -433,6 +486,8 @@ class _Run:
             steps=self.resumed.step if self.resumed else 0,
             committed=self.resuming,
             names={name: shard for shard, member in enumerate(members) for name in member.names},
+            shards=self._index_of,
+            made_with_state=made_with_state,
         )
         if self._old is not None:
             self._begin_resharded(paged, self._old)
@@ -452,22 +507,27 @@ class _Run:
         name, commits = type(optimizer).__name__, self._commits
         return Committer(self.folder, self.ranks, described, self.store, name, self._shares, commits, room)
 
-    def _write_first_values(
-        self,
-        source: FirstValues,
-        sharded: ShardedModel,
-        members: list[Member],
-        optimizer: torch.optim.Optimizer,
-        content: ShardContent,
-    ) -> None:
+    def _write_first_values(self, source: FirstValues, sharded: ShardedModel, content: ShardContent) -> None:
         def write() -> None:
             for unit, (name, of_unit) in enumerate(zip(sharded.names, sharded.members, strict=True)):
                 content.initialise(unit, source.values(name, of_unit))
                 self.freed.bound()
 
-        check = partial(source.check, sharded.model, members, self.layout, optimizer)
-        self.ranks.together("checking the first values", check)
         self.ranks.together("writing the first values", write)
+
+    def _keep_companions(self, model: nn.Module, source: FirstValues | None) -> None:
+        """Put beside the commits what exports need besides them."""
+        if self._old is not None:
+            carry_companions(self._old.reader.folder.commits, self.folder.commits)
+        else:
+            files = source.files if isinstance(source, PretrainedFolder) else None
+            keep_companions(self.folder.commits, model, files)
+
+    def _known_buffers(self, source: FirstValues | None, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return the buffers that the first values or the commit have, by their names in the model."""
+        if source is not None:
+            return source.buffers(model)
+        return committed_buffers(self._found, self.folder, model) if self._found is not None else {}
 
     def _begin_resharded(self, paged: PagedOptimizer, left: ReshardSource) -> None:
         """Make the new run one to resume from, before the old one is no longer needed."""
@@ -480,10 +540,16 @@ class _Run:
             )  # fmt: skip
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
-        """Publish a commit. Raises `StorageError` where its files cannot be written."""
+        """Publish a commit.
+
+        Raises:
+            UnsupportedError: weights were exchanged, so that a commit would not have what the model computes with.
+            StorageError: its files cannot be written.
+        """
+        self._check_weights()
         groups = [{**g, "params": [self._index_of[id(param)] for param in g["params"]]} for g in self._groups]
         try:
-            self._committer.publish(step, self._model, scalars, groups, extra)
+            self._committer.publish(step, self._model, scalars, groups, extra, self._kernel.kept_own)
         except OSError as error:
             file = error.filename or str(self.folder.commits)
             raise StorageError("commit", file, 0, 0, error.errno) from error
@@ -574,13 +640,13 @@ def _idle_cores(ranks: Ranks) -> int:
 
 
 def _first_values(
-    sharded: ShardedModel, initialiser: ModuleInitialiser, weights: str | os.PathLike[str] | None
+    sharded: ShardedModel, initialiser: ModuleInitialiser, weights: str | os.PathLike[str] | None, strict: bool
 ) -> FirstValues:
     if not sharded.on_meta:
         return OwnValues()
     if weights is None:
         return initialiser
-    return DcpFolder(weights) if DcpFolder.is_at(weights) else PretrainedFolder(weights)
+    return DcpFolder(weights) if DcpFolder.is_at(weights) else PretrainedFolder(weights, initialiser, strict=strict)
 
 
 def _whole(member: Member) -> TensorSpec:

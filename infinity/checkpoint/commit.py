@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.checkpoint import manifest as files
@@ -77,6 +78,7 @@ class Committer:
         scalars: Mapping[int, Mapping[str, Any]],
         groups: list[dict[str, Any]],
         extra: dict[str, Any],
+        own: Mapping[str, Any],
     ) -> None:
         """Make the stored pages and the given state the newest commit of all ranks.
 
@@ -107,6 +109,7 @@ class Committer:
                 random=state.save_random(),
                 state_checksum=files.checksum_of(data),
                 extra=extra,
+                own=state.save_settings(own),
             )
             self._store.sync()
             self._room.hold(self._to_come - 1)
@@ -280,6 +283,17 @@ def check_optimizer(found: Manifest, optimizer: str) -> None:
         )
 
 
+def committed_buffers(found: Manifest, folder: RunFolder, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a commit has of a model, by their names in it.
+
+    Raises:
+        CommitError: the state file is missing or corrupt.
+    """
+    data = files.read_state_file(folder.commits, found)
+    with files.using(folder.commits / found.state_file):
+        return state.saved_buffers(data, model)
+
+
 def restore(
     found: Manifest, folder: RunFolder, model: nn.Module, groups: list[dict[str, Any]], *, random: bool = True
 ) -> ResumedState:
@@ -294,4 +308,4 @@ def restore(
         if random:
             state.load_random(found.random, data)
     state.load_groups(found.groups, groups)
-    return ResumedState(found.step, state.load_scalars(found.scalars), found.extra)
+    return ResumedState(found.step, state.load_scalars(found.scalars), found.extra, state.load_settings(found.own))

@@ -42,7 +42,7 @@ from infinity.fsdp import private
 from infinity.fsdp.content import torch_dtype
 from infinity.fsdp.first_values import FirstValues, Member, ResumedState, ValueOf, local_bounds
 from infinity.layout import MASTER, Layout
-from infinity.optim.kernel import StateLayout, UpdateKernel
+from infinity.optim.probe import make_kernel
 
 _log = logging.getLogger(__name__)
 
@@ -359,17 +359,14 @@ class DcpFolder(FirstValues):
         for key, path in self._paths.items():
             if key.startswith(f"{self._optim}{_STATE}"):
                 states.setdefault(path[-2], {})[path[-1]] = key
-        kernel = UpdateKernel(optimizer)
+        kernel = make_kernel(optimizer)
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        needed: dict[tuple[int, torch.dtype], StateLayout] = {}
         for member, placed in zip(members, layout.shards, strict=True):
             name, param = _name(member), member.param.sharded_param
             if not placed.spec.trainable or name not in states:
                 continue
             group, found = group_of[id(param)], states[name]
-            if (id(group), param.dtype) not in needed:
-                needed[id(group), param.dtype] = kernel.discover(param.dtype, group)
-            state = needed[id(group), param.dtype]
+            state = kernel.discover(param, group)
             kinds = dict(state.kinds)
             if found.keys() != kinds.keys() | set(state.scalars):
                 raise ConfigError(
@@ -398,14 +395,18 @@ class DcpFolder(FirstValues):
 
         return value_of
 
+    def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return the persistent buffers, in the dtypes of the model."""
+        return {
+            name: self._read(self._model + private.unwrapped_name(name)).to(model.get_buffer(name).dtype)
+            for name in private.persistent_buffers(model)
+        }
+
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState | None:
-        """Put back persistent buffers and settings of groups; return step counts.
+        """Put back settings of groups; return step counts.
 
         The step is that of the run which was exported, else the highest that the optimizer has counted for a parameter.
         """
-        with torch.no_grad():
-            for name in private.persistent_buffers(model):
-                model.get_buffer(name).copy_(self._read(self._model + private.unwrapped_name(name)))
         if self._optim is None:
             _log.warning("%s has no optimizer state: moments and step counts begin anew", self._folder)
             return None

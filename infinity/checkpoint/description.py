@@ -28,11 +28,20 @@ from infinity.layout import (
 _MOST_PAGES = 1 << 22  # 16 TiB of one rank in pages of 4 MiB; a layout of more is not built
 _SIZE = integer(0, 1 << 48)
 _DTYPE = one_of(*ITEMSIZE)
+_SHARD = record(name=text(), numel=_SIZE, padded=_SIZE, segment_key=text(), trainable=flag, row=integer(1, 1 << 48))
+
+
+def _shard(value: Any) -> dict[str, Any]:
+    """A shard; `row` is left out where pages may end anywhere."""
+    found: dict[str, Any] = _SHARD({"row": 1, **value} if isinstance(value, dict) else value)
+    return found
+
+
 DESCRIPTION = record(
     units=sequence(
         record(
             name=text(),
-            shards=sequence(record(name=text(), numel=_SIZE, padded=_SIZE, segment_key=text(), trainable=flag)),
+            shards=sequence(_shard),
         )
     ),
     formats=table(
@@ -113,7 +122,7 @@ class RunDescription:
             for shard in segment.shards
         }
         return {
-            "units": [asdict(unit) for unit in layout.units],
+            "units": [unit.tree for unit in layout.units],
             "formats": formats,
             "tensors": [asdict(tensor) for tensor in self.tensors],
             "buffers": self.buffers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from infinity.checkpoint import transformers_names as names
+from infinity.checkpoint.companions import CONFIG, Companions, companion_files
 from infinity.checkpoint.durable import NewFolder, sync_file
 from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.transformers_names import Conversion
+from infinity.checkpoint.weight_files import INDEX, SINGLE
 from infinity.errors import ConfigError
 from infinity.fsdp import private
-
-_INDEX = "model.safetensors.index.json"
 
 
 def digest_of(value: torch.Tensor | BytesIO) -> int:
@@ -64,80 +66,176 @@ def export_safetensors(
     reader: CommitReader,
     folder: Path,
     *,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None = None,
+    companions: Path | None = None,
     dtype: torch.dtype | None = None,
     file_bytes: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Path]:
     """Write a folder that `from_pretrained` loads: weights in one or several files, their index, config.json.
 
-    A tied parameter is written once, under the first of its names, as `save_pretrained` does. Memory is that of one
-    file. Every file is read back and compared; the folder is there when all of it is durable.
+    Tensors have the names and shapes that `save_pretrained` of the model in config.json gives them: what transformers
+    renames, fuses or splits when it loads is undone, and a tied parameter is written once. Without a config.json, or
+    where it is not of a class of transformers, they are those of the model. Memory is that of one file and of what one
+    conversion takes and makes. Every file is read back and compared; the folder is there when all of it is durable.
 
     Args:
         folder: new, or empty.
-        config: content of config.json; None writes none.
+        config: content of config.json; by default what the run has kept, and none is written where it has none.
+        companions: folder whose tokenizer, generation_config.json and the like are copied along; by default what the
+            run has kept: those of its `weights`.
         dtype: of floating-point weights; by default as they are trained.
         file_bytes: most bytes of weights per file; a larger parameter gets a file of its own.
-        advance: told the bytes of every parameter that was written.
+        advance: told the bytes of every parameter that was read.
 
     Raises:
-        ConfigError: the folder is not empty or cannot be written to, or what is read back is something else.
+        ConfigError: the folder is not empty or cannot be written to; what is read back is something else; or config.json
+            is not that of the model.
         StorageError, CorruptPageError, CommitError: the commit cannot be read.
     """
-    sizes = [reader.nbytes(index, dtype) for index in range(len(reader.tensors))]
-    with NewFolder(folder, sum(sizes)) as partial:
-        written = _write_safetensors(reader, partial, config, dtype, file_bytes, sizes, advance)
+    kept = Companions.of_run(reader.folder.commits)
+    config = kept.config if config is None else config
+    beside = kept.files if companions is None else tuple(companion_files(companions))
+    outgoing = _Outgoing(reader, config, kept.loaded_from, dtype, advance)
+    with NewFolder(folder, sum(tensor.nbytes for _, _, tensor in outgoing.tensors)) as partial:
+        written = _write_safetensors(outgoing, partial, config, beside, dtype, file_bytes)
     return [folder / file.name for file in written]
 
 
 def _write_safetensors(
-    reader: CommitReader,
+    outgoing: _Outgoing,
     folder: Path,
     config: Mapping[str, Any] | None,
+    beside: Sequence[Path],
     dtype: torch.dtype | None,
     file_bytes: int,
-    sizes: Sequence[int],
-    advance: Callable[[int], None],
 ) -> list[Path]:
     """Write the files; what is needed to load several comes last."""
-    groups = cut(sizes, file_bytes)
+    groups = cut([tensor.nbytes for _, _, tensor in outgoing.tensors], file_bytes)
     weight_map: dict[str, str] = {}
     written: list[Path] = []
     for number, group in enumerate(groups, 1):
-        single = len(groups) == 1
-        name = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
-        for index in group:
-            value = reader.read(index)
-            if dtype is not None and value.is_floating_point():
-                value = value.to(dtype)
-            tensors[private.unwrapped_name(reader.tensors[index].names[0])] = value.contiguous()
-            advance(sizes[index])
-        if number == len(groups):
-            tensors.update((private.unwrapped_name(key), value.contiguous()) for key, value in reader.buffers())
+        name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        tensors = dict(outgoing.read(index) for index in group)
         _save(tensors, folder / name)
         weight_map.update(dict.fromkeys(tensors, name))
         written.append(folder / name)
+    for file in beside:
+        _write(folder / file.name, file.read_bytes())
+        written.append(folder / file.name)
     if config is not None:
         config = {**config, "dtype": str(dtype).removeprefix("torch.")} if dtype is not None else config
-        _write_json(folder / "config.json", config)
-        written.append(folder / "config.json")
+        _write(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+        written.append(folder / CONFIG)
     if len(groups) > 1:
-        index_tree = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        _write_json(folder / _INDEX, index_tree)
-        written.append(folder / _INDEX)
+        total = sum(tensor.nbytes for _, _, tensor in outgoing.tensors)
+        index_tree = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write(folder / INDEX, (json.dumps(index_tree, indent=2) + "\n").encode())
+        written.append(folder / INDEX)
     return written
 
 
-def _write_json(file: Path, tree: Mapping[str, Any]) -> None:
-    """Write JSON, and compare what is on the drive with it. Raises `ConfigError`."""
-    text = json.dumps(tree, indent=2) + "\n"
+def _write(file: Path, data: bytes) -> None:
+    """Write a file, and compare what is on the drive with it. Raises `ConfigError`."""
     try:
-        file.write_text(text)
+        file.write_bytes(data)
         sync_file(file)
-        good = file.read_text() == text
+        good = file.read_bytes() == data
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
     if not good:
         raise ConfigError(f"{file} is not what was written; look after that drive")
+
+
+class _Outgoing:
+    """The tensors of an export, and the parameters and buffers of a commit that they are made of."""
+
+    def __init__(
+        self,
+        reader: CommitReader,
+        config: Mapping[str, Any] | None,
+        loaded_from: Sequence[str] | None,
+        dtype: torch.dtype | None,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._reader, self._dtype, self._advance = reader, dtype, advance
+        self._buffers = {private.unwrapped_name(name): value for name, value in reader.buffers()}
+        self._index = {  # of parameters, by all their names
+            private.unwrapped_name(name): index for index, spec in enumerate(reader.tensors) for name in spec.names
+        }
+        conversions = self._conversions(config, loaded_from)
+        self.tensors: list[tuple[Conversion, str, torch.Tensor]] = [
+            (conversion, name, tensor) for conversion in conversions for name, tensor in conversion.targets.items()
+        ]
+        """What is written, in order: by which conversion, name, and on the meta device shape and dtype."""
+        self._last: tuple[Conversion, dict[str, torch.Tensor]] | None = None  # one may be of two files
+
+    def read(self, index: int) -> tuple[str, torch.Tensor]:
+        """Return name and value of a tensor; they must be read in their order."""
+        conversion, name, _ = self.tensors[index]
+        if self._last is None or self._last[0] is not conversion:
+            self._last = None  # before the next one takes memory
+            self._last = (conversion, conversion.run({source: self._value(source) for source in conversion.sources}))
+        return name, self._last[1].pop(name).contiguous()
+
+    def _value(self, name: str) -> torch.Tensor:
+        if name in self._buffers:
+            return self._buffers[name]
+        index = self._index[name]
+        value = self._reader.read(index)
+        self._advance(self._reader.nbytes(index, self._dtype))
+        return value.to(self._dtype) if self._dtype is not None and value.is_floating_point() else value
+
+    def _like(self, name: str) -> torch.Tensor:
+        """Return a tensor on the meta device."""
+        if name in self._buffers:
+            return self._buffers[name].to("meta")
+        index = self._index[name]
+        own = self._reader.dtype(index)
+        dtype = self._dtype if self._dtype is not None and own.is_floating_point else own
+        return torch.empty(self._reader.tensors[index].shape, dtype=dtype, device="meta")
+
+    def _conversions(
+        self, config: Mapping[str, Any] | None, loaded_from: Sequence[str] | None
+    ) -> tuple[Conversion, ...]:
+        own = [private.unwrapped_name(spec.names[0]) for spec in self._reader.tensors] + [*self._buffers]
+        if config is None:
+            return self._plain(own)
+        try:
+            model = names.outgoing(config)
+            if model is None:
+                return self._plain(own)
+            chosen = self._chosen(model)
+            if not model.converts(loaded_from):
+                return self._plain(chosen)
+            if foreign := sorted(model.all ^ {*self._index, *self._buffers}):
+                raise ConfigError(
+                    f"config.json is of another model than the commit, as for {', '.join(foreign[:5])}; give that of "
+                    "the model that was trained (--model-config)"
+                )
+            return names.reverted({name: self._like(name) for name in chosen}, model.model, loaded_from)
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"config.json is not that of the model that was trained: {error}") from error
+
+    def _plain(self, chosen: Iterable[str]) -> tuple[Conversion, ...]:
+        return tuple(Conversion({name: self._like(name)}, {name: self._like(name)}) for name in chosen)
+
+    def _chosen(self, model: names.Outgoing) -> list[str]:
+        """Return the names to write, in the order of `save_pretrained`; what that does not know comes last.
+
+        A parameter that is one here and two in a model of this config is written twice, and two that would be tied
+        there are both written: what is loaded is what was trained.
+        """
+        all_names = [
+            *([private.unwrapped_name(name) for name in spec.names] for spec in self._reader.tensors),
+            *([name] for name in self._buffers),
+        ]
+        order = {name: place for place, name in enumerate(model.kept)}
+        chosen: list[str] = []
+        for of_one in all_names:
+            known = [name for name in of_one if name in order]
+            if known or not model.left_out.issuperset(of_one):
+                chosen += known or of_one[:1]
+        return sorted(chosen, key=lambda name: order.get(name, len(order)))

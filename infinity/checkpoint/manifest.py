@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -69,6 +69,7 @@ _BODY = record(
     ),
     state_checksum=_CHECKSUM,
     extra=table(text(), schema.anything),
+    own=table(text(), setting),
 )
 
 
@@ -125,7 +126,7 @@ class Manifest:
     are the shares of the paths, from which the slots follow; `pages` maps page index to version; `scalars` shard index
     to the optimizer's scalars; `groups` are parameters and settings of the param groups; `random` the states of
     Python's and NumPy's generators; the tensors (buffers, torch's generators) are in the state file beside the
-    manifest; `extra` is the user's own.
+    manifest; `extra` is the user's own; `own` is what the optimizer counts on itself.
     """
 
     run_id: str
@@ -143,6 +144,7 @@ class Manifest:
     random: dict[str, Any]
     state_checksum: str
     extra: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> Published:

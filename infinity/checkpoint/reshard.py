@@ -6,7 +6,7 @@ rank's part of the master and states of one unit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.commit import check_optimizer, restore
+from infinity.checkpoint.commit import check_optimizer, committed_buffers, restore
 from infinity.checkpoint.manifest import CommitName, read_manifest
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, FolderBusyError
@@ -126,6 +126,10 @@ class ReshardSource(FirstValues):
 
         return value_of
 
+    def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return the commit's buffers."""
+        return committed_buffers(self._reader.manifest(0), self._reader.folder, model)
+
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState:
         """Put back buffers and settings, and random states where this rank was there; return the rest."""
         rank = self._ranks.rank
@@ -135,4 +139,4 @@ class ReshardSource(FirstValues):
         scalars = self._reader.scalars()
         indices = [self._index[member.names[0]] for member in members]
         by_shard = {shard: scalars[index] for shard, index in enumerate(indices) if index in scalars}
-        return ResumedState(found.step, by_shard, found.extra)
+        return ResumedState(found.step, by_shard, found.extra, found.own)

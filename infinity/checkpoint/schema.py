@@ -171,20 +171,22 @@ _LEAVES: dict[str, Rule] = {name: lambda value: _plain_number(value) for name in
 _LEAVES |= {f"int{8 * n}": integer(-(1 << 8 * n - 1), (1 << 8 * n - 1) - 1) for n in (1, 2, 4, 8)}
 _LEAVES |= {"uint8": integer(0, 255), "bool": flag}
 _TENSOR = record(tensor=one_of(*ITEMSIZE), shape=sequence(integer(0, 1 << 15), most=4), value=anything)
-_TUPLE = record(tuple=sequence(anything))
+_NESTED = {name: record(**{name: sequence(anything)}) for name in ("tuple", "list")}
+_NESTED["dict"] = record(dict=table(text(), anything))
 
 
 def setting(value: Any, depth: int = _TUPLES) -> Any:
-    """A setting or scalar of an optimizer: null, true, false, a number, a text, a tuple of them or a small tensor."""
+    """A setting or scalar of an optimizer: null, flag, number, text, small tensor; tuple, list, dict of them."""
     if isinstance(value, dict) and "tensor" in value:
         found = _TENSOR(value)
         _nested(found["value"], found["shape"], _LEAVES[found["tensor"]])
     elif isinstance(value, dict):
-        items = _TUPLE(value)["tuple"]
+        kind = next((kind for kind in _NESTED if kind in value), "tuple")
+        items = _NESTED[kind](value)[kind]
         if not depth:
             raise ValueError(f"tuples are nested more than {_TUPLES} deep")
-        for number, item in enumerate(items):
-            _at(number, lambda item: setting(item, depth - 1), item)
+        for place, item in items.items() if kind == "dict" else enumerate(items):
+            _at(place, lambda item: setting(item, depth - 1), item)
     elif isinstance(value, str):
         text()(value)
     elif value is not None and not isinstance(value, bool):

@@ -40,6 +40,20 @@ def load_buffers(data: bytes, model: nn.Module) -> None:
             buffer.copy_(saved)
 
 
+def saved_buffers(data: bytes, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return those buffers of a model that `save_tensors` returned, by their names in the model.
+
+    Raises:
+        ValueError: the data are malformed, or a buffer has another shape.
+    """
+    tensors = load_tensors(data)
+    return {
+        name: _named(tensors, _BUFFER + name, buffer.shape)
+        for name, buffer in model.named_buffers()
+        if _BUFFER + name in tensors
+    }
+
+
 def saved_buffer(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return a buffer of those that `load_tensors` returned.
 
@@ -117,6 +131,16 @@ def load_scalars(saved: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, 
     return {shard: {key: _rich(value) for key, value in values.items()} for shard, values in saved.items()}
 
 
+def save_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, or what an optimizer keeps on itself, as plain data."""
+    return {key: _plain(value) for key, value in settings.items()}
+
+
+def load_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `save_settings` was given."""
+    return {key: _rich(value) for key, value in saved.items()}
+
+
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return param groups, whose `params` are indices of shards, as plain data."""
     return [
@@ -153,6 +177,10 @@ def _plain(value: Any) -> Any:
         return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "value": value.tolist()}
     if isinstance(value, tuple):
         return {"tuple": [_plain(item) for item in value]}
+    if isinstance(value, list):
+        return {"list": [_plain(item) for item in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _plain(item) for key, item in value.items()}}
     if isinstance(value, bool | int | float | str | None):
         return value
     raise CommitError(f"an optimizer setting of type {type(value).__name__} cannot be committed: {value!r}")
@@ -163,4 +191,8 @@ def _rich(value: Any) -> Any:
         return torch.tensor(value["value"], dtype=getattr(torch, value["tensor"])).reshape(value["shape"])
     if isinstance(value, Mapping) and "tuple" in value:
         return tuple(_rich(item) for item in value["tuple"])
+    if isinstance(value, Mapping) and "list" in value:
+        return [_rich(item) for item in value["list"]]
+    if isinstance(value, Mapping) and "dict" in value:
+        return {key: _rich(item) for key, item in value["dict"].items()}
     return value

@@ -13,31 +13,32 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
+from infinity.fsdp.slicing import BatchDim, Call, Slicing, SlicingFinder, flatten
 
 _log = logging.getLogger("infinity")
 _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
-def micro_batches(model: nn.Module, count: int) -> None:
+def micro_batches(model: nn.Module, count: int, *, batch_dim: BatchDim = None) -> None:
     """Let every unit of a sharded model run a batch in `count` slices, so that more slices move no more weights.
 
     Called after `fully_shard`, before or after `infinity.offload`; a later call changes the number. Batches given to
-    the model are whole. A layer's tensor arguments whose first dimension is that of its first tensor argument are
-    sliced along it, all others (masks and rotary embeddings of batch 1, numbers) are passed as they are; its outputs
-    are concatenated along the first dimension. With gradients, each slice is computed again in backward, with the
-    random state that it had (buffers that its forward changes are changed twice). Without, nothing is kept.
+    the model are whole. In the first forward each layer is tried with one and two rows of its batch: which arguments
+    are sliced, along which dimension outputs are joined, and whether rows are independent of each other (attention
+    along the batch, `BatchNorm` in training and packed sequences are refused). With gradients, each slice is computed
+    again in backward, with the random state that it had (buffers that its forward changes are changed twice). Without,
+    nothing is kept.
 
     Causal language models of transformers that are given `labels` run head and loss slice by slice too, divide the sum
     by the number of labels of the whole batch (or `num_items_in_batch`), and return no logits. In other models, put
@@ -46,6 +47,10 @@ def micro_batches(model: nn.Module, count: int) -> None:
     Args:
         model: `fully_shard` was called on its layers, side by side, and on itself.
         count: slices per batch; it must divide the number of sequences of every batch (`ConfigError` in forward).
+        batch_dim: the dimension of a layer's first tensor argument that is the batch. By default what torch's own
+            layers say (`batch_first`), for all others 0. Where shapes allow several ways to slice the other arguments,
+            the error in forward asks for a mapping: from the names of arguments to their dimension, None for those that
+            are not sliced.
 
     Raises:
         ConfigError: `count` is below 1.
@@ -68,7 +73,7 @@ def micro_batches(model: nn.Module, count: int) -> None:
         inner = next((other for other in layers if other.startswith(f"{name}.")), None)
         if inner is not None:
             raise UnsupportedError(f"micro_batches needs units side by side, but {name} contains {inner}")
-    forwards = [SlicedForward(layer, count) for layer in layers.values()]
+    forwards = [SlicedForward(layer, count, batch_dim) for layer in layers.values()]
     if _is_causal_lm(model):
         forwards.append(SlicedCausalLM(model, count, layers))
     for forward in forwards:
@@ -82,11 +87,12 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 class SlicedForward:
     """The forward of a module, slice by slice."""
 
-    def __init__(self, module: nn.Module, count: int) -> None:
+    def __init__(self, module: nn.Module, count: int, batch_dim: BatchDim = None) -> None:
         """Take over from the forward that `module` has."""
         forward = module.forward
         self.module, self.count = module, count
         self.whole: Callable[..., Any] = forward.whole if isinstance(forward, SlicedForward) else forward
+        self._finder = SlicingFinder(module, self.whole, batch_dim)
         update_wrapper(self, self.whole)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,59 +102,32 @@ class SlicedForward:
             ConfigError: the batch cannot be split.
             UnsupportedError: an argument or an output cannot be.
         """
-        return self._run(self.whole, *args, **kwargs)
+        call = Call.of(self.whole, args, kwargs)
+        slicing = None if self.count == 1 else self._finder.find(self.whole, call, self.count)
+        return self._run(self.whole, call, slicing)
 
-    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_cache)
-        specs: list[TreeSpec] = []
+    def _run(self, function: Callable[..., Any], call: Call, slicing: Slicing | None) -> Any:
+        """Return what a function returns for all slices; without a slicing, for the whole as one."""
+        rebuilds: list[Callable[[Sequence[Any]], Any]] = []
 
         def run_slice(anchor: torch.Tensor, *parts: Any) -> tuple[Any, ...]:
-            args, kwargs = tree_unflatten(parts, spec)
-            outputs, found = tree_flatten(function(*args, **kwargs))
-            specs.append(found)
+            outputs, rebuild = flatten(call.run(function, parts))
+            rebuilds.append(rebuild)
             return tuple(outputs)
 
-        if self.count > 1:
+        if slicing is not None:
             private.add_up_gradients(self.module)
         # Without it a slice would not be part of the graph where its inputs need no gradient, but parameters do.
         anchor = torch.empty(0, requires_grad=any(param.requires_grad for param in self.module.parameters()))
         recompute = torch.is_grad_enabled() and any(
-            leaf.requires_grad for leaf in (anchor, *leaves) if isinstance(leaf, torch.Tensor)
+            leaf.requires_grad for leaf in (anchor, *call.leaves) if isinstance(leaf, torch.Tensor)
         )
+        slices = [call.leaves] if slicing is None else slicing.split(call.leaves, self.count)
         outputs = [
             checkpoint(run_slice, anchor, *parts, use_reentrant=True) if recompute else run_slice(anchor, *parts)
-            for parts in reversed(self._split(leaves))  # see [Note: order of summation]
+            for parts in reversed(slices)  # see [Note: order of summation]
         ]
-        return tree_unflatten([self._joined(parts) for parts in zip(*reversed(outputs), strict=True)], specs[0])
-
-    def _split(self, leaves: list[Any]) -> list[tuple[Any, ...]]:
-        """Return the arguments of each slice."""
-        if any(map(_is_cache, leaves)):
-            raise UnsupportedError("micro_batches does not work with a cache of keys and values; pass use_cache=False")
-        sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
-        batch = sizes[0] if sizes else 0
-        if not batch or batch % self.count:
-            raise ConfigError(
-                f"{type(self.module).__name__} got a batch of {batch}, which {self.count} micro-batches cannot share "
-                "equally"
-            )
-        rows = [
-            torch.split(leaf, batch // self.count)
-            if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (batch,)
-            else (leaf,) * self.count
-            for leaf in leaves
-        ]
-        return list(zip(*rows, strict=True))
-
-    def _joined(self, parts: tuple[Any, ...]) -> Any:
-        if not isinstance(parts[0], torch.Tensor):
-            return parts[0]
-        if not parts[0].ndim:
-            raise UnsupportedError(
-                f"{type(self.module).__name__} returns a scalar, of which micro_batches cannot tell how the slices "
-                "add up; return one value per sequence"
-            )
-        return torch.cat(parts)
+        return rebuilds[0](outputs[0] if slicing is None else slicing.join(outputs[::-1]))
 
 
 class SlicedCausalLM(SlicedForward):
@@ -202,7 +181,14 @@ class SlicedCausalLM(SlicedForward):
             )
             return loss.reshape(1)
 
-        losses = self._run(loss_of, outputs.last_hidden_state, targets, given)
+        call = Call.of(loss_of, (outputs.last_hidden_state, targets, given), {})
+        rows = len(targets)
+        if rows % self.count:
+            raise ConfigError(f"a batch of {rows}, which {self.count} micro-batches cannot share equally")
+        slicing = Slicing(
+            tuple(0 if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else None for x in call.leaves), (0,)
+        )
+        losses = self._run(loss_of, call, slicing if self.count > 1 else None)
         return CausalLMOutputWithPast(loss=losses.sum())
 
 
@@ -247,7 +233,3 @@ def _is_causal_lm(model: Any) -> bool:
     if not found:
         _log.warning("head and loss of %s run on the whole batch at once", type(model).__name__)
     return found
-
-
-def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length")

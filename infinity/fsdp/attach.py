@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import nn
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.content import dtype_name
+from infinity.fsdp.conversions import refuse_conversions
 from infinity.fsdp.first_values import Member
-from infinity.fsdp.shard import PagedShard, ShardSource
+from infinity.fsdp.gradient import Gradient, PagedGradient
+from infinity.fsdp.shard import PagedShard, ShardHome, ShardSource
 from infinity.layout import HALVES, ShardSpec, StateFormat, UnitSpec
 
 
@@ -48,6 +51,12 @@ class ShardedModel:
                 raise UnsupportedError(
                     f"unit {name} was sharded with CPUOffloadPolicy; leave offload_policy out, infinity pages instead"
                 )
+            if private.reshards_to_fewer_ranks(group):
+                raise UnsupportedError(
+                    f"unit {name} was sharded with a number for reshard_after_forward, which keeps a part of all "
+                    "gathered weights in memory until backward; infinity reads them again from NVMe: pass True (or "
+                    "False for units whose weights are to stay)"
+                )
             members.append(
                 tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in private.fsdp_params(group))
             )
@@ -71,12 +80,15 @@ class ShardedModel:
         return [[member.param.sharded_param for member in unit] for unit in self.members]
 
     def describe(
-        self, format_of: Callable[[nn.Parameter, str], StateFormat]
+        self,
+        format_of: Callable[[nn.Parameter, str], StateFormat],
+        row_of: Callable[[Member], int] = lambda _: 1,
     ) -> tuple[list[UnitSpec], dict[str, StateFormat]]:
         """Return the units and state formats from which pages are laid out.
 
         Args:
             format_of: state format of a trainable parameter, given the dtype it is gathered in.
+            row_of: elements of a row of a trainable parameter that no page may cut; 1 where there is none.
         """
         units: list[UnitSpec] = []
         formats: dict[str, StateFormat] = {}
@@ -92,6 +104,8 @@ class ShardedModel:
                 grads = (HALVES if halves else (own,)) if param.requires_grad else ()
                 fmt = replace(fmt, master="" if own == gather else own, grads=grads)
                 key = f"{'trained' if param.requires_grad else 'frozen'} {own} {fmt}"
+                row = row_of(member) if param.requires_grad else 1
+                key += " rows" if row > 1 else ""
                 formats[key] = fmt
                 shards.append(
                     ShardSpec(
@@ -100,6 +114,7 @@ class ShardedModel:
                         padded=private.padded_shape(member.param).numel(),
                         segment_key=key,
                         trainable=param.requires_grad,
+                        row=row,
                     )
                 )
             units.append(UnitSpec(name=name, shards=tuple(shards)))
@@ -114,23 +129,32 @@ class Attachment:
         sharded: ShardedModel,
         source: ShardSource,
         *,
-        gradient_arrived: Callable[[int, nn.Parameter, torch.Tensor], None],
+        gradient_arrived: Callable[[int, torch.Tensor | None], Gradient | None],
         part: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._handles: list[Any] = []
         self.parameters: list[nn.Parameter] = []
         self.replaced: dict[int, nn.Parameter] = {}
         self._grad_enabled = True
+        self._frozen: list[list[tuple[str, nn.Parameter]]] = []  # by unit, by name
         index = 0
         for group, members in zip(sharded.groups, sharded.members, strict=True):
+            self._frozen.append([])
             for member in members:
-                self.parameters.append(self._attach(index, group, member, source, gradient_arrived))
+                param = self._attach(index, group, member, source, gradient_arrived)
+                self.parameters.append(param)
+                if not param.requires_grad:
+                    self._frozen[-1].append((member.names[0], param))
                 index += 1
         private.reuse_reduce_buffers(sharded.groups)
         private.watch_collectives(sharded.groups, lambda: part("collective"))
+        self._allow_conversions = refuse_conversions(sharded.model)
+        self._members = [member for unit in sharded.members for member in unit]
         for module in sharded.model.modules():
             if private.is_sharded_module(module):
                 self._handles.append(module.register_forward_pre_hook(self._note_grad_mode, prepend=True))
+        unchanged = torch.compiler.disable(lambda module, args: self.check())  # type: ignore[no-untyped-call]
+        self._handles.append(sharded.model.register_forward_pre_hook(unchanged, prepend=True))
 
     def _attach(
         self,
@@ -138,41 +162,66 @@ class Attachment:
         group: Any,
         member: Member,
         source: ShardSource,
-        gradient_arrived: Callable[[int, nn.Parameter, torch.Tensor], None],
+        gradient_arrived: Callable[[int, torch.Tensor | None], Gradient | None],
     ) -> nn.Parameter:
         param = member.param
         old: nn.Parameter = param.sharded_param
         local = private.local_tensor(param)
-        shard = PagedShard(
-            source,
-            index,
-            local.shape,
-            private.padded_shape(param),
-            old.dtype,
-            private.compute_dtype(group, param),
-            group.device,
+        home = ShardHome(
+            source=source,
+            shard=index,
+            name=member.names[0],
+            padded=private.padded_shape(param),
+            gather_dtype=private.compute_dtype(group, param),
+            device=group.device,
         )
+        shard = PagedShard.stored(home, local.shape, old.dtype, group.device)
         new = private.replace_local_tensor(param, shard)
         if new is not None:
             self.replaced[id(old)] = new
+        private.watch_local_tensor(param, partial(_check, member))
         current: nn.Parameter = param.sharded_param
         if current.requires_grad:
 
             def arrived(parameter: nn.Parameter) -> None:
-                gradient = private.local_gradient(parameter)
-                parameter.grad = None
-                gradient_arrived(index, parameter, gradient)
+                local = private.local_gradient(parameter) if parameter.grad is not None else None
+                gradient = gradient_arrived(index, local)
+                if gradient is not None and local is not None:
+                    paged = PagedGradient(gradient, local, local.device)
+                    parameter.grad = private.sharded_gradient(param, paged)
 
-            self._handles.append(private.on_gradient(current, arrived))
+            self._handles.append(private.on_gradient(current, arrived, old=old))
         return current
 
     def _note_grad_mode(self, module: nn.Module, args: Any) -> None:
         self._grad_enabled = torch.is_grad_enabled()
 
+    def check(self) -> None:
+        """Check that all parameters are still paged.
+
+        Raises:
+            UnsupportedError: one was exchanged for another tensor, which would be trained and committed nowhere.
+        """
+        for member in self._members:
+            _check(member)
+
     @property
     def training_pass(self) -> bool:
         """Whether the pass that is running belongs to a training step (not to an evaluation under no_grad)."""
         return self._grad_enabled or private.in_backward()
+
+    def check_frozen(self, unit: int) -> None:
+        """Check that a unit is not to train what it was offloaded without.
+
+        Raises:
+            UnsupportedError: it is.
+        """
+        for name, param in self._frozen[unit]:
+            if param.requires_grad:
+                raise UnsupportedError(
+                    f"{name} was frozen when the model was offloaded, so it has no optimizer state, and requires a "
+                    "gradient now: call requires_grad_(True) before infinity.offload (it may be frozen again later)"
+                )
 
     def remap(self, optimizer: torch.optim.Optimizer) -> None:
         """Point the param groups at the parameters that replaced those on the meta device."""
@@ -184,3 +233,17 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._allow_conversions()
+
+
+def _check(member: Member, exchanged: bool = False) -> None:
+    """Refuse what FSDP2 would silently compute with in place of the pages.
+
+    Args:
+        exchanged: whether another parameter was found on the module.
+    """
+    if exchanged or not isinstance(private.local_tensor(member.param), PagedShard):
+        raise UnsupportedError(
+            f"{member.names[0]} is on NVMe, but another tensor was put in its place (load_state_dict(assign=True), "
+            "swap_tensors, a new nn.Parameter); use p.copy_(value) or load_state_dict(assign=False)"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -141,7 +143,7 @@ class _Open(NamedTuple):
     pager: Pager
     gathering: Callable[[int], bool]
     gathered: Callable[[int], None]
-    settle: Callable[[], None]
+    look: Callable[[int], None]
 
 
 class ShardContent:
@@ -149,8 +151,8 @@ class ShardContent:
 
     `gathering(shard)` is called before the pages of a shard are copied out for an all-gather; it says whether that is
     part of a training step, in which `gathered(shard)` is called after. `copied(source tier, target tier, bytes)` is
-    called in any case, and `settle()` before a shard is loaded or saved for anybody else. `part(part, what, name=...)`
-    is entered for the length of a part of the ledger.
+    called in any case, and `look(shard)` before a shard is loaded or saved for anybody else. `part(part, what,
+    name=...)` is entered for the length of a part of the ledger.
     """
 
     def __init__(
@@ -162,11 +164,12 @@ class ShardContent:
         gathering: Callable[[int], bool],
         gathered: Callable[[int], None],
         copied: Callable[[str, str, int], None],
-        settle: Callable[[], None],
+        look: Callable[[int], None],
         part: Callable[..., AbstractContextManager[None]],
     ) -> None:
         self._layout, self._load_limit, self._copied, self._part = layout, load_limit, copied, part
-        self._open: _Open | None = _Open(pager, gathering, gathered, settle)
+        self._open: _Open | None = _Open(pager, gathering, gathered, look)
+        self._loaded = 0  # bytes of shards that `load` has returned, and which somebody still has
 
     def close(self) -> None:
         """Let go of the pager. Shards refer to this object from within tensors, where Python finds no cycles."""
@@ -203,24 +206,35 @@ class ShardContent:
                     destination[first - placed.start : last - placed.start].copy_(source, non_blocking=True)
 
     def load(self, shard: int) -> torch.Tensor:
-        """Return the real elements of a shard in the dtype it is trained in.
+        """Return a copy of the real elements of a shard in the dtype it is trained in, shape (numel,).
 
         Raises:
-            UnsupportedError: the shard is larger than the limit for loading outside the plan.
+            UnsupportedError: with what was loaded and is still held, that is more than the limit for loading outside of
+                the plan.
         """
-        return self.load_section(shard, MASTER)
+        content = self.load_section(shard, MASTER)
+        self._loaded += content.nbytes
+        weakref.finalize(content.untyped_storage(), self._let_go, content.nbytes).atexit = False
+        return content
+
+    def _let_go(self, nbytes: int) -> None:
+        self._loaded -= nbytes
 
     def load_section(self, shard: int, name: str) -> torch.Tensor:
         """Return one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
         size = placed.spec.numel * torch_dtype(segment.format.dtypes[name]).itemsize
-        if size > self._load_limit:
+        if size + self._loaded > self._load_limit:
+            gc.collect()  # what was loaded before an error may hang on its traceback
+        if size + self._loaded > self._load_limit:
+            held = f", and {format_size(self._loaded)} are loaded already" if self._loaded else ""
             raise UnsupportedError(
-                f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena "
-                f"(limit {format_size(self._load_limit)}); use optimizer.commit() to save and export from a commit"
+                f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena{held} "
+                f"(limit {format_size(self._load_limit)}); to save the model use optimizer.commit(), and `infinity "
+                "export` makes safetensors of a commit"
             )
-        self._opened().settle()
+        self._opened().look(shard)
 
         def visit(page: Page, copy: Callable[[memoryview], None]) -> None:
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
@@ -230,14 +244,18 @@ class ShardContent:
 
     def save(self, shard: int, content: torch.Tensor) -> None:
         """Replace the real elements of a shard: its master, and the weights in the compute dtype."""
+        self.save_section(shard, MASTER, content)
+
+    def save_section(self, shard: int, name: str, content: torch.Tensor) -> None:
+        """Replace one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
         if content.numel() != placed.spec.numel:
             raise UnsupportedError(
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
             )
-        self._opened().settle()
-        for row, items in stored(segment.format, MASTER, content.detach().cpu()):
+        self._opened().look(shard)
+        for row, items in stored(segment.format, name, content.detach().cpu()):
             for page, _, _ in overlapping(segment.pages(row.role), placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
                     put(held, page, row, placed.start, items)

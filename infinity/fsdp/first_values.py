@@ -7,7 +7,7 @@ The others are `infinity.fsdp.initialise` (the model's own initialisation), `inf
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,11 +31,15 @@ class Member:
 
 @dataclass(frozen=True)
 class ResumedState:
-    """How far training has come, besides what is in the pages: scalars by shard, and the user's `extra`."""
+    """How far training has come, besides what is in the pages.
+
+    `scalars` are those of the optimizer by shard, `extra` is the user's, `own` what the optimizer counts on itself.
+    """
 
     step: int
     scalars: dict[int, dict[str, Any]]
     extra: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 class FirstValues:

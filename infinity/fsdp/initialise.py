@@ -1,15 +1,13 @@
 """First values of a model on the meta device: its own initialisation, unit by unit.
 
-Peak memory is one whole unit, whatever the size of the model. Every module is initialised under a seed of its
-own, derived from the run's seed and the module's name; so the values depend on neither world size, nor paths,
-nor the order of units.
+Peak memory is one whole unit, whatever the size of the model. Every call that initialises something runs under a seed
+of its own, derived from the run's seed and the module's name; so the values depend on neither world size, nor paths,
+nor the division into units.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,14 +15,16 @@ from torch import nn
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.first_values import FirstValues, Member, ValueOf, local_slice
-from infinity.layout import MASTER
+from infinity.fsdp.init_plan import InitPlan
+from infinity.fsdp.init_steps import InitFunction
+from infinity.layout import MASTER, Layout
 
-InitFunction = Callable[[nn.Module], None]
+__all__ = ["InitFunction", "ModuleInitialiser"]
 
-
-def module_seed(seed: int, name: str) -> int:
-    """Return the seed of one module."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
+REMEDY = (
+    "give the model `_init_weights` or its modules `reset_parameters`, or pass init=function to infinity.offload, "
+    "which is called with every module and sets what they do not"
+)
 
 
 class ModuleInitialiser(FirstValues):
@@ -32,129 +32,105 @@ class ModuleInitialiser(FirstValues):
 
     def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
         self._model, self._seed, self._function = model, seed, function
-        # Children before parents, as `nn.Module.apply` does: a parent may overwrite what its children set.
-        self._modules = [(name, module) for name, module in _post_order(model)]
+        self._plan_made: InitPlan | None = None  # made when it is first needed: not for a run that resumes
 
-    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
-        """Return what the modules of a unit set.
+    @property
+    def _plan(self) -> InitPlan:
+        if self._plan_made is None:
+            self._plan_made = InitPlan(self._model, self._seed, self._function)
+        return self._plan_made
+
+    def check(
+        self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Check that something sets every parameter that is on the meta device.
 
         Raises:
-            UnsupportedError: a module has parameters but no way to initialise them.
+            UnsupportedError: nothing does, or what has a value already is not known; the parameters are named.
         """
-        owners = {id(private.owner(member.param)[0]) for member in members}
-        with _whole_parameters(members) as wholes:
-            for name, module in self._modules:
-                if id(module) in owners or self._reaches(module, owners):
-                    self._initialise(name, module, id(module) in owners)
-            missing = [m.names[0] for m, whole in zip(members, wholes, strict=True) if torch.isnan(whole).any()]
-            if missing:
+        if names := [m.names[0] for m in members if id(m.param.sharded_param) in self._plan.left_out]:
+            raise UnsupportedError(
+                f"{', '.join(names)}: on a real device in a model that was built on the meta device, where "
+                "transformers initialises nothing; call model.to('meta') before fully_shard, and they are initialised"
+            )
+        members = [member for member in members if member.param.sharded_param.is_meta]
+        for member in members:
+            if private.is_tensor_parallel(member.param):
                 raise UnsupportedError(
-                    f"nothing initialised {', '.join(missing)} of unit {unit}: give the model `_init_weights` or its "
-                    "modules `reset_parameters`, or pass init=function to infinity.offload"
+                    f"{member.names[0]} is tensor-parallel and on the meta device; build the model on a real device"
                 )
-            found = [
-                local_slice(member.param, whole.detach()).clone() for member, whole in zip(members, wholes, strict=True)
-            ]
-            return lambda position, section: found[position] if section == MASTER else None
+            if classes := self._plan.rivals(member.param.sharded_param):
+                raise UnsupportedError(
+                    f"{' and '.join(member.names)} are one parameter, to which {' and '.join(classes)} give different "
+                    "first values: which of them counts is not known; pass init=function to infinity.offload"
+                )
+        if unset := [m.names[0] for m in members if not self._plan.sets(m.param.sharded_param)]:
+            raise UnsupportedError(_unset(unset))
 
-    def _reaches(self, module: nn.Module, owners: set[int]) -> bool:
-        """Whether a module without parameters of its own may set those of its direct children."""
-        return any(id(child) in owners for child in module.children())
+    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
+        """Return what the model's own code sets the parameters of a unit to; those on a real device stay as they are.
 
-    def _initialise(self, name: str, module: nn.Module, required: bool) -> None:
-        function = self._function or self._enclosing_init(name)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(module_seed(self._seed, name))
-            if function is not None:
-                function(module)
-            elif required and callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
+        Args:
+            members: all parameters of a unit, or some.
 
-    def _enclosing_init(self, name: str) -> InitFunction | None:
-        """Return `_init_weights` of the module or of the nearest module around it."""
-        while True:
-            function: InitFunction | None = getattr(self._model.get_submodule(name), "_init_weights", None)
-            if callable(function) or not name:
-                return function
-            name = name.rpartition(".")[0]
+        Raises:
+            UnsupportedError: the model's code fails; when asked for a parameter: nothing sets it, or not all of it.
+        """
+        wanted = {id(m.param.sharded_param): m.param.sharded_param for m in members if m.param.sharded_param.is_meta}
+        whole = self._plan.run(wanted)
+        found: list[torch.Tensor | None] = []
+        for member in members:
+            key = id(member.param.sharded_param)
+            if key not in wanted:
+                found.append(private.local_tensor(member.param).detach().reshape(-1).cpu())
+            elif (value := whole.pop(key)) is None:
+                found.append(None)
+            else:
+                found.append(local_slice(member.param, value).clone())
+
+        def value_of(position: int, section: str) -> torch.Tensor | None:
+            if section != MASTER:
+                return None
+            if found[position] is None:
+                raise UnsupportedError(_unset([members[position].names[0]]))
+            return found[position]
+
+        return value_of
 
     def set_buffers(self, device: torch.device, known: Mapping[str, torch.Tensor]) -> None:
         """Give every buffer that is still on the meta device its real value.
 
         Args:
-            known: values that come from elsewhere, by the buffer's name in the model.
+            known: values that come from elsewhere, by the buffer's name in the model; they need no initialisation.
 
         Raises:
-            UnsupportedError: a buffer cannot be computed.
+            UnsupportedError: nothing computes a buffer; it is named.
         """
         for name, value in known.items():
             owner, _, key = name.rpartition(".")
-            module = self._model.get_submodule(owner)
-            module._buffers[key] = value.to(device)
-        for name, module in self._modules:
-            meta = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-            if not meta:
-                continue
-            for key, buffer in meta.items():
-                fill = (
-                    torch.full(buffer.shape, float("nan")) if buffer.is_floating_point() else torch.zeros(buffer.shape)
-                )
-                module._buffers[key] = fill.to(buffer.dtype).to(device)
-            parameters, module._parameters = module._parameters, {}  # only the buffers are to be set here
-            try:
-                rebuilt = _rebuilt(module)
-                if rebuilt is not None:
-                    for key in meta:
-                        module._buffers[key] = rebuilt._buffers[key].to(device)  # type: ignore[union-attr]
-                else:
-                    self._initialise(name, module, True)
-            finally:
-                module._parameters = parameters
-            unset = [key for key in meta if torch.isnan(module._buffers[key].float()).any()]  # type: ignore[union-attr]
-            if unset:
-                raise UnsupportedError(
-                    f"buffers {', '.join(unset)} of module {name or 'root'} are on the meta device and nothing "
-                    "computes them; build the model with torch.device('meta') around its parameters only, or pass "
-                    "init=function"
-                )
-
-
-def _rebuilt(module: nn.Module) -> nn.Module | None:
-    """Build a module without parameters again, off the meta device, when its class takes just a config."""
-    config = getattr(module, "config", None)
-    if config is None or any(True for _ in module.children()):
-        return None
-    try:
-        with torch.device("cpu"):
-            return type(module)(config)
-    except TypeError:
-        return None
-
-
-def _post_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        yield from _post_order(child, f"{prefix}.{name}" if prefix else name)
-    yield prefix, module
-
-
-@contextmanager
-def _whole_parameters(members: Sequence[Member]) -> Iterator[list[torch.Tensor]]:
-    """Register whole, real parameters (NaN until set) on the modules of a unit."""
-    wholes: list[torch.Tensor] = []
-    for member in members:
-        if private.is_tensor_parallel(member.param):
+            buffers = self._model.get_submodule(owner)._buffers
+            dtype = buffers[key].dtype  # type: ignore[union-attr]
+            _replace_buffers(self._model, {id(buffers[key]): value.to(device, dtype)})
+        wanted = {id(buffer): buffer for buffer in self._model.buffers() if buffer.is_meta}
+        if not wanted:
+            return
+        found = self._plan.run(wanted)
+        names = {id(buffer): name for name, buffer in self._model.named_buffers()}
+        if unset := [names[key] for key, value in found.items() if value is None]:
             raise UnsupportedError(
-                f"{member.names[0]} is tensor-parallel and on the meta device; build the model on a real device"
+                f"buffers {', '.join(unset)} are on the meta device and nothing computes them: {REMEDY}; or build the "
+                "model with torch.device('meta') around its parameters only"
             )
-        dtype = member.param.sharded_param.dtype
-        whole = nn.Parameter(
-            torch.full(private.full_shape(member.param), float("nan"), dtype=dtype),
-            requires_grad=member.param.sharded_param.requires_grad,
-        )
-        private.set_full_parameter(member.param, whole)
-        wholes.append(whole)
-    try:
-        yield wholes
-    finally:
-        for member in members:
-            private.set_sharded_parameter(member.param)
+        _replace_buffers(self._model, {key: value.to(device) for key, value in found.items() if value is not None})
+
+
+def _unset(names: Iterable[str]) -> str:
+    return f"nothing initialises {', '.join(names)}: {REMEDY}"
+
+
+def _replace_buffers(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
+    """Put tensors in the place of buffers, by their identity: a buffer that modules share stays shared."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) in new:
+                module._buffers[key] = new[id(buffer)]

@@ -7,8 +7,9 @@ found by a named test and not by a wrong gradient.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -46,6 +49,69 @@ def unwrapped_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `fully_shard` and parametrizations made others of it."""
+    cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells the memory of a tensor from that of others, as long as it lives; also on the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def init_without_storage(*, draw: bool) -> Iterator[None]:
+    """Let `torch.nn.init` treat tensors without storage as others: torch 2.13 leaves some of them out.
+
+    Args:
+        draw: `trunc_normal_`, which draws until all numbers are within its bounds, draws as many as for a real tensor.
+    """
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def trunc_normal(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.device.type != "meta":
+            return original(tensor, *args, **kwargs)
+        if draw:
+            original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
+        return tensor.zero_()
+
+    torch.nn.init._no_grad_trunc_normal_ = trunc_normal
+    try:
+        with _NothingIsMeta():
+            yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
+class _NothingIsMeta(TorchFunctionMode):
+    """Answers `is_meta` with no."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.is_meta:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def classes_of_before(model: nn.Module) -> Iterator[None]:
+    """Give the modules of a model, meanwhile, the classes that they had before `fully_shard`."""
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, cls in sharded:
+            module.__class__ = cls.__mro__[getattr(cls, "_orig_cls_mro_index", 2)]
+        yield
+    finally:
+        for module, cls in sharded:
+            module.__class__ = cls
+
+
+def unwrapped_module(module: nn.Module) -> nn.Module:
+    """Return a module without those that compilation and checkpointing put around."""
+    inner = module._modules.get("_orig_mod") or module._modules.get("_checkpoint_wrapped_module")
+    return module if inner is None else unwrapped_module(inner)
+
+
 def is_sharded_module(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on a module."""
     return isinstance(module, FSDPModule)
@@ -56,14 +122,62 @@ def recomputes(module: nn.Module) -> bool:
     return isinstance(module, CheckpointWrapper) or bool(getattr(module, "gradient_checkpointing", False))
 
 
-def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
-    """Call `hook(param)` once a gradient has been reduced; return a handle whose `remove` ends it."""
-    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+class _Hooks(OrderedDict[int, Callable[[nn.Parameter], None]]):
+    """What is to be called when a gradient has come: hooks that were there, those registered since, and one at last."""
+
+    def __init__(self, before: Any, last: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self._before = before  # handles that the user holds remove hooks from this one
+        self._last: list[Callable[[nn.Parameter], None]] = [last]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def values(self) -> Any:
+        return [*self._before.values(), *super().values(), *self._last]
+
+    def remove(self) -> None:
+        """Call the last one no more."""
+        self._last.clear()
+
+
+def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None], *, old: nn.Parameter) -> Any:
+    """Call `hook(param)` once a gradient has been reduced; return a handle whose `remove` ends it.
+
+    It comes after all hooks of the user, whenever those are registered.
+
+    Args:
+        old: the parameter in whose place `param` is, or the same one; its hooks are called too.
+    """
+    hooks: Any = param
+    hooks._post_accumulate_grad_hooks = found = _Hooks(old._post_accumulate_grad_hooks or {}, hook)
+    return found
+
+
+def sharded_gradient(param: Any, local: torch.Tensor) -> DTensor:
+    """Return what FSDP2 makes of the local part of a gradient."""
+    gradient: DTensor = param.to_sharded_dtensor(local)
+    return gradient
+
+
+def sharded_like(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is sharded like a parameter, of its local elements, flat."""
+    if not isinstance(param, DTensor):
+        return values.view(param.shape)
+    local = values.view(param._local_tensor.shape).to(param.device)
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def uses_cpu_offload(group: Any) -> bool:
     """Whether the user already gave the group an offload policy of FSDP2."""
     return isinstance(group.offload_policy, CPUOffloadPolicy)
+
+
+def reshards_to_fewer_ranks(group: Any) -> bool:
+    """Whether weights stay gathered over some of the ranks after forward (`reshard_after_forward` as a number)."""
+    return group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info
 
 
 def fsdp_params(group: Any) -> list[Any]:
@@ -150,14 +264,52 @@ def replace_local_tensor(param: Any, shard: torch.Tensor) -> nn.Parameter | None
     return new
 
 
-def set_full_parameter(param: Any, value: nn.Parameter) -> None:
-    """Register a plain, whole parameter on the modules, for their initialisation."""
-    param._setattr_on_modules(value)
+def watch_local_tensor(param: Any, check: Callable[[bool], None]) -> None:
+    """Let FSDP2 neither pad the local tensor of a sharded parameter nor take over another one.
+
+    It would do so before the first forward, and after `load_state_dict`, which may put another parameter onto the
+    module: the sharded one is put back. In place of that, `check()` is called; it is told whether one was put back.
+    """
+
+    def reset_sharded_param() -> None:
+        module, name = owner(param)
+        exchanged = getattr(module, name) is not param.sharded_param
+        if exchanged:
+            param._setattr_on_modules(param.sharded_param)
+        check(exchanged)
+
+    param.reset_sharded_param = reset_sharded_param
 
 
-def set_sharded_parameter(param: Any) -> None:
-    """Register the sharded parameter on the modules again."""
-    param._setattr_on_modules(param.sharded_param)
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor; any other tensor is its own."""
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def replace_apply(module: nn.Module, function: Callable[..., nn.Module]) -> None:
+    """Let `Module.to` and its like, which come down to `_apply(fn, recurse=True)`, call a function instead."""
+    module.__dict__["_apply"] = function
+
+
+def restore_apply(module: nn.Module) -> None:
+    """Undo `replace_apply`."""
+    module.__dict__.pop("_apply", None)
+
+
+def original_apply(module: nn.Module) -> Callable[..., nn.Module]:
+    """Return `_apply(module, fn, recurse)` of the module's class."""
+    function: Callable[..., nn.Module] = type(module)._apply
+    return function
+
+
+def reshard(module: Any) -> None:
+    """Put the sharded parameters of a module back in their places, if it is gathered.
+
+    Args:
+        module: `fully_shard` was called on it.
+    """
+    module.reshard()
 
 
 def in_backward() -> bool:
@@ -254,27 +406,39 @@ def _add_up(param: Any, gathered: torch.Tensor) -> None:
     param.to_accumulated_grad_if_needed()
 
 
-def total_norm(local_norms: list[tuple[nn.Parameter, torch.Tensor]], norm_type: float) -> torch.Tensor:
-    """Return the norm over all parameters and ranks, bit for bit as `torch.nn.utils.get_total_norm` would.
-
-    The reference computes one norm per DTensor gradient, stacks them and takes the norm of the stack; the
-    reduction over ranks happens wherever DTensor puts it. The same DTensors are built here from the local norms.
-    """
-    from torch.distributed.tensor._ops._math_ops import _NormPartial
-
-    norms: list[torch.Tensor] = []
-    for param, norm in local_norms:
-        if isinstance(param, DTensor):
-            placements = [_NormPartial(norm_type) if p.is_shard() else p for p in param.placements]
-            norms.append(DTensor.from_local(norm, param.device_mesh, placements, run_check=False))
-        else:
-            norms.append(norm)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return total.full_tensor() if isinstance(total, DTensor) else total
-
-
 def default_mesh(device_type: str) -> DeviceMesh:
     """Return a one-dimensional mesh over all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device_type, (torch.distributed.get_world_size(),))
+
+
+# torch.optim.Optimizer #
+
+
+def is_hooks(name: str) -> bool:
+    """Whether an attribute of an optimizer, by its name, is a dictionary of its hooks."""
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+def is_bookkeeping(name: str, value: Any) -> bool:
+    """Whether an attribute of an optimizer says nothing about updates: its hooks, and what schedulers put there."""
+    return (
+        name in ("_zero_grad_profile_name", "_opt_called", "_step_count")
+        or is_hooks(name)
+        or (name == "step" and hasattr(value, "_wrapped_by_lr_sched"))
+    )
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the `step` of an optimizer without the hooks that torch runs around it."""
+    step = type(optimizer).step
+    plain = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    bound: Callable[..., Any] = plain.__get__(optimizer)
+    return bound
+
+
+def share_step_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Let an optimizer run the hooks around `step` that were, or will be, registered on another one."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(optimizer)[name] = vars(other)[name]

@@ -3,17 +3,19 @@
 FSDP2 asks it for its all-gather input (`fsdp_pre_all_gather`); the answer is another tensor without storage
 that copies itself, page by page, into the buffer that FSDP2 has allocated. So no shard is ever assembled in
 between, a shard may cross any number of pages, and a frame is held exactly as long as its bytes are copied.
+All else that is done to a shard is done as `PagedTensor` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
-from infinity.errors import UnsupportedError
+from infinity.fsdp.paged_tensor import PagedTensor
 
 aten = torch.ops.aten
 
@@ -31,55 +33,39 @@ class ShardSource(Protocol):
         """Replace the real elements of a shard."""
 
 
-class PagedShard(torch.Tensor):
-    """This rank's slice of a parameter, paged. `shape` may be a prefix of the padded slice.
+@dataclass(frozen=True, eq=False)
+class ShardHome:
+    """Where one shard is.
 
-    FSDP2 pads, narrows and flattens the local tensor of an unevenly sharded parameter; those stay paged.
-    Any other operation loads the real elements first.
+    `padded` is the shape of its all-gather input, `gather_dtype` the dtype of that; `device` the compute device.
     """
 
     source: ShardSource
     shard: int
+    name: str
     padded: torch.Size
     gather_dtype: torch.dtype
+    device: torch.device
 
-    @staticmethod
-    def __new__(
-        cls: type[PagedShard],
-        source: ShardSource,
-        shard: int,
-        shape: Sequence[int],
-        padded: torch.Size,
-        dtype: torch.dtype,
-        gather_dtype: torch.dtype,
-        device: torch.device,
-    ) -> PagedShard:
-        """Make a shard of `shape`; `padded` is the shape of its all-gather input."""
-        tensor: PagedShard = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
-        tensor.source, tensor.shard, tensor.padded, tensor.gather_dtype = source, shard, padded, gather_dtype
-        return tensor
+    def load(self) -> torch.Tensor:
+        """Return a copy of the real elements, flat, on the compute device."""
+        return self.source.load(self.shard).to(self.device)
 
-    def __init__(self, *args: Any) -> None:
-        """All is done in `__new__`."""
+    def save(self, content: torch.Tensor) -> None:
+        """Replace the real elements."""
+        self.source.save(self.shard, content)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Name the shard without loading it."""
-        return f"PagedShard(shard={self.shard}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def _reshaped(self, shape: Sequence[int]) -> PagedShard:
-        return PagedShard(self.source, self.shard, shape, self.padded, self.dtype, self.gather_dtype, self.device)
+class PagedShard(PagedTensor):
+    """This rank's slice of a parameter, paged, or a view of it."""
 
-    def _loaded(self) -> torch.Tensor:
-        content = self.source.load(self.shard)
-        if content.numel() < self.numel():  # the padded form: its tail is padding
-            content = torch.cat([content, content.new_zeros(self.numel() - content.numel())])
-        return content[: self.numel()].view(self.shape)
+    home: ShardHome
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Answer FSDP2 with what it is to gather: this slice in the compute dtype, padded."""
-        return (GatherInput(self, self.padded),), None
+        return (GatherInput(self.home, self.home.padded),), None
 
     def fsdp_post_all_gather(
         self,
@@ -93,49 +79,21 @@ class PagedShard(torch.Tensor):
         (tensor,) = all_gather_outputs
         return None if out is not None else (tensor, (tensor,))
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
-    ) -> Any:
-        """Keep shapes paged, write through `copy_`, load for everything else."""
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, PagedShard):
-            if func is aten.detach.default:
-                return first._reshaped(first.shape)
-            if func is aten.view.default:
-                shape = torch.empty(first.shape, device="meta").view(args[1]).shape
-                return first._reshaped(shape)
-            if func is aten.new_zeros.default and tuple(args[1]) == tuple(first.padded) != tuple(first.shape):
-                return first._reshaped(args[1])  # FSDP2 re-pads an unevenly sharded parameter
-            if func is aten.slice.Tensor and _is_prefix(first, args[1:]):
-                return first._reshaped(func(torch.empty(first.shape, device="meta"), *args[1:]).shape)
-            if func is aten.copy_.default:
-                if not (isinstance(args[1], PagedShard) and args[1].shard == first.shard):
-                    first.source.save(first.shard, _dense(args[1]).reshape(-1).to(first.dtype))
-                return first
-        if func._schema.is_mutable and any(isinstance(arg, PagedShard) for arg in _written(func, args, kwargs)):
-            raise UnsupportedError(
-                f"{func} would change an offloaded parameter in place; build the new value and use p.copy_(value) "
-                "under torch.no_grad()"
-            )
-        return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
-
 
 class GatherInput(torch.Tensor):
     """The all-gather input of a paged shard: copies itself out of the pages when FSDP2 copies it."""
 
-    paged: PagedShard
+    home: ShardHome
     raw: bool
 
     @staticmethod
-    def __new__(cls: type[GatherInput], paged: PagedShard, shape: Sequence[int], raw: bool = False) -> GatherInput:
+    def __new__(cls: type[GatherInput], home: ShardHome, shape: Sequence[int], raw: bool = False) -> GatherInput:
         """Make the input; `raw` is the same bytes seen as uint8 (FSDP2 gathers mixed dtypes that way)."""
-        dtype = torch.uint8 if raw else paged.gather_dtype
+        dtype = torch.uint8 if raw else home.gather_dtype
         tensor: GatherInput = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=paged.device
+            cls, torch.Size(shape), dtype=dtype, device=home.device
         )  # type: ignore[attr-defined]
-        tensor.paged, tensor.raw = paged, raw
+        tensor.home, tensor.raw = home, raw
         return tensor
 
     def __init__(self, *args: Any) -> None:
@@ -143,12 +101,12 @@ class GatherInput(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name the shard."""
-        return f"GatherInput(shard={self.paged.shard}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"GatherInput({self.home.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def copy_into(self, destination: torch.Tensor) -> None:
         """Copy the shard's pages into `destination`."""
         flat = destination.view(-1)
-        self.paged.source.gather_into(self.paged.shard, flat.view(self.paged.gather_dtype) if self.raw else flat)
+        self.home.source.gather_into(self.home.shard, flat.view(self.home.gather_dtype) if self.raw else flat)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -168,38 +126,19 @@ class GatherInput(torch.Tensor):
             return None
         if isinstance(first, GatherInput):
             if func is aten.view.default:
-                return GatherInput(first.paged, torch.empty(first.shape, device="meta").view(args[1]).shape, first.raw)
+                return GatherInput(first.home, torch.empty(first.shape, device="meta").view(args[1]).shape, first.raw)
             if func is aten.detach.default:
-                return GatherInput(first.paged, first.shape, first.raw)
+                return GatherInput(first.home, first.shape, first.raw)
             if func is aten.view.dtype and args[1] is torch.uint8:
                 if first.raw:
                     return first
-                return GatherInput(first.paged, (first.numel() * first.paged.gather_dtype.itemsize,), True)
+                return GatherInput(first.home, (first.numel() * first.home.gather_dtype.itemsize,), True)
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
 
 
 def _dense(value: Any) -> Any:
-    if isinstance(value, PagedShard):
-        return value._loaded()
-    if isinstance(value, GatherInput):
-        dtype, size = value.paged.gather_dtype, value.paged.padded.numel()
-        flat = torch.empty(size, dtype=dtype, device=value.device)
-        value.paged.source.gather_into(value.paged.shard, flat)
-        return (flat.view(torch.uint8) if value.raw else flat).view(value.shape)
-    return value
-
-
-def _is_prefix(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether slice(dim, start, end, step) keeps the first elements in memory order."""
-    given = dict(zip(("dim", "start", "end", "step"), args, strict=False))
-    dim, start, step = given.get("dim", 0), given.get("start"), given.get("step", 1)
-    return dim == 0 and start in (None, 0) and step == 1
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    found: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(value if isinstance(value, list | tuple) else [value])
-    return found
+    if not isinstance(value, GatherInput):
+        return value
+    flat = torch.empty(value.home.padded.numel(), dtype=value.home.gather_dtype, device=value.device)
+    value.home.source.gather_into(value.home.shard, flat)
+    return (flat.view(torch.uint8) if value.raw else flat).view(value.shape)

@@ -1,32 +1,43 @@
-"""Torch's own optimizers as kernels on page views.
+"""Any optimizer as a kernel on page views.
 
-Nothing here knows what Adam is. The state layout of an optimizer is found by running it on a tiny tensor; a page is
-updated by running it on views of the page. Same class, same settings, same kernel: same bits.
+Nothing here knows what Adam is. A page is updated by running a copy of the user's own optimizer on views of the page.
+Same object, same settings, same kernel: same bits; where that does not hold, `infinity.optim.probe` finds it out.
+
+[Note: values that advance] Some optimizers count steps in their param groups, or on themselves, not in the state of a
+parameter. All pages of a step start from the values that were there before the step; they are advanced once per step,
+by a copy of the optimizer whose parameters have no gradient (`advance`), as soon as all updates of the step know what
+they start from. The updates may run later. The probe proves that what advances so is what advances in memory.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedError
-from infinity.fsdp.content import dtype_name
+from infinity.errors import InfinityError
+from infinity.fsdp import private
+from infinity.optim.copies import Groups, Template, attributes, content, copied, is_plain, settings_of
 
 Scalars = dict[str, Any]
-_PROBE = 256
+Own = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """State of one parameter: element-wise kinds as (name, dtype name), and names of the scalars."""
+    """State of one parameter: element-wise kinds as (name, dtype name), and names of the scalars.
+
+    `slices` says what an update has to be given: ``flat`` slices of any elements, shape (n,); slices of any elements
+    with the parameter's ``rank``, shape (1, …, 1, n); or whole ``rows``, shape (n, …).
+    """
 
     kinds: tuple[tuple[str, str], ...]
     scalars: tuple[str, ...]
+    slices: str = "flat"
 
 
 @dataclass
@@ -40,120 +51,223 @@ class Piece:
 
 
 class UpdateKernel:
-    """Runs one optimizer class on slices of parameters."""
+    """Runs a copy of one optimizer on slices of parameters. `infinity.optim.probe.make_kernel` proves that it can."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the optimizer.
+
+        Raises:
+            UnsupportedError: it keeps what cannot be copied.
+        """
+        self.name = type(optimizer).__name__
+        self._optimizer = optimizer
         self._class = type(optimizer)
+        self.template = Template(optimizer)
         self._accepted = set(inspect.signature(self._class.__init__).parameters) - {"self", "params"}
-        try:
-            self._runner = self._make([nn.Parameter(torch.zeros(1))], optimizer.param_groups[0])
-        except Exception as error:
-            raise UnsupportedError(
-                f"{self._class.__name__} is not element-wise: it refuses a slice of a parameter ({error}); "
-                "use an element-wise optimizer such as AdamW"
-            ) from error
-        self._first_scalars = _scalars_of(self._runner)
+        self._runner = self.template.over([])
+        self._step = private.unhooked_step(self._runner)
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        """By shard: the shape in which slices are given to the optimizer, where it is not (n,)."""
+        self.advancing: frozenset[str] = frozenset()
+        """Settings of param groups that an update changes."""
+        self.advancing_own: frozenset[str] = frozenset()
+        """Attributes of the optimizer itself that an update changes."""
+        self._own: Own = {}  # the last that `own` returned
+        self._applied: Own = {}  # the one that the runner has
+        self.uses_closure = False
+        """Whether updates depend on the loss that a closure returns."""
+        self.builds = any(optimizer.state.values()) and self._makes_its_state()
+        """Whether the constructor makes the state of parameters."""
+        self._watched = [name for name, value in attributes(optimizer).items() if is_plain(value)]
+        self._seen = self._content_of_own()
+        self.layouts: dict[tuple[int, torch.dtype, int], StateLayout] = {}
+        """By number of the param group, dtype and number of dimensions."""
+
+    def discover(self, param: torch.Tensor, group: Mapping[str, Any]) -> StateLayout:
+        """Return the state layout of a parameter of a param group."""
+        number = next(n for n, known in enumerate(self._optimizer.param_groups) if known is group)
+        return self.layouts[number, param.dtype, param.ndim]
+
+    # State that the constructor makes #
 
     def has_progress(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer has taken steps: whether its state is more than what its constructor made."""
-        scalars = _scalars_of(optimizer)
-        return bool(optimizer.state) if not self._first_scalars else any(s not in self._first_scalars for s in scalars)
+        return any(optimizer.state.values()) and not self.builds
 
-    def _make(self, params: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
-        chosen = {key: value for key, value in settings.items() if key in self._accepted}
-        return self._class(params, **chosen)
+    def _makes_its_state(self) -> bool:
+        """Whether the state that is there is that of a new optimizer."""
+        made: list[Mapping[str, Any]] = []
+        for group in self._optimizer.param_groups:
+            try:
+                built = self.build([nn.Parameter(torch.ones(2, 2))], group)
+            except Exception:
+                return False
+            # What is made from a group's settings has others as defaults.
+            found, given = ({**attributes(one), "defaults": None} for one in (built, self._optimizer))
+            if content(found) != content(given):
+                return False
+            made.append(next(iter(built.state.values()), {}))
+        for group, state in zip(self._optimizer.param_groups, made, strict=True):
+            for param in group["params"]:
+                there = self._optimizer.state.get(param, {})
+                if there.keys() != state.keys() or _numbers(there) != _numbers(state, but=_numbers_unknown(there)):
+                    return False
+        return True
 
-    def discover(self, dtype: torch.dtype, settings: Mapping[str, Any]) -> StateLayout:
-        """Return the state layout of a parameter of `dtype` under a group's settings.
+    def build(self, params: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Return a new optimizer of the class, from those settings that its constructor takes."""
+        return self._class(params, **{key: value for key, value in settings.items() if key in self._accepted})
 
-        Raises:
-            UnsupportedError: the optimizer is not element-wise (an element's update depends on others), or needs
-                what a page cannot give; the message gives the reason.
+    # Values that the optimizer keeps on itself #
+
+    def own(self) -> Own:
+        """Return the values on the optimizer that updates from now on start from; empty where they never change."""
+        now = self._content_of_own()
+        if now != self._seen or (self.advancing_own and not self._own):
+            self._seen = now
+            self._own = {name: copied(value) for name, value in self.plain_own()}
+        return self._own
+
+    def plain_own(self) -> Iterator[tuple[str, Any]]:
+        """Yield the attributes of the optimizer that are plain data."""
+        there = vars(self._optimizer)
+        return ((name, there[name]) for name in self._watched if name in there)
+
+    def _content_of_own(self) -> Any:
+        return content(dict(self.plain_own()))
+
+    def restore_own(self, own: Own) -> None:
+        """Put values that a commit kept back onto the optimizer."""
+        vars(self._optimizer).update(own)
+
+    @property
+    def kept_own(self) -> dict[str, Any]:
+        """The values on the optimizer that a commit keeps: those that advance."""
+        return {name: copied(vars(self._optimizer)[name]) for name in sorted(self.advancing_own)}
+
+    def would_change(self, method: str, *args: Any, **named: Any) -> bool:
+        """Whether a method of the optimizer, such as `train`, would change its groups or what it keeps on itself."""
+        given = [
+            {**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in self._optimizer.param_groups
+        ]
+        clock = self.template.over(given)
+        vars(clock).update({name: copied(value) for name, value in self.plain_own()})
+        before = content([[settings_of(group) for group in given], attributes(clock)])
+        getattr(clock, method)(*args, **named)
+        return bool(before != content([[settings_of(group) for group in given], attributes(clock)]))
+
+    def reset(self) -> None:
+        """Begin anew with a copy of the optimizer, after one has failed."""
+        self._runner = self.template.over([])
+        self._step, self._applied = private.unhooked_step(self._runner), {}
+
+    # Updates #
+
+    def advance(self) -> None:
+        """Advance what updates change in the param groups and on the optimizer: once per step.
+
+        To be called when all updates of the step have their settings.
         """
-        name = self._class.__name__
-        generator = torch.Generator().manual_seed(0)
-        values = torch.randn(_PROBE, generator=generator).to(dtype)
-        grads = [torch.randn(_PROBE, generator=generator).to(dtype) * scale for scale in (1.0, 0.1, 3.0)]
-        try:
-            whole, state = self._probe(values, grads, settings)
-            parts = [
-                self._probe(values[part], [grad[part] for grad in grads], settings)[0]
-                for part in (slice(0, _PROBE // 2), slice(_PROBE // 2, None))
-            ]
-        except Exception as error:
-            raise UnsupportedError(f"{name} cannot update a slice of a parameter: {error}") from error
-        if not torch.equal(whole, torch.cat(parts)):
-            raise UnsupportedError(
-                f"{name} is not element-wise: an element's update depends on other elements of its parameter, so "
-                "pages cannot be updated one by one; use an element-wise optimizer such as AdamW"
-            )
-        kinds, scalars = [], []
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == values.shape:
-                kinds.append((key, dtype_name(value.dtype)))
-            elif not isinstance(value, torch.Tensor) or value.numel() == 1:
-                scalars.append(key)
-            else:
-                raise UnsupportedError(f"{name} keeps state {key!r} of shape {tuple(value.shape)}: not element-wise")
-        return StateLayout(tuple(kinds), tuple(scalars))
+        if self.advancing or self.advancing_own:
+            own = {name: copied(value) for name, value in self.plain_own()}
+            after = self.after_step(self._optimizer.param_groups, own)
+            for group, values in zip(self._optimizer.param_groups, after, strict=True):
+                group.update({key: values[key] for key in self.advancing if key in values})
+            vars(self._optimizer).update({name: own[name] for name in self.advancing_own})
 
-    def _probe(
-        self, values: torch.Tensor, grads: Sequence[torch.Tensor], settings: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        param = nn.Parameter(values.clone())
-        optimizer = self._make([param], settings)
-        for grad in grads:
-            param.grad = grad.clone()
-            optimizer.step()
-        return param.detach(), {k: v for k, v in optimizer.state[param].items() if v is not None}
+    def after_step(self, groups: Sequence[Mapping[str, Any]], own: dict[str, Any]) -> Groups:
+        """Return the settings of groups after a step; what it changes on the optimizer is changed in `own`."""
+        given = [{**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
+        clock = self.template.over(given)  # not the copy that updates, which may be doing so on another thread
+        vars(clock).update({name: copied(value) for name, value in own.items()})
+        private.unhooked_step(clock)()
+        own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
+        return [settings_of(group) for group in given]
+
+    def _apply(self, own: Own) -> None:
+        """Let the runner start from these values on itself."""
+        if self.advancing_own:
+            vars(self._runner).update({name: copied(value) for name, value in own.items()})
+        elif own is not self._applied:
+            vars(self._runner).update(own)
+            self._applied = own
 
     def update(
-        self, pieces: Sequence[Piece], settings: Mapping[str, Any], before: Mapping[int, Scalars]
+        self, pieces: Sequence[Piece], settings: Mapping[str, Any], before: Mapping[int, Scalars], own: Own
     ) -> dict[int, Scalars]:
         """Update slices in place: master and states.
 
         Args:
             pieces: slices that share a param group.
-            settings: the group's current settings, as in `param_groups`.
+            settings: the group's settings at the step, as in `param_groups`.
             before: scalars of each shard at the start of the step; a shard that is missing has never been updated.
+            own: what `own()` returned at the step.
 
         Returns:
             The scalars of each shard after the step.
+
+        Raises:
+            InfinityError: the optimizer begins to keep a state that it did not keep when it was probed.
         """
-        params = [nn.Parameter(piece.master) for piece in pieces]
-        if all(piece.shard in before for piece in pieces):
-            runner = self._runner
-            runner.state.clear()
-        else:
-            runner = self._make(params, settings)  # some optimizers set up their state when they are made
-        for param, piece in zip(params, pieces, strict=True):
-            param.grad = piece.grad
-            if piece.shard in before:
-                scalars = {key: _copy(value) for key, value in before[piece.shard].items()}
-                runner.state[param] = {**scalars, **piece.states}
-        runner.param_groups[:] = [{**settings, "params": params}]
-        runner.step()
-        after: dict[int, Scalars] = {}
-        for param, piece in zip(params, pieces, strict=True):
-            state = runner.state[param]
-            for key, view in piece.states.items():
-                value = state.get(key)
-                if value is not None and value is not view and value.data_ptr() != view.data_ptr():
-                    view.copy_(value)  # first step, or an optimizer that replaces its state
-            after[piece.shard] = {k: v for k, v in state.items() if k not in piece.states and v is not None}
+        runner, given = self._runner, []
         runner.state.clear()
-        runner.param_groups[0]["params"] = []
+        if own:
+            self._apply(own)
+        for piece in pieces:
+            shape = self.shapes.get(piece.shard)
+            states = piece.states
+            if shape is None:
+                param, grad = nn.Parameter(piece.master), piece.grad
+            else:
+                param, grad = nn.Parameter(piece.master.view(shape)), piece.grad.view(shape)
+                states = {key: view.view(shape) for key, view in states.items()}
+            param.grad = grad
+            given.append((piece, param, states))
+            if piece.shard in before:
+                scalars = {key: copied(value) for key, value in before[piece.shard].items()}
+                runner.state[param] = {**scalars, **states}
+            elif self.builds:
+                runner.state[param] = self.build([param], settings).state[param]
+        group = {**settings, "params": [param for _, param, _ in given]}
+        for key in self.advancing:
+            if key in group:
+                group[key] = copied(group[key])
+        runner.param_groups[:] = [group]
+        self._step()
+        after = {piece.shard: self._take(piece, param, states) for piece, param, states in given}
+        runner.state.clear()
+        runner.param_groups.clear()
         return after
 
+    def _take(self, piece: Piece, param: nn.Parameter, states: Mapping[str, torch.Tensor]) -> Scalars:
+        """Copy into the page what the optimizer has put elsewhere; return the scalars."""
+        if param.data_ptr() != piece.master.data_ptr():
+            piece.master.copy_(param.detach().reshape(-1))  # an optimizer that replaces `p.data`
+        scalars = {}
+        for key, value in self._runner.state[param].items():
+            view = states.get(key)
+            if view is not None:
+                if value is not None and value is not view and value.data_ptr() != view.data_ptr():
+                    view.copy_(value)  # first step, or an optimizer that replaces its state
+            elif value is not None:
+                if isinstance(value, torch.Tensor) and value.numel() != 1:
+                    raise InfinityError(
+                        f"{self.name} has begun to keep state {key!r} of shape {tuple(value.shape)}, which it did not "
+                        "keep as it was set when it was offloaded; set it so before offload"
+                    )
+                scalars[key] = value
+        return scalars
 
-def _scalars_of(optimizer: torch.optim.Optimizer) -> set[tuple[str, float]]:
+
+def _numbers(state: Mapping[str, Any], but: frozenset[str] = frozenset()) -> dict[str, float]:
+    """Return the scalars of a state whose values are known, but for some."""
     return {
-        (key, float(value))
-        for state in optimizer.state.values()
+        key: float(value)
         for key, value in state.items()
-        if not isinstance(value, torch.Tensor) or (value.ndim == 0 and not value.is_meta)
+        if key not in but and key not in _numbers_unknown(state) and isinstance(value, torch.Tensor | float | int)
     }
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def _numbers_unknown(state: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of what is no scalar, or one on the meta device."""
+    return frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and (v.is_meta or v.ndim))

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from infinity.ending import end_all
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.content import ShardContent
+from infinity.fsdp.content import ShardContent, torch_dtype
+from infinity.fsdp.gradient import Gradient
+from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.layout import MASTER, Layout
+from infinity.optim.states import NO_ENTRIES, PagedStates, StateHome, StatesOfOne
 from infinity.optim.step import StepState
 from infinity.optim.update import snapshot
 from infinity.peers import Peers
@@ -70,7 +77,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        order: list[int],
+        parameters: Sequence[nn.Parameter],
         *,
         layout: Layout,
         frames: int,
@@ -83,10 +90,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         steps: int,
         committed: bool,
         names: dict[str, int],
+        shards: dict[int, int],
+        made_with_state: bool,
     ) -> None:
         self._layout, self._frames, self._pager, self._content = layout, frames, pager, content
         self._step_state, self._ledger, self._run = state, ledger, run
-        self._order, self._names = order, names
+        self._parameters, self._names = parameters, names
+        self._shards = shards  # by id of the parameter
+        self._made_with_state = made_with_state  # whether the optimizer in memory has states before its first step
         self._wanted = placement
         self._candidates: tuple[str, ...] = (placement,) if placement in ("in_forward", "after_backward") else ()
         self._placed = placement if self._candidates else "recording"
@@ -94,38 +105,75 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._plans: dict[str, Plan] = {}
         self._updated = 0
-        self._settings_in_backward: list[dict[str, Any]] | None = None
+        self._states = PagedStates(self)
+        self._made = False  # whether the constructor of the base class has come to its end
+        self._settings_in_backward: list[dict[str, Any]] | None = None  # of the groups, as gradients began to arrive
+        self._looked_between = False  # whether the first step looked at weights between backward and step
         self._given = optimizer
+        self._groups: list[list[int]] = []
         self._closed = False
         self._committed = committed
         self.steps = steps
         self.records: list[StepRecord] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._made = True
         self.param_groups = optimizer.param_groups  # shared, so that schedulers made before still work
+        self._groups = self._members()
+        private.share_step_hooks(self, optimizer)
+        optimizer.register_step_pre_hook(_refuse_step)
+        optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
+        optimizer.state = self.state  # type: ignore[assignment]
 
     # The torch.optim.Optimizer interface #
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    @property  # type: ignore[override]
+    def state(self) -> PagedStates:  # type: ignore[override]
+        """The states by parameter, read when they are asked for, kept when they are written to."""
+        return self._states
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._made:
+            raise UnsupportedError(NO_ENTRIES)
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **named: Any) -> Any:  # type: ignore[override]
         """Apply the gradients that have arrived since the last step.
 
         Raises:
             StorageError, CorruptPageError, StallError: a page could not be moved; the last commit is intact.
             LostRankError: another rank failed; its reason is named.
-            InfinityError: settings changed after updates had already run in backward.
+            InfinityError: settings changed, or gradients were dropped, after updates had already run in backward; or
+                gradients are those of the step before.
+            UnsupportedError: parameters were added to a param group, a gradient was assigned that is no DTensor,
+                further arguments were given, or a closure whose loss the updates would depend on.
         """
         self._check_open()
+        self._check_groups()
+        if args or named or (closure is not None and self._step_state.kernel.uses_closure):
+            what = "a closure" if not (args or named) else "arguments besides a closure"
+            raise UnsupportedError(
+                f"step() of {type(self._given).__name__} with {what}: updates of pages run without; call step()"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         state = self._step_state
         self._given.__dict__["_opt_called"] = True  # a scheduler made on that one looks there for steps
-        if not state.has_gradients:
+        self._reconcile()
+        state.gradients.check_new()
+        self._unscale()
+        if not state.has_gradients and not state.gradients.zeros:
+            state.step_without_gradients()
             return loss
         self._ledger.enter("other")
-        self._check_settings()
+        late = state.gradients.looked_at
+        if self._candidates:
+            self._check_settings()
+        elif self._wanted == "auto":
+            late |= self._looked_between or self._settings_in_backward != self._settings()
         events = state.end()
-        self._choose_placement(events, state.clipped)
+        self._choose_placement(events, late)
         if not state.finish():
             self._ledger.skipped()
         self.steps += 1
@@ -140,18 +188,23 @@ class PagedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that have arrived and were not used by a step; after a step there are none."""
+        """Drop gradients that have arrived and were not used by a step, or set them to zeros.
+
+        Raises:
+            InfinityError: updates with them have already run in backward.
+        """
         self._check_open()
-        if self._step_state.has_gradients:
-            self._step_state.drop_gradients()
-            self._pager.begin_step()
+        self._step_state.check_drop()
+        super().zero_grad(set_to_none)
+        self._reconcile()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the global norm of all gradients over all ranks; return the norm before, a scalar tensor.
 
-        The same bits as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` in memory.
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, but that the step will update nothing where the
+        norm is not finite, as under `torch.amp.GradScaler`.
 
         Raises:
             InfinityError: updates run in backward, so the gradients are gone (set ``update.placement``).
@@ -159,7 +212,28 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         with self._ledger.phase("update", "norm"):
-            return self._step_state.clip(float(max_norm), float(norm_type), error_if_nonfinite, self._order)
+            self._step_state.close_arrivals()
+            grads = [param.grad for param in self._parameters if param.grad is not None]
+            with self._ledger.part("collective" if dist.get_world_size() > 1 else "update"):
+                total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, total)
+                norm = total.full_tensor() if isinstance(total, DTensor) else total
+        if not bool(torch.isfinite(norm)):
+            self._step_state.skip()
+        return norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after `infinity.offload`: there is no room for more.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        if self._groups:
+            raise UnsupportedError(
+                "a param group cannot be added to an offloaded optimizer: its parameters have no pages; give the "
+                "optimizer all groups before infinity.offload"
+            )
+        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: the state lies on NVMe.
@@ -180,6 +254,27 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         raise UnsupportedError("the optimizer's state is on NVMe: set run.resume to continue from a commit")
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the optimizer that was passed in, of those that torch's optimizers do not have.
+
+        Its methods are refused when they are called: they would have to change weights and states on NVMe. Only `train`
+        and `eval` may be called where the optimizer is in that mode already.
+        """
+        given = vars(self).get("_given")
+        if given is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = getattr(given, name)
+        return partial(self._call, name) if inspect.ismethod(value) else value
+
+    def _call(self, name: str, *args: Any, **named: Any) -> None:
+        self._check_open()
+        if name not in ("train", "eval") or self._step_state.kernel.would_change(name, *args, **named):
+            hint = "; call train() before offload" if name in ("train", "eval") else ""
+            raise UnsupportedError(
+                f"{name}() of {type(self._given).__name__} would have to change weights or states, which are on NVMe"
+                f"{hint}; to evaluate other weights than those that are trained, load an export of a commit"
+            )
+
     # What paging adds #
 
     def commit(self, extra: dict[str, Any] | None = None) -> None:
@@ -197,6 +292,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             StorageError: a device or the folder refused; the commit before is intact.
         """
         self._check_open()
+        self._reconcile()
         if self._step_state.has_gradients:
             raise InfinityError("commit() between backward and step(): call it after step()")
         started = time.perf_counter()
@@ -267,6 +363,50 @@ class PagedOptimizer(torch.optim.Optimizer):
         scalars = self._step_state.scalars.get(shard, {})
         return {MASTER: self._content.load(shard), **values, **scalars}
 
+    def updated_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that have states, in the order of `model.parameters()`."""
+        return [param for param in self._parameters if self.has_state(param)]
+
+    def has_state(self, param: object) -> bool:
+        """Return whether a parameter has states: whether it was ever updated by an optimizer that has any.
+
+        Raises:
+            InfinityError: as `state_of`.
+        """
+        self._check_open()
+        shard = self._shards.get(id(param), -1)
+        if shard < 0 or not self._layout.shards[shard].spec.trainable:
+            return False
+        self.look(shard)
+        scalars = self._step_state.scalars.get(shard)
+        if scalars is None and self._made_with_state:
+            raise InfinityError(
+                f"{self._layout.shards[shard].spec.name} was not updated yet: its first state is made by its first step"
+            )
+        return scalars is not None and bool(scalars or self._layout.format_of(shard).kinds)
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """Return the states of a parameter as they would be in memory; none where it was never updated.
+
+        Tensors are sharded like the parameter, of its shape, and are on NVMe: what is written to them is kept.
+
+        Raises:
+            InfinityError: the parameter was updated in backward already, and `step()` has not been called; or the
+                optimizer has states from the start, and the parameter was not updated yet.
+            UnsupportedError: a state is larger than the limit for loading outside the plan.
+        """
+        if not self.has_state(param):
+            return {}
+        shard = self._shards[id(param)]
+        kinds = self._layout.format_of(shard).kinds
+        states = {kind: private.sharded_like(param, self._stored_state(shard, kind, param.device)) for kind, _ in kinds}
+        return StatesOfOne({**states, **self._step_state.scalars[shard]})
+
+    def _stored_state(self, shard: int, kind: str, device: torch.device) -> PagedTensor:
+        spec, fmt = self._layout.shards[shard].spec, self._layout.format_of(shard)
+        home = StateHome(self._content, shard, kind, f"{kind} of {spec.name}", device)
+        return PagedTensor.stored(home, (spec.numel,), torch_dtype(fmt.dtypes[kind]), device)
+
     def drain(self) -> None:
         """Wait until nothing is in flight, so that the byte counters stand still; to be followed by `close`."""
         self._check_open()
@@ -318,9 +458,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         unit = self._layout.units[placed.unit].name
         self._ledger.enter("backward" if private.in_backward() else "forward", unit)
         if not training:
-            self.settle()
+            self.look(shard)
             return False
         if self._layout.begins_unit(shard):
+            if self._step_state.gradients.changed and not private.in_backward():
+                self._reconcile()
             self._step_state.gathering(placed.unit)
         return True
 
@@ -329,24 +471,31 @@ class PagedOptimizer(torch.optim.Optimizer):
         if self._layout.ends_unit(shard):
             self._step_state.gathered(self._layout.shards[shard].unit)
 
-    def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
-        """Take over a reduced gradient."""
+    def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
+        """Take over what is in `p.grad` after a reduction; see `StepState.gradient_arrived`."""
         self._ledger.enter("backward")
         with self._ledger.part("python", name="gradient"):
-            if self._step_state.placement.in_backward and self._settings_in_backward is None:
+            recording = not self._candidates
+            if (recording or self._step_state.placement.in_backward) and self._settings_in_backward is None:
                 self._settings_in_backward = self._settings()
-            self._step_state.gradient_arrived(shard, param, grad)
+            return self._step_state.gradient_arrived(shard, local)
 
     # Planning #
 
-    def _choose_placement(self, events: tuple[Event, ...], clipped: bool) -> None:
-        """Choose the candidates once, after the first step; of those, the best one for a step of other events."""
+    def _choose_placement(self, events: tuple[Event, ...], late: bool) -> None:
+        """Choose the candidates once, after the first step; of those, the best one for a step of other events.
+
+        Args:
+            late: updates in backward would be too early: something has looked at gradients or weights, or changed
+                settings, between backward and step.
+        """
         if not self._candidates:
-            early = frozenset() if clipped else eligible_for_backward(events)
+            early = frozenset() if late else eligible_for_backward(events)
             if self._wanted in ("in_backward", "in_both") and not early:
                 raise InfinityError(
-                    f'update.placement = "{self._wanted}" is impossible here: the step clips, or every unit has '
-                    'several gradients per step; set "auto", "in_forward" or "after_backward"'
+                    f'update.placement = "{self._wanted}" is impossible here: the step clips, or uses gradients '
+                    'otherwise, or every unit has several gradients per step; set "auto", "in_forward" or '
+                    '"after_backward"'
                 )
             automatic = ("in_backward", "in_both") if early else ("in_forward",)
             self._candidates = automatic if self._wanted == "auto" else (self._wanted,)
@@ -393,6 +542,47 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._pager.install(self._plan_from("settling"))
         self._step_state.settle()
 
+    def look(self, shard: int) -> None:
+        """Let the weights and the state of a shard be those of the last step, before anybody looks at them.
+
+        Raises:
+            InfinityError: its unit was updated in backward already, and `step()` has not been called.
+        """
+        self._step_state.check_weights(self._layout.shards[shard].unit)
+        if not self._candidates and not private.in_backward():
+            self._looked_between |= self._step_state.has_gradients
+        self.settle()
+
+    def _reconcile(self) -> None:
+        """Take over what was done to `p.grad` itself."""
+        if self._step_state.reconcile():
+            self._pager.begin_step()
+
+    def _unscale(self) -> None:
+        """Do what `torch.amp.GradScaler` leaves to optimizers that are fused: divide gradients, or skip the step."""
+        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found is not None and bool(found):
+            self._step_state.skip()
+        elif scale is not None:
+            for param in self._parameters:
+                if param.grad is not None:
+                    param.grad.div_(scale)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `torch.amp.GradScaler` leaves unscaling to `step`, as it does for the optimizer in memory."""
+        return bool(getattr(self._given, "_step_supports_amp_scaling", False))
+
+    def _members(self) -> list[list[int]]:
+        return [[id(param) for param in group["params"]] for group in self.param_groups]
+
+    def _check_groups(self) -> None:
+        if self._members() != self._groups:
+            raise UnsupportedError(
+                "the parameters of a param group were changed after infinity.offload; give the optimizer all of them "
+                "before, and set lr to 0 for what is not to be trained"
+            )
+
     def _settings(self) -> list[dict[str, Any]]:
         return [snapshot(group) for group in self.param_groups]
 
@@ -411,3 +601,12 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _check_open(self) -> None:
         if self._closed:
             raise InfinityError("this optimizer was closed")
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, PagedOptimizer):  # shares the hooks
+        return
+    raise InfinityError(
+        "this optimizer was given to infinity.offload and trains nothing any more: call step() of the optimizer that "
+        "infinity.offload has returned"
+    )

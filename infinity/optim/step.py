@@ -25,27 +25,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.fsdp import private
-from infinity.fsdp.content import gradient_of, gradient_rows, section, torch_dtype
-from infinity.fsdp.encoding import halves
-from infinity.layout import HALVES, Layout, Page, Segment, overlapping
+from infinity.fsdp.gradient import PagedGradient
+from infinity.layout import Layout, Page, Segment
+from infinity.optim.gradients import SECOND, USED_IN_BACKWARD, Gradients, OneGradient
 from infinity.optim.kernel import Scalars, UpdateKernel
 from infinity.optim.update import Opened, Update, snapshot
 from infinity.optim.worker import UpdateWorker
 from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.trace import (
-    Access,
     Event,
     EventKind,
-    Mode,
     Placement,
-    Use,
     range_access,
-    store_gradient_accesses,
     update_order,
 )
 
@@ -73,6 +67,7 @@ class StepState:
         pager: Pager,
         kernel: UpdateKernel,
         *,
+        parameters: Sequence[nn.Parameter],
         group_of: Callable[[int], Mapping[str, Any]],
         phase: Callable[..., AbstractContextManager[None]],
         part: Callable[[str], AbstractContextManager[None]],
@@ -89,28 +84,35 @@ class StepState:
         self.step = 0
         self.updated_elements = 0
         self._unit = -1
-        self._arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+        self._arrivals: dict[int, OneGradient] = {}  # of `_unit`, those that are not stored yet
         self._arrived: torch.cuda.Event | None = None  # where the device has the gradients that came last
         self._pending: dict[int, Update] = {}  # unit -> what is left of its update after the step
         self._due: dict[int, int] = {}  # unit -> the one to be updated when it is gathered
-        self._rows: dict[int, int] = {}  # unit -> rows of its gradient that are stored: as many as were ever needed
+        self.gradients = Gradients(
+            layout,
+            pager,
+            parameters,
+            part=part,
+            arrived=self._note_arrival,
+            close=self.close_arrivals,
+            claim=self._claim,
+            storing=self._note_storing,
+            widened=self._note_rows,
+        )
         self._reset()
 
     def _reset(self) -> None:
         self.events.clear()
-        self._stored: dict[int, set[int]] = {}  # unit -> shards whose gradient waits in GRAD pages, in arrival order
         self._begun: dict[int, Update] = {}  # unit -> its update in backward
         self._reduced = -1  # the unit whose update in backward is to come next
-        self._norms: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
-        self._scale: torch.Tensor | None = None
         self._skip = False
-        self.clipped = False
 
     # Gradients #
 
     def gathering(self, unit: int) -> None:
         """Note that a training pass begins to gather a unit; update it if that is still to be done."""
         self.close_arrivals()
+        self.check_weights(unit)
         self.events.append(Event(EventKind.GATHER, unit))
         if unit in self._pending:
             self._apply_pending(unit)
@@ -122,41 +124,82 @@ class StepState:
         if due is not None and due in self._pending:
             self._apply_pending(due)
 
-    def gradient_arrived(self, shard: int, param: nn.Parameter, grad: torch.Tensor) -> None:
-        """Take over a reduced gradient, shape of the local shard, dtype of the parameter."""
-        unit = self._layout.shards[shard].unit
-        if unit != self._unit or shard in self._arrivals:
+    def check_weights(self, unit: int) -> None:
+        """Check that the weights of a unit are those that they would be in memory.
+
+        Raises:
+            InfinityError: the unit was updated in backward, and `step()` has not been called since.
+        """
+        if unit in self._begun:
+            raise InfinityError(
+                f"the weights of unit {self._layout.units[unit].name} were updated in backward, but step() has not "
+                "been called yet: to look at them between the two, run an evaluation there, or run several backward "
+                'passes per step, set update.placement = "after_backward" (or "in_forward")'
+            )
+
+    def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> OneGradient | None:
+        """Take over what is in `p.grad` after a reduction, and after the user's hooks.
+
+        Args:
+            local: of the shape of the local shard, in the dtype of the parameter; None where it was dropped.
+
+        Returns:
+            What is to be in `p.grad` from now on, if that is something else.
+        """
+        found = None
+        if local is None:
+            self.gradients.drop(shard)
+        elif self.gradients.is_current(shard, local):
+            self.gradients.current[shard].arriving = False
+        else:
+            found = self.gradients.begin(shard, local.clone() if isinstance(local, PagedGradient) else local)
+        if self._arrivals and len(self._arrivals) == self._trainable[self._unit]:
+            self.close_arrivals()
+        return found
+
+    def _note_arrival(self, gradient: OneGradient) -> None:
+        unit = self._layout.shards[gradient.shard].unit
+        if unit != self._unit:
             self.close_arrivals()
             self._unit = unit
-        self._arrivals[shard] = (param, grad)
-        if grad.is_cuda:
-            self._arrived = torch.cuda.current_stream(grad.device).record_event()
-        if len(self._arrivals) == self._trainable[unit]:
-            self.close_arrivals()
+        self._arrivals[gradient.shard] = gradient
+        if gradient.held is not None and gradient.held.is_cuda:
+            self._arrived = torch.cuda.current_stream(gradient.held.device).record_event()
 
     def close_arrivals(self) -> None:
         """Store or apply the gradients of the unit whose gradients were coming in."""
         if not self._arrivals:
             return
         self._update_reduced()
-        unit, arrivals = self._unit, self._arrivals
+        unit = self._unit
+        arrivals = {shard: gradient for shard, gradient in self._arrivals.items() if gradient.held is not None}
         self._unit, self._arrivals = -1, {}
+        if not arrivals:
+            return
         if unit in self._begun:
-            raise InfinityError(
-                f"a second gradient of unit {self._layout.units[unit].name} arrived after its update in backward; with "
-                'several backward passes per step set update.placement = "after_backward"'
-            )
+            raise InfinityError(SECOND.format(unit=self._layout.units[unit].name))
         early = self.placement.division(unit)
         with torch.no_grad():
+            grads = {shard: gradient.held.reshape(-1) for shard, gradient in arrivals.items()}  # type: ignore[union-attr]
             if early < len(self._layout.unit_ranges[unit]):
-                self._store(unit, arrivals, early)
+                if self._arrived is not None:
+                    torch.cuda.current_stream().wait_event(self._arrived)
+                self.gradients.store(unit, arrivals, early)
             else:
-                self.events.append(Event(EventKind.GRADIENTS, unit, self._rows.get(unit, 1)))
+                self._note_storing(unit, self.gradients.rows.get(unit, 1))
             if early:
-                grads = {shard: grad.reshape(-1) for shard, (_, grad) in arrivals.items()}
                 self._begun[unit] = Update(
-                    self._layout, self._kernel, self._settings_now(grads), self.scalars, self.step, grads, self._arrived
+                    self._layout,
+                    self._kernel,
+                    self._settings_now(grads),
+                    self.scalars,
+                    self.step,
+                    grads,
+                    self._arrived,
+                    own=self._kernel.own(),
                 )
+                for gradient in arrivals.values():
+                    gradient.end(USED_IN_BACKWARD)
                 self._reduced = unit
                 if not self.placement.beside:
                     self._update_reduced()
@@ -167,83 +210,42 @@ class StepState:
         if unit >= 0:
             self._update(unit, self._begun[unit], self.placement.division(unit))
 
-    def _store(self, unit: int, arrivals: dict[int, tuple[nn.Parameter, torch.Tensor]], start: int) -> None:
-        """Store the gradients of a unit's ranges from `start` on, or add them to what is stored."""
-        stored = self._stored.pop(unit, set())
-        if self._arrived is not None:
-            torch.cuda.current_stream().wait_event(self._arrived)
-        totals = {shard: grad for shard, (_, grad) in arrivals.items()}
-        before, rows = self._rows.get(unit, 1), self._rows_of(unit, totals, start, added=bool(stored))
-        self._rows[unit] = max(before, rows)
-        self.events.append(Event(EventKind.GRADIENTS, unit, self._rows[unit]))
-        accesses = store_gradient_accesses(
-            self._layout, unit, start=start, stored=before if stored else 0, rows=self._rows[unit]
-        )
-        with self._part("copy"):
-            self._walk_gradients(accesses, {s: g for s, g in totals.items() if s in stored}, totals)
-        if not start:
-            with self._part("update"):
-                for shard, (param, total) in arrivals.items():
-                    self._norms[shard] = (param, torch.linalg.vector_norm(total, 2.0))
-        self._stored[unit] = stored | set(arrivals)  # at the end: arrival order
+    def _note_storing(self, unit: int, rows: int) -> None:
+        self.events.append(Event(EventKind.GRADIENTS, unit, rows))
 
-    def _rows_of(self, unit: int, grads: Mapping[int, torch.Tensor], start: int, *, added: bool) -> int:
-        """Return how many rows hold the gradients of a unit's ranges; a sum of two is taken to need all there are."""
-        pages = [
-            self._layout.pages[access[0].page]
-            for access in store_gradient_accesses(self._layout, unit, start=start, stored=0, rows=1)
+    def _note_rows(self, unit: int, rows: int) -> None:
+        self.events[:] = [
+            event._replace(rows=rows) if event.kind is EventKind.GRADIENTS and event.unit == unit else event
+            for event in self.events
         ]
-        divided = [
-            part
-            for page in pages
-            if self._layout.segments[page.segment].format.grads == HALVES
-            for _, _, part in self._slices(page, grads)
-        ]
-        if not divided:
-            return 1
-        # Added up on the device: it is waited for once.
-        needed = added or bool(sum(torch.count_nonzero(halves(part)[1]) for part in divided))
-        return len(HALVES) if needed else 1
 
-    def _walk_gradients(
-        self, accesses: Iterable[Access], added: dict[int, torch.Tensor], totals: dict[int, torch.Tensor]
-    ) -> None:
-        """Add what is stored to the new gradients, then store the sums. Addition order as in memory: commutative."""
-        for access in accesses:
-            pages = [self._layout.pages[use.page] for use in access]
-            old = sum(use.mode.fetches for use in access)
-            with self._pager.access(access) as contents:
-                rows = [
-                    section(content, page, self._layout, page.start, page.stop)
-                    for content, page in zip(contents, pages, strict=True)
-                ]
-                for row in rows[old:] if old else ():
-                    row.zero_()  # of shards that have none this time
-                for shard, held, part in self._slices(pages[0], totals):
-                    fmt = self._layout.format_of(shard)
-                    if shard in added:
-                        part.add_(gradient_of(fmt, [row[held] for row in rows[:old]]).to(part.device))
-                    for row, values in zip(rows, gradient_rows(fmt, part), strict=False):  # those that are stored
-                        row[held].copy_(values)
-
-    def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> list[tuple[int, slice, torch.Tensor]]:
-        """Return (shard, slice of the page, slice of the shard's flat tensor) for every overlap."""
-        found = []
-        for shard in self._layout.page_shards[page.index]:
-            if shard in flats:
-                placed = self._layout.shards[shard]
-                low, high = max(placed.start, page.start), min(placed.start + placed.spec.numel, page.stop)
-                flat = flats[shard].reshape(-1)[low - placed.start : high - placed.start]
-                found.append((shard, slice(low - page.start, high - page.start), flat))
-        return found
+    def _claim(self, unit: int) -> None:
+        """Have the gradients of the last step used up, before others are stored in their place."""
+        if unit in self._pending:
+            self._apply_pending(unit)
 
     @property
     def has_gradients(self) -> bool:
         """Whether gradients have arrived since the last step."""
-        return bool(self._stored or self._begun or self._arrivals)
+        return bool(self._begun) or self.gradients.there
 
-    def drop_gradients(self) -> None:
-        """Forget stored gradients (`zero_grad` without a step).
+    def reconcile(self) -> bool:
+        """Take over what was done to `p.grad` itself since gradients arrived.
+
+        Returns:
+            Whether all gradients were dropped, and with them what was recorded of the step.
+
+        Raises:
+            InfinityError: a unit whose gradient was dropped has been updated in backward already.
+        """
+        self.gradients.reconcile()
+        dropped = not self.has_gradients and any(event.kind is EventKind.GRADIENTS for event in self.events)
+        if dropped:
+            self._reset()
+        return dropped
+
+    def check_drop(self) -> None:
+        """Check that gradients can be dropped.
 
         Raises:
             InfinityError: a unit was already updated in backward: there is no way back.
@@ -254,83 +256,17 @@ class StepState:
                 "zero_grad() before step(): updates already ran in backward; to drop gradients set "
                 'update.placement = "after_backward"'
             )
-        self._discard_stored()
-        self._reset()
 
-    def _discard_stored(self) -> None:
-        for unit in self._stored:
-            for segment in self._layout.unit_segments[unit]:
-                for pages in self._layout.segments[segment].grad_pages[: self._rows[unit]]:
-                    self._pager.discard([page.index for page in pages])
-
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, order: Sequence[int]) -> torch.Tensor:
-        """Scale all gradients by one factor, as `torch.nn.utils.clip_grad_norm_` does; return the norm before.
-
-        Where it is not finite, the step will update nothing, as under `torch.amp.GradScaler`.
-
-        Args:
-            order: shards in the order of `model.parameters()`: the order in which the reference adds up.
-
-        Raises:
-            InfinityError: gradients were already consumed by updates in backward, or clipped before.
-            RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
-        """
-        self.close_arrivals()
-        if self._begun:
-            raise InfinityError(
-                "clip_grad_norm_ needs all gradients at once, but updates already ran in backward; set "
-                'update.placement = "after_backward"'
-            )
-        if self.clipped:
-            raise InfinityError("clip_grad_norm_ was already called for this step; call it once between steps")
-        norms = self._norms
-        if norm_type != 2.0:
-            norms = {s: (p, torch.linalg.vector_norm(self.gradient(s), norm_type)) for s, (p, _) in norms.items()}
-        if not norms:
-            return torch.tensor(0.0)
-        ordered = [norms[shard] for shard in order if shard in norms]
-        with self._part("collective" if dist.get_world_size() > 1 else "update"):
-            total = private.total_norm(ordered, norm_type)
-        if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
-                "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
-            )
-        self._scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).cpu()
-        self._skip = not bool(torch.isfinite(total))
-        self.clipped = True
-        return total
-
-    def gradient(self, shard: int) -> torch.Tensor:
-        """Return the accumulated local gradient of a shard, shape (numel,).
-
-        Raises:
-            InfinityError: there is none.
-        """
-        self.close_arrivals()
-        placed = self._layout.shards[shard]
-        if shard not in self._stored.get(placed.unit, ()):
-            raise InfinityError(f"{placed.spec.name} has no gradient")
-        segment = self._layout.segments[placed.segment]
-        stored = segment.grad_pages[: self._rows[placed.unit]]
-        rows = [
-            torch.empty(placed.spec.numel, dtype=torch_dtype(dtype)) for dtype in segment.format.grads[: len(stored)]
-        ]
-        for row, pages in zip(rows, stored, strict=True):
-            for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
-                with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
-                    part = section(content, page, self._layout, first, last)
-                    row[first - placed.start : last - placed.start] = part
-        flat = gradient_of(segment.format, rows)
-        if self._scale is not None:
-            flat.mul_(self._scale)
-        return flat
+    def skip(self) -> None:
+        """Let the step update nothing."""
+        self._skip = True
 
     # Updates #
 
     def end(self) -> tuple[Event, ...]:
         """Close the step; return its events. To be followed by `finish`."""
         self.close_arrivals()
+        self.gradients.store_zeros()
         self._update_reduced()
         self.events.append(Event(EventKind.STEP))
         return tuple(self.events)
@@ -345,20 +281,25 @@ class StepState:
             self._apply_pending(unit)
         self.step += 1
         if self._skip:
-            self._discard_stored()
+            self.gradients.discard()
+            self.gradients.used_by_step()
             self._reset()
             return False
         self._due = self.placement.due(self.events)
-        settings = self._settings_now(shard for present in self._stored.values() for shard in present)
-        for unit, present in self._stored.items():
+        stored = self.gradients.stored
+        settings = self._settings_now(shard for present in stored.values() for shard in present)
+        for unit, present in stored.items():
             self._pending[unit] = self._begun.get(unit) or Update(
                 self._layout,
                 self._kernel,
                 {shard: settings[shard] for shard in present},
                 self.scalars,
                 self.step - 1,
-                scale=self._scale,
+                edits={shard: tuple(gradient.edits) for shard, gradient in present.items()},
+                own=self._kernel.own(),
             )
+        self._kernel.advance()
+        self.gradients.used_by_step()
         self._reset()
         # Divided otherwise than the next steps will be, if this one was the first of its kind.
         if any(update.begun != self.placement.division(unit) for unit, update in self._pending.items()):
@@ -367,6 +308,15 @@ class StepState:
             if unit not in self._due.values():
                 self._apply_pending(unit)
         return True
+
+    def step_without_gradients(self) -> None:
+        """Advance what an optimizer counts in its param groups, as its `step` does without any gradient."""
+        self._kernel.advance()
+
+    @property
+    def kernel(self) -> UpdateKernel:
+        """What updates pages."""
+        return self._kernel
 
     def _settings_now(self, shards: Iterable[int]) -> dict[int, Mapping[str, Any]]:
         """Return the settings of shards as they are now: schedulers change them before the update runs."""
@@ -397,7 +347,7 @@ class StepState:
         self._worker.drain()
 
     def _apply_pending(self, unit: int) -> None:
-        self._update(unit, self._pending.pop(unit), len(self._layout.unit_ranges[unit]), rows=self._rows[unit])
+        self._update(unit, self._pending.pop(unit), len(self._layout.unit_ranges[unit]), rows=self.gradients.rows[unit])
 
     def _update(self, unit: int, update: Update, stop: int, *, rows: int = 0) -> None:
         """Update a unit's ranges up to `stop` that are still to be, from `rows` rows of stored gradients if not 0."""
@@ -432,3 +382,4 @@ class StepState:
     def close(self) -> None:
         """End the worker; updates that have not begun are dropped."""
         self._worker.close()
+        self.gradients.close()

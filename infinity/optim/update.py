@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from infinity.fsdp.content import gradient_of, put, read_section, row_of, section, stored
+from infinity.fsdp.gradient import Edit
 from infinity.layout import HALVES, MASTER, RANGE_ALIGNMENT, SHARD_ALIGNMENT, Layout, Page, Role, Segment
-from infinity.optim.kernel import Piece, Scalars, UpdateKernel
+from infinity.optim.kernel import Own, Piece, Scalars, UpdateKernel
 from infinity.schedule.trace import Access
 from infinity.units import align_up
 
@@ -86,8 +87,9 @@ class Update:
 
     `settings` has those of its group for every shard that has a gradient; `before` the scalars of shards at the start
     of the step, whose number is `step`. Gradients are in `grads` by shard, flat, on the device, which has them behind
-    `arrived`; or else in GRAD pages, of which all are multiplied by `scale`. Of a unit that is updated in backward in
-    part, the other part is in GRAD pages.
+    `arrived`; or else in GRAD pages, to which `edits` are still to be done, by shard. Of a unit that is updated in
+    backward in part, the other part is in GRAD pages. `own` is what the optimizer keeps on itself, as the
+    step found it.
     """
 
     layout: Layout
@@ -97,7 +99,8 @@ class Update:
     step: int
     grads: Mapping[int, torch.Tensor] | None = None
     arrived: torch.cuda.Event | None = None
-    scale: torch.Tensor | None = None
+    edits: Mapping[int, Sequence[Edit]] = field(default_factory=dict)
+    own: Own = field(default_factory=dict)
     after: dict[int, Scalars] = field(default_factory=dict)
     """Scalars of the shards after the step."""
     elements: int = 0
@@ -134,7 +137,7 @@ class Update:
                 piece = Piece(shard, views.pop(MASTER), self._gradient(opened, shard, low, high), views)
                 by_group.setdefault(id(group), (group, []))[1].append(piece)
         for group, pieces in by_group.values():
-            self.after.update(self.kernel.update(pieces, group, self.before))
+            self.after.update(self.kernel.update(pieces, group, self.before, self.own))
             self.elements += sum(piece.master.numel() for piece in pieces)
         for opened, low, name, values in decoded:
             opened.encode(name, low, values, self.step)
@@ -169,4 +172,6 @@ class Update:
             start = self.layout.shards[shard].start
             return self.grads[shard][low - start : high - start]
         grad = opened.gradient(low, high)
-        return grad.mul_(self.scale) if self.scale is not None else grad
+        for edit in self.edits.get(shard, ()):
+            edit(grad)
+        return grad

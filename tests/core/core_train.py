@@ -204,7 +204,7 @@ def state_in_memory(model: nn.Module, optimizer: Any) -> dict[str, dict[str, tor
             continue
         states = optimizer.state.get(param, {})
         found[name] = {"master": local(param)} | {
-            key: local(value) if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+            key: local(value) if isinstance(value, torch.Tensor) else torch.as_tensor(value)
             for key, value in states.items()
             if value is not None
         }

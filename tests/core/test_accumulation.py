@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import core_models
@@ -19,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import infinity
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.fsdp.slicing import Slicing
 
 LEAST = {"least": Paging(arena="least")}
 PLACEMENTS = {
@@ -250,6 +253,8 @@ def kept(slices: int, layers: int) -> int:
     model = core_models.shard(core_models.llama(layers=layers), "fp32")
     if slices:
         infinity.micro_batches(model, slices)
+    with torch.no_grad():
+        core_models.loss_of(model, batch(model, 0, sequences=8))  # layers have been tried
     found: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -377,14 +382,7 @@ class Pair(nn.Module):
         self.weight = nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor, *, scale: int) -> dict[str, Any]:
-        return {"twice": x * self.weight * scale, "parts": (x + 1, None), "rows": torch.tensor([len(x)])}
-
-
-class Scalar(Pair):
-    """A layer that adds up over the batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight).sum()
+        return {"twice": x * self.weight * scale, "parts": (x + 1, None), "turned": x.T * scale}
 
 
 def sharded(layer: nn.Module) -> nn.Sequential:
@@ -393,7 +391,7 @@ def sharded(layer: nn.Module) -> nn.Sequential:
 
 
 def test_outputs_of_any_structure_are_joined() -> None:
-    """Along the first dimension."""
+    """Each along the dimension that has the rows."""
     model = sharded(Pair())
     infinity.micro_batches(model, 2)
     model.forward = lambda x: model[0](x, scale=2)
@@ -402,17 +400,273 @@ def test_outputs_of_any_structure_are_joined() -> None:
     assert torch.equal(found["twice"], 2 * x)
     assert torch.equal(found["parts"][0], x + 1)
     assert found["parts"][1] is None
-    assert found["rows"].tolist() == [2, 2]
+    assert torch.equal(found["turned"], 2 * x.T)
     found["twice"].sum().backward()
     assert model[0].weight.grad.to_local().tolist() == [2 * column for column in x.sum(0).tolist()]
 
 
-def test_a_scalar_output_is_refused() -> None:
-    """Nobody knows whether it is a sum or a mean."""
-    model = sharded(Scalar())
+def mlp() -> nn.Module:
+    """Return a layer for which every dimension but the last is a batch."""
+    return nn.Sequential(nn.Linear(12, 12), nn.GELU())
+
+
+def encoder_layer(**settings: Any) -> nn.Module:
+    """Return torch's own layer."""
+    return nn.TransformerEncoderLayer(12, 2, 16, dropout=0.0, **settings)
+
+
+class Encoder(nn.Module):
+    """A layer of a user around torch's: whatever it says of dimensions is its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.inner = encoder_layer(**settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Attention(nn.Module):
+    """Attention of a user over sequences that come first, without any flag; causal or not."""
+
+    def __init__(self, causal: bool = False) -> None:
+        super().__init__()
+        self.query, self.causal = nn.Linear(12, 12), causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.transpose(0, 1)
+        return nn.functional.scaled_dot_product_attention(self.query(y), y, y, is_causal=self.causal).transpose(0, 1)
+
+
+class Masked(nn.Module):
+    """Attention with a mask over positions, or over rows and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, unused: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(self.query(x), x, x, attn_mask=mask)
+
+
+class Returning(nn.Module):
+    """A layer that returns something else of its rows."""
+
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.up, self.returned = nn.Linear(12, 12), returned
+
+    def forward(self, x: Any) -> Any:
+        return self.returned(self.up(x if isinstance(x, torch.Tensor) else x.value))
+
+
+@dataclass
+class Bundle:
+    """What a layer may take and return."""
+
+    value: torch.Tensor
+    name: str = "bundle"
+
+
+class Recurrent(nn.Module):
+    """An LSTM that returns outputs and last state."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(12, 12, **settings)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.lstm(x)
+
+
+X = (6, 4, 12)
+SQUARE = (4, 4, 12)
+
+
+def given(shape: tuple[int, ...] = X, **others: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the arguments of a layer."""
+    torch.manual_seed(1)
+    return torch.randn(shape), others
+
+
+def causal(size: int) -> torch.Tensor:
+    """Return a mask over positions."""
+    return torch.triu(torch.full((size, size), float("-inf")), diagonal=1)
+
+
+def padding(rows: int, columns: int) -> torch.Tensor:
+    """Return which positions are none."""
+    return torch.arange(columns).expand(rows, columns) > torch.arange(rows).unsqueeze(1) % 3 + 1
+
+
+EXACT: dict[str, tuple[Any, Any, Any, int]] = {
+    "rows": (mlp, None, given((4, 12)), 2),
+    "any dimension, where rows are independent": (mlp, None, given(), 2),
+    "TransformerEncoderLayer (S, B, D)": (encoder_layer, None, given(), 4),
+    "TransformerEncoderLayer (S, B, D), S == B": (encoder_layer, None, given(SQUARE), 4),
+    "TransformerEncoderLayer (B, S, D)": (lambda: encoder_layer(batch_first=True), None, given(), 3),
+    "src_mask, S == B": (encoder_layer, None, given(SQUARE, src_mask=causal(4), is_causal=True), 2),
+    "src_mask, B first, S == B": (
+        lambda: encoder_layer(batch_first=True), None, given(SQUARE, src_mask=causal(4)), 2,
+    ),
+    "src_key_padding_mask": (encoder_layer, None, given(src_key_padding_mask=padding(4, 6)), 2),
+    "both masks": (
+        encoder_layer, None, given(src_mask=causal(6), src_key_padding_mask=padding(4, 6).float() * -9), 2,
+    ),
+    "both masks, B first": (
+        lambda: encoder_layer(batch_first=True), None,
+        given((4, 6, 12), src_mask=causal(6), src_key_padding_mask=padding(4, 6).float() * -9), 4,
+    ),
+    "TransformerDecoderLayer": (
+        lambda: nn.TransformerDecoderLayer(12, 2, 16, dropout=0.0), None, given(memory=torch.randn(5, 4, 12)), 2,
+    ),
+    "TransformerEncoder": (
+        lambda: nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False), None, given(), 2,
+    ),
+    "a user's layer that says batch_dim": (Encoder, 1, given(), 2),
+    "a user's layer that says it by name": (Encoder, {"x": 1}, given(), 2),
+    "a user's layer, B first": (lambda: Encoder(batch_first=True), None, given(), 2),
+    "attention without a flag": (Attention, 1, given(), 4),
+    "a mask over rows and positions": (Masked, None, given((4, 6, 12), mask=~padding(4, 6).unsqueeze(1)), 2),
+    "a mask over positions": (Masked, None, given((4, 6, 12), mask=causal(6)), 4),
+    "a mask over positions, S == B": (Masked, None, given(SQUARE, mask=causal(4)), 2),
+    "an argument that is not used": (Masked, None, given(SQUARE, mask=causal(4), unused=torch.zeros(4)), 2),
+    "a mask of two rows, said by name": (Masked, {"x": 0, "mask": None}, given((2, 2, 12), mask=causal(2)), 2),
+    "LSTM (S, B, D), with its state": (lambda: nn.LSTM(12, 12), None, given(), 2),
+    "LSTM (B, S, D), with its state": (lambda: nn.LSTM(12, 12, batch_first=True), None, given(), 3),
+    "a layer around an LSTM": (lambda: Recurrent(batch_first=True), None, given(), 3),
+    "GRU": (lambda: nn.GRU(12, 12), None, given(), 2),
+    "MultiheadAttention": (
+        lambda: nn.MultiheadAttention(12, 2), None,
+        (given()[0], {"key": given()[0], "value": given()[0], "need_weights": False}), 2,
+    ),
+    "a dataclass": (lambda: Returning(Bundle), None, (Bundle(given()[0]), {}), 3),
+    "rows and positions made one": (lambda: Returning(lambda y: (y, y.flatten(0, 1))), None, given(), 2),
+    "BatchNorm in evaluation": (lambda: nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4)).eval(), None, given(), 2),
+}  # fmt: skip
+"""Layer, batch_dim, arguments and number of slices."""
+
+
+def ran(layer: nn.Module, arguments: tuple[Any, dict[str, Any]]) -> list[torch.Tensor]:
+    """Return outputs, gradient of the first argument, and gradients."""
+    x, others = arguments
+    tensor = (x.value if isinstance(x, Bundle) else x).clone().requires_grad_()
+    returned = layer(Bundle(tensor) if isinstance(x, Bundle) else tensor, **others)
+    outputs = tree_leaves(vars(returned) if isinstance(returned, Bundle) else returned)
+    outputs = [value for value in outputs if isinstance(value, torch.Tensor)]
+    sum((value * torch.arange(value.numel()).view(value.shape).sin()).sum() for value in outputs).backward()
+    return [*outputs, tensor.grad, *(local(param.grad) for param in layer.parameters())]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_layers_of_all_kinds_give_what_the_whole_batch_gives(name: str) -> None:
+    """Up to the rounding of products over fewer rows."""
+    make, batch_dim, arguments, count = EXACT[name]
+    found = []
+    for slices in (0, count):
+        torch.manual_seed(0)
+        model = sharded(make())
+        if slices:
+            infinity.micro_batches(model, slices, batch_dim=batch_dim)
+        found.append(ran(model[0], arguments))
+    assert len(found[0]) == len(found[1])
+    for expected, value in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
+NOT_SLICED: dict[str, tuple[Any, Any, Any, str]] = {
+    "a user's layer with sequences first": (Encoder, None, given(), r"Encoder along dimension 0.*batch_dim=1"),
+    "the same with S == B": (Encoder, None, given(SQUARE), r"depend on each other.*batch_dim=1"),
+    "attention without a flag": (Attention, None, given(), r"Attention along dimension 0"),
+    "causal attention": (lambda: Attention(causal=True), None, given(), r"along dimension 0.*batch_dim=1"),
+    "torch's layer, said wrongly": (encoder_layer, 0, given(), r"TransformerEncoderLayer along dimension 0"),
+    "BatchNorm": (lambda: nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4)), None, given(), r"BatchNorm in training"),
+    "centred over the batch": (lambda: Returning(lambda y: y - y.mean(0)), None, given(), "depend on each other"),
+    "a mask of two rows": (Masked, None, given((2, 2, 12), mask=causal(2)), r"how to slice mask .*batch_dim=\{"),
+    "a sum": (lambda: Returning(lambda y: y.sum()), None, given(), "a scalar.*return one row per sequence"),
+    "an auxiliary loss": (lambda: Returning(lambda y: (y, y.mean())), None, given(), "a scalar"),
+    "loads of experts": (lambda: Returning(lambda y: (y, y.sum((0, 1)))), None, given(), r"shape \(12,\) for one row"),
+    "a number of rows": (lambda: Returning(lambda y: (y, len(y))), None, given(), "returns a int"),
+    "an object": (lambda: Returning(lambda y: (y, nn.Identity())), None, given(), "returns a Identity"),
+    "packed": (
+        lambda: nn.LSTM(12, 12), None,
+        (nn.utils.rnn.pack_padded_sequence(torch.randn(6, 4, 12), torch.tensor([6, 5, 3, 2])), {}), "PackedSequence",
+    ),
+    "an object with tensors": (Masked, None, given(mask=SimpleNamespace(mask=causal(6))), "mask, a SimpleNamespace"),
+    "a name that is none": (Encoder, {"y": 1}, given(), r"batch_dim names y"),
+    "a dimension that is none": (Encoder, 3, given(), r"batch_dim=3 does not fit x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_SLICED)
+def test_what_slices_would_change_is_refused(name: str) -> None:
+    """In the first forward, with what to do."""
+    make, batch_dim, (x, others), words = NOT_SLICED[name]
+    model = sharded(make())
+    infinity.micro_batches(model, 2, batch_dim=batch_dim)
+    with pytest.raises((UnsupportedError, ConfigError), match=words):
+        model[0](x, **others)
+    with pytest.raises((UnsupportedError, ConfigError), match=words), torch.no_grad():
+        model[0](x, **others)
+
+
+def test_tokens_are_checked_without_gradients() -> None:
+    """Layers of which no argument has a gradient."""
+
+    class Words(nn.Module):
+        def __init__(self, mixed: bool) -> None:
+            super().__init__()
+            self.table, self.mixed = nn.Embedding(9, 12), mixed
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.table(tokens)
+            return x + x.mean(0) if self.mixed else x
+
+    tokens = torch.arange(12).view(4, 3) % 9
+    good = sharded(Words(mixed=False))
+    expected = good[0](tokens)
+    infinity.micro_batches(good, 2)
+    assert torch.equal(good[0](tokens), expected)
+    bad = sharded(Words(mixed=True))
+    infinity.micro_batches(bad, 2)
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        bad[0](tokens)
+
+
+def test_trying_leaves_no_trace() -> None:
+    """Random numbers and buffers are those of a layer that nobody tried."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(12, 12)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return nn.functional.dropout(self.up(x), 0.5)
+
+    outputs = []
+    for tried in (True, False):
+        torch.manual_seed(0)
+        model = sharded(Counting())
+        infinity.micro_batches(model, 2)
+        if not tried:
+            model[0].forward._finder.find = lambda *_: Slicing((0,), (0,))
+        with torch.no_grad():
+            outputs.append(model[0](torch.ones(4, 12)))
+        assert model[0].calls == 2
+    assert torch.equal(*outputs)
+
+
+def test_training_is_tried_apart_from_evaluation() -> None:
+    """What holds in evaluation, of BatchNorm for one, does not in training."""
+    model = sharded(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4))).eval()
     infinity.micro_batches(model, 2)
-    with pytest.raises(UnsupportedError, match="return one value per sequence"):
-        model(torch.ones(2, 3))
+    model[0](torch.randn(X))
+    model.train()
+    with pytest.raises(UnsupportedError, match="BatchNorm in training"):
+        model[0](torch.randn(X))
 
 
 def test_the_loss_of_routers_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import core_models
 import pytest
@@ -77,20 +78,30 @@ def test_one_backward_stores_the_upper_half(tmp_path: Path) -> None:
         assert 3.6 < moved <= 4
 
 
+class Spoiling(torch.optim.SGD):
+    """Changes the gradients that it is given."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            param.grad.add_(1.0)
+        return super().step(closure)
+
+
 @pytest.mark.parametrize("key", ["plain", "halves"])
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_an_update_leaves_stored_gradients_as_they_are(key: str, scale: float | None) -> None:
-    """Their page may be on its way to the drive; this optimizer adds its momentum to the gradient that it is given."""
+    """Their page may be on its way to the drive; this optimizer changes the gradient that it is given."""
     layout = transformer(1, 4 * 2048, 64 << 10, key)
     (segment,) = layout.segments
-    optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    optimizer = Spoiling([torch.zeros(2)], lr=0.1)
     kernel, settings = UpdateKernel(optimizer), {0: snapshot(optimizer.param_groups[0])}
     for position, item in enumerate(segment.ranges):
         access = range_access(segment, position, rows=len(segment.grad_pages))
         pages = [layout.pages[use.page] for use in access]
         contents = [memoryview(bytearray(b"\x3f" * page.nbytes)) for page in pages]
         stored = [bytes(content) for page, content in zip(pages, contents, strict=True) if page.role is Role.GRAD]
-        update = Update(layout, kernel, settings, {}, 0, scale=None if scale is None else torch.tensor(scale))
+        edits = {} if scale is None else {0: [lambda gradient: gradient.mul_(scale)]}
+        update = Update(layout, kernel, settings, {}, 0, edits=edits)
         update.run([Opened(layout, segment, item, access, contents)])
         assert update.elements
         assert stored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ from core_layouts import FORMATS, layouts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.errors import BudgetError
 from infinity.layout import (
     ITEMSIZE,
     PAGE_ALIGNMENT,
@@ -18,6 +20,7 @@ from infinity.layout import (
     Layout,
     Page,
     Role,
+    ShardSpec,
     UnitSpec,
     build_layout,
     overlapping,
@@ -97,6 +100,34 @@ def test_overlapping_finds_the_pages_of_a_range(layout: Layout, data: st.DataObj
     found = list(overlapping(pages, start, stop))
     assert found == brute_force(pages, start, stop)
     assert sum(last - first for _, first, last in found) == stop - start
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 400)), min_size=1, max_size=4), st.sampled_from([64, 128]))
+def test_no_page_ends_inside_of_a_row(shapes: list[tuple[int, int]], kib: int) -> None:
+    """Nor before the last one alone; pages are aligned for vectorised kernels, fit their frames, and leave no gap."""
+    specs = tuple(
+        ShardSpec(
+            name=str(index), numel=rows * 8 * row, padded=rows * 8 * row, segment_key="plain", trainable=True, row=row
+        )
+        for index, (rows, row) in enumerate(shapes)
+    )
+    try:
+        layout = build_layout([UnitSpec(name="unit", shards=specs)], FORMATS, kib << 10)
+    except BudgetError:  # an odd row needs a page of 64 rows
+        assert max(math.lcm(row, SHARD_ALIGNMENT) + 2 * row for _, row in shapes) > (kib << 10) / 12 - RANGE_ALIGNMENT
+        return
+    for segment in layout.segments:
+        for pages in (segment.param_pages, segment.update_pages, *segment.grad_pages):
+            assert [page.start for page in pages] == [0, *(page.stop for page in pages)][:-1]
+            assert not pages or pages[-1].stop == segment.numel
+            for page in pages:
+                assert page.nbytes <= layout.page_bytes
+                assert page.start % SHARD_ALIGNMENT == 0
+                for placed in layout.shards:
+                    inside = page.start - placed.start
+                    if 0 < inside < placed.spec.numel:
+                        assert inside % placed.spec.row == 0
+                        assert placed.spec.numel - inside >= 2 * placed.spec.row
 
 
 def brute_force(pages: Sequence[Page], start: int, stop: int) -> list[tuple[Page, int, int]]:

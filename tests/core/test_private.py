@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity.fsdp import private
@@ -178,16 +180,124 @@ def test_replacing_the_local_tensor_of_a_meta_model_makes_new_parameters() -> No
     assert not any(param.is_meta for param in tied.parameters())
 
 
-def test_whole_parameters_can_be_registered_and_taken_back(model: nn.Module) -> None:
-    """`_setattr_on_modules` with a plain parameter, and with the sharded one."""
-    _, param = params(model)[0]
-    module, name = private.owner(param)
-    sharded = getattr(module, name)
-    whole = nn.Parameter(torch.ones(private.full_shape(param)))
-    private.set_full_parameter(param, whole)
-    assert getattr(module, name) is whole
-    private.set_sharded_parameter(param)
-    assert getattr(module, name) is sharded
+def test_fsdp2_takes_over_no_other_local_tensor_and_pads_none(model: nn.Module) -> None:
+    """`reset_sharded_param` of a parameter: called before the first forward, and after each `load_state_dict`."""
+    told: list[tuple[str, bool]] = []
+    for _, param in params(model):
+        _, name = private.owner(param)
+        private.watch_local_tensor(param, lambda exchanged, name=name: told.append((name, exchanged)))
+    core_models.loss_of(model, batch(model, 0))
+    assert len(told) == len(params(model))
+    private.reshard(model)
+    told.clear()
+    up, before = model.blocks[0].up, dict(model.blocks[0].up.named_parameters())
+    up.load_state_dict(up.state_dict())
+    assert told == [("weight", False), ("bias", False)]
+    told.clear()
+    up.load_state_dict({name: value.clone() for name, value in up.state_dict().items()}, assign=True)
+    assert told == [("weight", True), ("bias", True)]
+    assert all(getattr(up, name) is param for name, param in before.items()), "put back"
+
+
+def test_conversions_come_down_to_apply(model: nn.Module) -> None:
+    """`Module._apply(fn, recurse)`, also of modules that FSDP2 has made its own."""
+    called: list[nn.Module] = []
+    for module in model.modules():
+        private.replace_apply(module, lambda function, recurse=True, module=module: called.append(module) or module)
+    conversions = ("float", "double", "half", "bfloat16", "cpu", "share_memory")
+    for name in conversions:
+        getattr(model, name)()
+    model.to(torch.float64)
+    model.to_empty(device="cpu")
+    model.blocks[0].up.type(torch.float64)
+    assert called == [model] * (len(conversions) + 2) + [model.blocks[0].up]
+    for module in model.modules():
+        private.restore_apply(module)
+    converted = private.original_apply(model)(model, lambda tensor: tensor.double(), recurse=True)
+    assert converted is model
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+
+
+def test_gathered_parameters_are_put_back(model: nn.Module) -> None:
+    """`reshard`: the root stays gathered after forward, until then."""
+    core_models.loss_of(model, batch(model, 0))
+    assert not isinstance(model.head.weight, DTensor)
+    private.reshard(model)
+    assert private.local_part(model.head.weight) is model.head.weight._local_tensor
+    plain = torch.zeros(3)
+    assert private.local_part(plain) is plain
+
+
+def test_a_number_for_reshard_after_forward_is_seen(model: nn.Module) -> None:
+    """`post_forward_mesh_info` of a group: that of the group for True, none for False, else one of its own."""
+    for reshard in (True, False):
+        made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), reshard_after_forward=reshard)
+        ((_, group),) = private.parameter_groups(made)
+        assert not private.reshards_to_fewer_ranks(group)
+        assert (group.post_forward_mesh_info is group.mesh_info) is reshard
+    group.post_forward_mesh_info = object()
+    assert private.reshards_to_fewer_ranks(group)
+
+
+def test_the_class_before_sharding_and_parametrization() -> None:
+    """`fully_shard` and parametrizations give a module a class of its own, below the one that it had."""
+    model = nn.Sequential(nn.Linear(4, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    for module in (*model, model):
+        fully_shard(module, mesh=infinity.mesh("cpu"))
+    assert [private.original_class(module) for module in (model, *model)] == [nn.Sequential, nn.Linear, nn.Linear]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_in_the_same_memory_have_the_same_key(device: str) -> None:
+    """`UntypedStorage._cdata`, also where there is no memory."""
+    tensor, other = torch.empty(3, 4, device=device), torch.empty(3, 4, device=device)
+    keys = {private.storage_key(view) for view in (tensor, tensor[1:], tensor.t(), tensor.detach(), tensor.data)}
+    assert keys == {private.storage_key(tensor)} != {private.storage_key(other)}
+
+
+INITS = {
+    "trunc_normal_": {"std": 0.5, "a": -0.6, "b": 0.7},
+    "orthogonal_": {},
+    "sparse_": {"sparsity": 0.5},
+    "eye_": {},
+    "kaiming_uniform_": {},
+}
+
+
+class Written(TorchDispatchMode):
+    """Notes the operations that write to a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.key, self.found = private.storage_key(tensor), []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and private.storage_key(kwargs.get("out", args[0])) == self.key:
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_init_functions_write_to_tensors_without_storage(name: str) -> None:
+    """`Tensor.is_meta`, `torch.nn.init._no_grad_trunc_normal_`: torch's functions do not leave them out."""
+    tensor = torch.empty(6, 6, device="meta")
+    written = Written(tensor)
+    with torch.no_grad(), private.init_without_storage(draw=False), written:
+        getattr(torch.nn.init, name)(tensor, **INITS[name])
+    assert written.found
+    assert torch.empty(2, device="meta").is_meta
+
+
+def test_truncated_draws_are_as_many_as_for_a_real_tensor() -> None:
+    """Their number depends on the numbers."""
+    after = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with private.init_without_storage(draw=True):
+            torch.nn.init.trunc_normal_(torch.empty(50, 3, device=device), a=-0.5, b=0.5)
+        after.append(torch.rand(4))
+    assert torch.equal(*after)
 
 
 def test_in_backward_is_true_inside_of_the_autograd_engine_only() -> None:
@@ -216,7 +326,7 @@ def test_gradients_arrive_once_per_backward_after_reduction(model: nn.Module) ->
         param.grad = None
 
     for name, param in model.named_parameters():
-        private.on_gradient(param, lambda p, name=name: hook(name, p))
+        private.on_gradient(param, lambda p, name=name: hook(name, p), old=param)
     core_models.loss_of(model, batch(model, 0)).backward()
     assert arrived == dict.fromkeys(wanted, 1)
     assert all(equal)
@@ -242,6 +352,25 @@ def test_gradients_are_added_up_in_the_reduce_dtype_until_they_are_reduced(model
         assert (param.unsharded_accumulated_grad == 1 + 2.0**-10).all()
 
 
+def test_classes_are_those_of_before_meanwhile(model: nn.Module) -> None:
+    """`_orig_cls_mro_index` says where `fully_shard` left the class of a module."""
+    sharded = [model, *model.blocks]
+    before = list(map(type, sharded))
+    with private.classes_of_before(model):
+        assert list(map(type, sharded)) == [core_models.Toy] + 3 * [core_models.Block]
+    assert list(map(type, sharded)) == before
+    assert all(issubclass(cls, FSDPModule) for cls in before)
+
+
+def test_modules_are_found_in_what_is_around_them() -> None:
+    """`_orig_mod` of compilation, `_checkpoint_wrapped_module` of checkpointing; both in the names of parameters."""
+    inner = nn.Linear(2, 2)
+    around = torch.compile(checkpoint_wrapper(inner))
+    assert private.unwrapped_module(around) is inner
+    assert private.unwrapped_module(inner) is inner
+    assert {private.unwrapped_name(name) for name, _ in around.named_parameters()} == {"weight", "bias"}
+
+
 def test_modules_that_recompute_are_known() -> None:
     """`CheckpointWrapper` of torch, `gradient_checkpointing` of transformers."""
     assert private.recomputes(checkpoint_wrapper(nn.Linear(2, 2)))
@@ -251,11 +380,73 @@ def test_modules_that_recompute_are_known() -> None:
         assert all(private.recomputes(layer) is on for layer in core_models.layers_of(found))
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_the_total_norm_is_that_of_torch(model: nn.Module, norm_type: float) -> None:
-    """Built from local norms as DTensors with `_NormPartial`: the same bits."""
+def test_the_hook_comes_after_those_of_the_user(model: nn.Module) -> None:
+    """FSDP2 calls `_post_accumulate_grad_hooks.values()`: those there before, removable, then later ones, then ours."""
+    param, old = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    called: list[str] = []
+    first, second = [
+        old.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name)) for name in ("one", "two")
+    ]
+    handle = private.on_gradient(param, lambda _: called.append("last"), old=old)
+    param.register_post_accumulate_grad_hook(lambda _: called.append("three"))
+
+    def call() -> list[str]:
+        called.clear()
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+        return list(called)
+
+    assert call() == ["one", "two", "three", "last"]
+    first.remove()
+    assert call() == ["two", "three", "last"]
+    handle.remove()
+    second.remove()
+    assert call() == ["three"]
+
+
+def test_gradients_of_fsdp2_are_sharded_like_the_parameter(model: nn.Module) -> None:
+    """`to_sharded_dtensor`, `DTensor.from_local`, and that FSDP2 adds to `grad._local_tensor` in place."""
     core_models.loss_of(model, batch(model, 0)).backward()
-    grads = [param.grad for param in model.parameters()]
-    expected = torch.nn.utils.get_total_norm(grads, norm_type).full_tensor()
-    local = [(p, torch.linalg.vector_norm(p.grad.to_local(), norm_type)) for p in model.parameters()]
-    assert torch.equal(private.total_norm(local, norm_type), expected)
+    for _, group in private.parameter_groups(model):
+        for each in private.fsdp_params(group):
+            param = each.sharded_param
+            wanted = private.local_gradient(param).clone()
+            made = private.sharded_gradient(each, wanted)
+            assert torch.equal(made.full_tensor(), param.grad.full_tensor())
+            like = private.sharded_like(param, wanted.reshape(-1))
+            assert torch.equal(like.full_tensor(), param.grad.full_tensor())
+            param.grad = made
+    core_models.loss_of(model, batch(model, 0)).backward()
+    for _, group in private.parameter_groups(model):
+        for each in private.fsdp_params(group):
+            assert private.local_gradient(each.sharded_param).count_nonzero()
+
+
+def test_the_attributes_of_torchs_optimizers_are_known() -> None:
+    """What torch and its schedulers put on an optimizer says nothing about updates; hooks are found, and left out."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    own = {name for name, value in vars(optimizer).items() if not private.is_bookkeeping(name, value)}
+    assert {"param_groups", "state", "defaults"} <= own
+    assert not own & {"step", "_opt_called", "_zero_grad_profile_name"}
+    assert not any("hook" in name for name in own)
+    optimizer.note = "mine"
+    assert not private.is_bookkeeping("note", optimizer.note)
+
+
+def test_a_step_without_hooks_is_the_step() -> None:
+    """Hooks of the optimizer, and those common to all, are left out; and shared where they are to be."""
+    param = nn.Parameter(torch.zeros(1))
+    param.grad = torch.ones(1)
+    optimizer, other = (torch.optim.SGD([param], lr=1.0) for _ in range(2))
+    calls: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+    try:
+        private.unhooked_step(optimizer)()
+        assert (calls, float(param)) == ([], -1.0)
+        private.share_step_hooks(other, optimizer)
+        other.step()
+        assert (calls, float(param)) == (["all", "own"], -2.0)
+    finally:
+        handle.remove()

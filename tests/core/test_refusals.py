@@ -209,7 +209,7 @@ def test_a_second_backward_after_updates_in_backward_is_refused(tmp_path: Path) 
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         train_one(model, optimizer)
         backward(model)
-        with pytest.raises(InfinityError, match=r"second gradient.*update\.placement"):
+        with pytest.raises(InfinityError, match=r"several backward passes per step.*update\.placement"):
             backward(model, 1)
 
 
@@ -248,15 +248,6 @@ def test_dropping_gradients_is_as_if_they_never_came(tmp_path: Path) -> None:
             assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name
 
 
-def test_clipping_twice_is_refused(tmp_path: Path) -> None:
-    """The second call would see unclipped gradients."""
-    with offloaded(Recipe(model="toy"), Paging(placement="after_backward"), tmp_path) as (model, optimizer):
-        backward(model)
-        optimizer.clip_grad_norm_(1.0)
-        with pytest.raises(InfinityError, match="already"):
-            optimizer.clip_grad_norm_(1.0)
-
-
 def test_a_norm_that_is_not_finite_is_an_error_on_demand(tmp_path: Path) -> None:
     """The same error as torch's own."""
     with offloaded(Recipe(model="toy"), Paging(placement="after_backward"), tmp_path) as (model, optimizer):
@@ -275,21 +266,6 @@ def test_a_commit_with_pending_gradients_is_refused(placement: str, tmp_path: Pa
             optimizer.commit()
         optimizer.step()
         optimizer.commit()
-
-
-def test_changing_a_paged_parameter_in_place_is_refused(tmp_path: Path) -> None:
-    """It would change a copy; `copy_` is the way, and works."""
-    with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, _):
-        param = model.head.weight
-        with torch.no_grad():
-            with pytest.raises(UnsupportedError, match="copy_"):
-                param.mul_(2.0)
-            with pytest.raises(UnsupportedError, match="copy_"):
-                nn.init.normal_(param)
-            doubled = param.full_tensor() * 2
-            param.copy_(2 * param)
-        assert torch.equal(param.full_tensor(), doubled)
-        backward(model)
 
 
 def test_a_shard_above_the_limit_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +329,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     model = core_models.build("toy", meta=True)
-    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
         infinity.offload(
             model, make_optimizer(Recipe(), model), settings(tmp_path, Paging(), 64 * MIB), weights=tmp_path
         )

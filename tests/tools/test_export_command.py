@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from tools_command import SMALL, Finished, run_here
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -27,7 +29,7 @@ def test_transformers_loads_what_was_exported(committed: Path, tmp_path: Path) -
     """Without a word from the user about the model; and it can be trained on."""
     done = _export(committed, "--out", tmp_path / "hf", "--file-size", "300KiB", "--json")
     assert done.status == 0, done.errors
-    assert (done.summary["step"], len(done.summary["files"])) == (2, 5)
+    assert (done.summary["step"], len(done.summary["files"])) == (2, 6)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -35,6 +37,65 @@ def test_transformers_loads_what_was_exported(committed: Path, tmp_path: Path) -
     assert sum(4 * param.numel() for param in model.parameters()) == done.summary["bytes"]
     again = [tmp_path / "hf" if word == "tiny" else word for word in SMALL]
     assert run_here(*again, "--steps", "1", "--json", "--out", tmp_path / "again").status == 0
+
+
+def _pretrained(folder: Path, *, layers: int = 2) -> Path:
+    """Save a small MoE, whose checkpoints are not named as the model is, with a tokenizer of bytes."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(1)
+    config = MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+                           num_key_value_heads=2, vocab_size=257, num_local_experts=4, bos_token_id=None,
+                           eos_token_id=None, max_position_embeddings=64)  # fmt: skip
+    model = MixtralForCausalLM(config)
+    model.generation_config.temperature = 0.5
+    model.generation_config.do_sample = True
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+def test_a_pretrained_folder_comes_back_as_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained, and exported as its maker would have saved it, with what lay beside, though that folder is gone."""
+    monkeypatch.chdir(tmp_path)
+    folder = _pretrained(tmp_path / "hf")
+    names, files = set(load_file(folder / "model.safetensors")), {file.name for file in folder.iterdir()}
+    tokenizer, generation = ((folder / name).read_text() for name in ("tokenizer.json", "generation_config.json"))
+    words = [folder if word == "tiny" else word for word in SMALL]
+    done = run_here(*words, "--dtype", "fp32", "--steps", "1", "--commit-every", "1", "--json", "--out", "o")
+    assert done.status == 0, done.errors
+    shutil.rmtree(folder)
+    assert _export(tmp_path / "o" / "nvme", "--out", tmp_path / "out").status == 0
+    assert {file.name for file in (tmp_path / "out").iterdir()} == files
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == names
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == tokenizer
+    assert (tmp_path / "out" / "generation_config.json").read_text() == generation
+    done = _export(tmp_path / "o" / "nvme", "--out", tmp_path / "b", "--companions", tmp_path / "missing")
+    assert done.status == 2
+    assert "--companions" in done.errors
+
+
+def test_weights_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are listed and refused; `--no-strict` initialises what is missing and says so."""
+    monkeypatch.chdir(tmp_path)
+    folder = _pretrained(tmp_path / "hf", layers=2)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    words = [folder if word == "tiny" else word for word in SMALL]
+    done = run_here(*words, "--dtype", "fp32", "--steps", "1", "--out", "o")
+    assert done.status == 2
+    assert "model.layers.2.mlp.experts.gate_up_proj" in done.errors
+    done = run_here(*words, "--dtype", "fp32", "--steps", "1", "--out", "o", "--no-strict", "--json")
+    assert done.status == 0, done.errors
+    done = run_here(*SMALL, "--steps", "1", "--out", "o", "--no-strict")
+    assert done.status == 2
+    assert "--no-strict is for a folder with weights" in done.errors
 
 
 def test_another_step_and_dtype(committed: Path, tmp_path: Path) -> None:
@@ -65,7 +126,7 @@ def test_everything_for_plain_fsdp2(committed: Path, tmp_path: Path) -> None:
         (("--run", "20000101-000000-abcdef"), "no commit of 20000101-000000-abcdef"),
         (("--dtype", "fp64"), "'fp64' is not one of"),
         (("--to", "gguf"), "'gguf' is not known"),
-        (("--to", "dcp", "--dtype", "bf16"), "--dtype and --model-config are for --to safetensors"),
+        (("--to", "dcp", "--dtype", "bf16"), "--dtype, --model-config and --companions are for --to safetensors"),
         (("--file-size", "many"), "--file-size"),
         (("--model-config", "missing.json"), "missing.json"),
     ],

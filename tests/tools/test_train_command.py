@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -51,6 +52,17 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == summary["losses"]
     assert not list((tmp_path / "o/nvme").iterdir())  # nothing was committed, so nothing is kept
+
+
+def test_rows_have_the_learning_rate_of_their_own_step(tmp_path):
+    """Not that of the next one; after resuming too."""
+    few = [*SMALL, "--lr", "4e-3", "--warmup-steps", "3", "--lr-steps", "7", "--commit-every", "2", "--out", "o"]
+    assert run_here(*few, "--steps", "4").status == 0
+    assert run_here(*few, "--steps", "7", "--resume").status == 0
+    rows = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 8))
+    cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
+    assert [row["lr"] for row in rows] == pytest.approx([4e-3 * factor for factor in (0.25, 0.5, 0.75, *cosine)])
 
 
 def test_seconds_add_up_to_the_step(tmp_path):

@@ -29,12 +29,20 @@ def export(
     file_size: Annotated[str, typer.Option(help="Most bytes per file; memory is that of one file.")] = "1GiB",
     model_config: Annotated[
         Path | None,
-        typer.Option(help="config.json to put beside safetensors. [default: the one that `infinity train` committed]"),
+        typer.Option(help="config.json to put beside safetensors. [default: that of the model that was trained]"),
+    ] = None,
+    companions: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder whose tokenizer, generation_config.json and the like go beside safetensors. [default: that of "
+            "the weights that the run began with, of which it has copies]"
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Write a commit as a folder: of weights, for transformers' `from_pretrained`, or of everything, for plain FSDP2.
 
+    The former is what `save_pretrained` would write: its names, shapes and values; with the tokenizer, if any.
     The latter goes on from a folder of torch.distributed.checkpoint bit for bit: `dcp.load`, then `set_state_dict`.
     """
     with failures():
@@ -42,8 +50,12 @@ def export(
             raise ConfigError(f"--to {to!r} is not known; there are safetensors and dcp")
         if dtype not in _DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
-        if to == "dcp" and (dtype != "trained" or model_config is not None):
-            raise ConfigError("--dtype and --model-config are for --to safetensors; dcp has the state as it is trained")
+        if to == "dcp" and (dtype != "trained" or model_config is not None or companions is not None):
+            raise ConfigError(
+                "--dtype, --model-config and --companions are for --to safetensors; dcp has the state as it is trained"
+            )
+        if companions is not None and not companions.is_dir():
+            raise ConfigError(f"--companions {str(companions)!r} is not a folder")
         from infinity.checkpoint.dcp import DcpExport
         from infinity.checkpoint.export import export_safetensors
         from infinity.checkpoint.reader import CommitReader
@@ -70,7 +82,7 @@ def export(
         else:
             chosen_dtype = torch_dtype(name) if name else None
             total = sum(reader.nbytes(index, chosen_dtype) for index in range(len(reader.tensors)))
-            write = partial(export_safetensors, reader, config=config, dtype=chosen_dtype)
+            write = partial(export_safetensors, reader, config=config, companions=companions, dtype=chosen_dtype)
         with byte_progress(f"exporting step {reader.step}", silent=json) as bar:
             task = bar.add_task("", total=total)
             written = write(out, file_bytes=file_bytes, advance=lambda nbytes: bar.advance(task, nbytes))
@@ -80,7 +92,7 @@ def export(
             return
         report = f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {len(written)} files"
         console.print(report, soft_wrap=True)
-        if to == "safetensors" and config is None:
+        if to == "safetensors" and out / "config.json" not in written:
             console.print("no config.json: the commit has none; name one with --model-config", style="yellow")
 
 

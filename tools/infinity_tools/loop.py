@@ -45,6 +45,7 @@ class TrainOptions:
     """What to train and how; where the state lives is in `Config`."""
 
     model: str
+    strict: bool
     data: tuple[Path, ...]
     out: Path | None
     batch_tokens: int
@@ -103,7 +104,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
         scheduler_factor = _schedule(options)
         view.doing(f"placing {short(parameters)} parameters on NVMe")
-        paged = stack.enter_context(infinity.offload(model, optimizer, settings, weights=source.weights))
+        paged = stack.enter_context(_offload(model, optimizer, settings, source, strict=options.strict))
         batches = Batches(
             corpus,
             sequences=options.batch_tokens // options.seq,
@@ -148,6 +149,19 @@ def _leave(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
+def _offload(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Config, source: ModelSource, *, strict: bool
+) -> PagedOptimizer:
+    """Move the state to NVMe, with the weights of a pretrained folder.
+
+    Raises:
+        ConfigError: `--no-strict` without such a folder.
+    """
+    if source.weights is None and not strict:
+        raise ConfigError(f"--no-strict is for a folder with weights; --model {source.name} has none")
+    return infinity.offload(model, optimizer, settings, weights=source.weights, strict=strict)
+
+
 class LocalPages:
     """What the exporter serves: the stats pages of this run's ranks on this node, once the run has its id."""
 
@@ -187,6 +201,7 @@ class Training:
         self.options, self.ranks, self.view, self.stop = options, ranks, view, stop
         self.device, self.out = device, out
         self.losses: list[float] = []
+        self.lr = 0.0  # of the step that was taken last
         self.kernel = KernelCounts()
         self.first_step = optimizer.steps + 1
         self.stopped_by = 0
@@ -244,6 +259,7 @@ class Training:
         loss.backward()
         if self.options.max_grad_norm is not None:
             self.optimizer.clip_grad_norm_(self.options.max_grad_norm)
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -283,7 +299,7 @@ class Training:
             "nvme_read_bytes": int(read),
             "nvme_written_bytes": int(written),
             "stall_share": view.stall_share,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.lr,
         }
 
     def _sum(self, values: list[float]) -> list[float]:

@@ -21,6 +21,14 @@ def train(
             rich_help_panel=_MODEL,
         ),
     ] = "llama-100m",
+    strict: Annotated[
+        bool,
+        typer.Option(
+            help="Refuse a folder that lacks weights of the model or has others. --no-strict: initialise what is "
+            "missing and pass over what is unexpected.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = True,
     dtype: Annotated[
         str,
         typer.Option(
@@ -226,6 +234,7 @@ def train(
         )
         options = TrainOptions(
             model=model,
+            strict=strict,
             data=tuple(data or ()),
             out=out,
             batch_tokens=batch_tokens,

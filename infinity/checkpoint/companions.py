@@ -1,0 +1,99 @@
+"""What an export needs besides pages: a model's config.json, and what lay beside the weights that a run began with.
+
+A run keeps copies in the folder `model` beside its commits, so that an export needs neither the model's class nor the
+folder of the first weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from infinity.checkpoint import transformers_names as names
+from infinity.checkpoint.durable import sync_folder, write_durably
+from infinity.checkpoint.weight_files import WeightFiles, read_json
+
+_log = logging.getLogger(__name__)
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_FOLDER, _NAMES = "model", "names.json"
+_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".codes", ".bpe", ".vocab"}
+_LEFT = {CONFIG, _NAMES, "trainer_state.json", "adapter_config.json"}
+_MOST = 256 << 20  # bytes of one file; tokenizers take tens of MiB
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What goes with the weights of a run into an export."""
+
+    config: dict[str, Any] | None  # content of config.json; None where the model is not of transformers
+    files: tuple[Path, ...]  # tokenizer, generation_config.json and the like
+    loaded_from: tuple[str, ...] | None  # names of the tensors that the run began with; None without `weights`
+
+    @classmethod
+    def of_run(cls, commits: Path) -> Companions:
+        """Read what a run has kept in its folder of commits.
+
+        Raises:
+            ConfigError: a file is malformed.
+        """
+        folder = commits / _FOLDER
+        config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+        found = read_json(folder / _NAMES).get("names") if (folder / _NAMES).is_file() else None
+        loaded = tuple(map(str, found)) if isinstance(found, list) else None
+        return cls(config, tuple(companion_files(folder)), loaded)
+
+
+def companion_files(folder: Path) -> Iterator[Path]:
+    """Yield the files beside weights that belong to them: tokenizer, generation config, preprocessor, licence."""
+    if not folder.is_dir():
+        return
+    for file in sorted(folder.iterdir()):
+        known = file.suffix in _SUFFIXES and not file.name.endswith(".index.json") and file.name not in _LEFT
+        if not known or file.name.startswith(".") or not file.is_file():
+            continue
+        if file.stat().st_size > _MOST:
+            _log.warning("%s is too large to be kept for exports; copy it into them yourself", file)
+        else:
+            yield file
+
+
+def keep_companions(commits: Path, model: nn.Module, weights: WeightFiles | None) -> None:
+    """Put copies beside the commits of a run that begins.
+
+    Args:
+        weights: what the run begins with; None without a folder of safetensors.
+    """
+    folder = commits / _FOLDER
+    folder.mkdir(exist_ok=True)
+    for file in companion_files(weights.folder) if weights is not None else ():
+        write_durably(folder / file.name, file.read_bytes())
+    if weights is not None:
+        write_durably(folder / _NAMES, json.dumps({"names": sorted(weights.tensors)}).encode())
+    inner = names.pretrained_model(model)
+    if inner is None:
+        return
+    try:
+        config = copy.deepcopy(inner.config)
+        config.architectures = [names.class_name(model)]
+        config.dtype = str(inner.dtype).removeprefix("torch.")
+        write_durably(folder / CONFIG, config.to_json_string().encode())
+        if not (folder / GENERATION).exists() and inner.can_generate():
+            write_durably(folder / GENERATION, inner.generation_config.to_json_string().encode())
+    except (TypeError, ValueError, AttributeError) as error:  # a configuration of which no JSON can be made
+        _log.warning("no config.json is kept for exports, name one then: %s: %s", type(error).__name__, error)
+
+
+def carry_companions(old: Path, new: Path) -> None:
+    """Copy what a run has kept to one that goes on from it."""
+    if (old / _FOLDER).is_dir():
+        shutil.copytree(old / _FOLDER, new / _FOLDER, dirs_exist_ok=True)
+        sync_folder(new / _FOLDER)

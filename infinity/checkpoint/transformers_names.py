@@ -1,0 +1,342 @@
+"""How transformers names and shapes tensors in files, and how in models: every touch of its less public names.
+
+Since version 5 it renames tensors while it loads a checkpoint, and fuses or splits them (the experts of a layer become
+one tensor, say), and undoes this when it saves. The rules are objects in `transformers.conversion_mapping`; here they
+are asked which tensors of a checkpoint make which of a model, and are run for one conversion at a time.
+`tests/core/test_conversions.py` says what is expected of each name. Where the installed transformers lacks them, names
+are taken as they are but for the prefix of the base model.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.fsdp import private
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors of one side (file or model) that together make tensors of the other.
+
+    `sources` and `targets` are by name, on the meta device: shapes and dtypes. A plain one has a source and a target.
+    """
+
+    sources: Mapping[str, torch.Tensor]
+    targets: Mapping[str, torch.Tensor]
+    rule: _Rule | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the target is the source under another name, or under the same."""
+        return self.rule is None
+
+    def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the targets, given the sources."""
+        if self.rule is None:
+            return dict(zip(self.targets, (values[name] for name in self.sources), strict=True))
+        return self.rule.run(values)
+
+
+@dataclass
+class _Rule:
+    """A `WeightConverter` for one set of tensors."""
+
+    converter: Any
+    first: str  # name of its first target, from which the converter derives the others
+    shapes: _Shapes
+    renamings: Sequence[Any] = ()  # to apply to the targets' names, on the way out
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (pattern that matched, name), in order
+
+    def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        converter = deepcopy(self.converter)
+        for pattern, name in self.sources:
+            converter.add_tensor(self.first, name, pattern, values[name])
+        found = converter.convert(self.first, model=self.shapes, config=self.shapes.config)
+        renamed = {_renamed(name, self.renamings): value for name, value in found.items()}
+        return {name: value[0] if isinstance(value, list) else value for name, value in renamed.items()}
+
+
+class _Shapes:
+    """What conversions ask a model for: its configuration, and shapes of whole parameters by their names."""
+
+    def __init__(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.config, self._tensors = config, tensors
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Return a tensor on the meta device; `AttributeError`, as of a model, where there is none."""
+        if name not in self._tensors:
+            raise AttributeError(f"the model has no {name}")
+        return self._tensors[name]
+
+    get_parameter_or_buffer = get_buffer = get_parameter
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Which tensors of a checkpoint make which of a model."""
+
+    conversions: tuple[Conversion, ...]
+    unexpected: Mapping[str, str]  # names of the checkpoint that are of nothing, and what they became in the model
+    failed: Mapping[str, str]  # names in the model of which a conversion cannot be run, and why
+
+
+def pretrained_model(model: nn.Module) -> Any | None:
+    """Return the model of transformers that a module is, without modules around it; None where it is none."""
+    inner = private.unwrapped_module(model)
+    modeling = sys.modules.get("transformers.modeling_utils")  # not imported: then it is none
+    return inner if modeling is not None and isinstance(inner, modeling.PreTrainedModel) else None
+
+
+def class_name(model: nn.Module) -> str:
+    """Return the name of a model's class before `fully_shard`."""
+    inner = private.unwrapped_module(model)
+    with private.classes_of_before(inner):
+        return type(inner).__name__
+
+
+def converts() -> bool:
+    """Whether the installed transformers has rules of conversion."""
+    return _loading() is not None
+
+
+def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], model: nn.Module) -> Matched:
+    """Return how a checkpoint makes the tensors of a model: by the rules of transformers, or by equal names.
+
+    Args:
+        tensors: of the checkpoint, by name; on the meta device.
+        wanted: those of the model's `state_dict`, by name; on the meta device.
+    """
+    inner = pretrained_model(model)
+    prefix = inner.base_model_prefix if inner is not None else None
+    loading, found = _loading(), _Matching(tensors, wanted)
+    if inner is None or loading is None:
+        for name in tensors:
+            found.place(name, name if inner is None else _with_prefix(name, prefix or "", wanted))
+        return found.matched()
+    with private.classes_of_before(inner):
+        rules = _model_rules(inner)
+    shapes = _Shapes(inner.config, wanted)
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    for name in sorted(tensors, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:  # in the model's own names already
+            target, pattern = loading.rename_source_key(name, [], [], prefix, wanted)
+        if pattern is None or target not in wanted:
+            found.place(name, target)
+        else:
+            rule = found.fused.setdefault(target, _Rule(of_pattern[pattern], target, shapes))
+            rule.sources.append((pattern, name))
+    return found.matched()
+
+
+class _Matching:
+    """Collects what a checkpoint makes of a model."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+        self._tensors, self._wanted = tensors, wanted
+        self._plain: dict[str, str] = {}  # by name in the model: that in the checkpoint
+        self._unexpected: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
+        self.fused: dict[str, _Rule] = {}  # by the name of the first target
+
+    def place(self, name: str, target: str) -> None:
+        """Take a tensor under its name in the model."""
+        if target not in self._wanted:
+            self._unexpected[name] = target
+        elif target in self._plain:
+            self._failed[target] = f"both {self._plain[target]} and {name} of the checkpoint would be it"
+        else:
+            self._plain[target] = name
+
+    def matched(self) -> Matched:
+        """Run all conversions on the meta device and return what was found."""
+        made, failed = _made(self.fused.values(), self._tensors)
+        owner: dict[str, str] = dict(self._plain)
+        for conversion in made:
+            sources = ", ".join(conversion.sources)
+            for target in conversion.targets:
+                if target not in self._wanted:
+                    self._unexpected[sources] = target
+                elif target in owner:
+                    failed[target] = f"both {owner[target]} and {sources} of the checkpoint would be it"
+                owner[target] = sources
+        plain = [
+            Conversion({name: self._tensors[name]}, {target: self._tensors[name]})
+            for target, name in self._plain.items()
+        ]
+        return Matched((*plain, *made), self._unexpected, {**self._failed, **failed})
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """The names that `save_pretrained` of a model knows."""
+
+    model: Any  # of transformers, on the meta device
+    kept: tuple[str, ...]  # in their order; of tied tensors the one that is written
+    all: frozenset[str]  # of its `state_dict`
+    left_out: frozenset[str]  # what it does not write, since it is computed
+
+    def converts(self, loaded_from: Iterable[str] | None) -> bool:
+        """Whether anything is renamed, fused or split; see `reverted`."""
+        loading = _loading()
+        return loading is not None and bool(_rules_to_revert(loading, self.model, self.model.state_dict(), loaded_from))
+
+
+def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
+    """Build the model of a config.json on the meta device; None where its class is not one of transformers.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    import transformers
+    from transformers import modeling_utils
+
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    cls = getattr(transformers, str(architecture), None) if "auto_map" not in config else None
+    remove_tied = getattr(modeling_utils, "remove_tied_weights_from_state_dict", None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)) or remove_tied is None:
+        return None
+    try:
+        with torch.device("meta"):
+            kind: Any = cls.config_class
+            model: Any = cls(kind.from_dict(dict(config)))
+        state = model.state_dict()
+        left_out = frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()) & state.keys()
+        kept = remove_tied({name: value for name, value in state.items() if name not in left_out}, model)
+    except Exception as error:  # whatever a model's class raises for a config that is not its own
+        raise ValueError(f"{architecture} cannot be built of it: {type(error).__name__}: {error}") from error
+    return Outgoing(model, tuple(kept), frozenset(state), left_out)
+
+
+def reverted(
+    tensors: Mapping[str, torch.Tensor], model: Any, loaded_from: Iterable[str] | None = None
+) -> tuple[Conversion, ...]:
+    """Return how the tensors of a model make those that its `save_pretrained` writes.
+
+    Args:
+        tensors: of the model's `state_dict`, each tied one once; on the meta device.
+        model: of transformers; it may lie on the meta device.
+        loaded_from: names in the checkpoint that the model began with, where there was one: `save_pretrained` undoes
+            the rules that were of use then, and all of them where a model began without.
+
+    Raises:
+        ValueError: a conversion cannot be undone.
+    """
+    loading = _loading()
+    if loading is None:
+        return tuple(Conversion({name: tensor}, {name: tensor}) for name, tensor in tensors.items())
+    rules = _rules_to_revert(loading, model, tensors, loaded_from)
+    shapes = _Shapes(model.config, tensors)
+    backwards = [rule.reverse_transform() for rule in reversed(rules)]
+    renamings = [rule for rule in backwards if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in backwards if isinstance(rule, loading.WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    found: dict[str, Conversion | _Rule] = {}
+    for name in sorted(tensors, key=loading.dot_natural_key) if rules else tensors:
+        target, pattern = loading.apply_converters(name, converters)
+        if pattern is None:
+            target = _renamed(name, renamings)
+            found[target] = Conversion({name: tensors[name]}, {target: tensors[name]})
+            continue
+        rule = found.setdefault(target, _Rule(of_pattern[pattern], target, shapes, renamings))
+        if not isinstance(rule, _Rule):
+            raise ValueError(f"both {name} and {next(iter(rule.sources))} would be saved as {target}")
+        rule.sources.append((pattern, name))
+    made, failed = _made((rule for rule in found.values() if isinstance(rule, _Rule)), tensors)
+    if failed:
+        raise ValueError("; ".join(f"{name}: {why}" for name, why in failed.items()))
+    by_first = {rule.rule.first: rule for rule in made if rule.rule is not None}
+    return tuple(by_first[name] if isinstance(rule, _Rule) else rule for name, rule in found.items())
+
+
+def _rules_to_revert(
+    loading: Any, model: Any, tensors: Mapping[str, torch.Tensor], loaded_from: Iterable[str] | None
+) -> list[Any]:
+    if loaded_from is None:
+        rules = _model_rules(model, add_legacy=False)
+        return [rule for rule in rules if not isinstance(rule, loading.PrefixChange)]
+    rules = _model_rules(model)
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    for name in sorted(loaded_from, key=loading.dot_natural_key):
+        loading.rename_source_key(name, renamings, converters, model.base_model_prefix, tensors)
+    return [rule for rule in rules if rule.was_used()]
+
+
+def _made(rules: Iterable[_Rule], tensors: Mapping[str, torch.Tensor]) -> tuple[list[Conversion], dict[str, str]]:
+    """Run conversions on the meta device, to know what they make; return also why some cannot be run."""
+    made: list[Conversion] = []
+    failed: dict[str, str] = {}
+    for rule in rules:
+        sources = {name: tensors[name] for _, name in rule.sources}
+        try:
+            made.append(Conversion(sources, rule.run(sources), rule))
+        except Exception as error:  # whatever the operations of transformers raise
+            failed[rule.first] = f"{type(error).__name__}: {error} (of {len(sources)} tensors: {', '.join(sources)})"
+    return made, failed
+
+
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def _with_prefix(name: str, prefix: str, wanted: Mapping[str, torch.Tensor]) -> str:
+    """Return a name with the prefix of the base model added or removed, where only that is wanted."""
+    if name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in wanted:
+        return name.removeprefix(f"{prefix}.")
+    return f"{prefix}.{name}" if f"{prefix}.{name}" in wanted else name
+
+
+def _loading() -> Any | None:
+    """Return the module of transformers that converts; None where the installed version has none like it."""
+    try:
+        from transformers import conversion_mapping, core_model_loading
+    except ImportError:
+        return None
+    needed = ("WeightRenaming", "WeightConverter", "PrefixChange", "dot_natural_key", "rename_source_key",
+              "apply_converters")  # fmt: skip
+    complete = all(hasattr(core_model_loading, name) for name in needed)
+    return core_model_loading if complete and hasattr(conversion_mapping, "get_model_conversion_mapping") else None
+
+
+def _model_rules(model: Any, *, add_legacy: bool = True) -> list[Any]:
+    """Return the rules of conversion of a model, in their order, with the names that the model has unwrapped."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    rules: list[Any] = get_model_conversion_mapping(model, add_legacy=add_legacy)
+    for rule in rules:
+        if rule.scope_prefix:
+            rule.scope_prefix = private.unwrapped_name(f"{rule.scope_prefix}.").removesuffix(".")
+    return rules
+
+
+def ignored(model: nn.Module, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Return which missing and which unexpected names `from_pretrained` passes over for this model."""
+    inner = pretrained_model(model)
+    if inner is None:
+        return set(), set()
+    may_miss = set(getattr(inner, "_keys_to_ignore_on_load_missing", None) or ())
+    may_have = set(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in inner.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):  # buffers that were persistent once
+        may_have.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        may_have.add(r"(^|\.)position_ids$")
+    return _found(may_miss, missing), _found(may_have, unexpected)
+
+
+def _found(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}

@@ -1,0 +1,324 @@
+"""The paged gradient: what `p.grad` holds while the gradient itself is in pages, or used up.
+
+A tensor with shape, dtype and device, but no storage. Reading loads it; what changes it changes what the update will
+use. A multiplication by a number is only recorded, and done by whoever reads the gradient next, slice by slice; views
+are lazy, so that what is written to them arrives. Operations on lists of gradients are done one gradient at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+Edit = Callable[[torch.Tensor], object]
+"""Changes the elements of a gradient in place, each by itself: of a whole shard, or of a slice, shape (n,)."""
+
+_RECORDED = {
+    aten.mul_.Tensor,
+    aten.mul_.Scalar,
+    aten.div_.Tensor,
+    aten.div_.Scalar,
+    aten.neg_.default,
+    aten.clamp_.default,
+    aten.clamp_min_.default,
+    aten.clamp_max_.default,
+    aten._foreach_mul_.Scalar,
+    aten._foreach_mul_.Tensor,
+    aten._foreach_div_.Scalar,
+    aten._foreach_div_.Tensor,
+    aten._foreach_neg_.default,
+    aten._foreach_clamp_min_.Scalar,
+    aten._foreach_clamp_max_.Scalar,
+}
+"""What changes each element by itself, given numbers."""
+
+_OF_THE_SHAPE = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
+"""What needs to know what a gradient looks like only."""
+
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class Gradient(Protocol):
+    """One gradient of a shard, from its first arrival until it is used up or dropped.
+
+    Every method raises `InfinityError` once it is used up or dropped, with the reason and what to do, but for
+    `replace` and `clear` after `step()`, when a new gradient may begin with them.
+    """
+
+    def load(self) -> torch.Tensor:
+        """Return the elements, of the local shape: to be read, or to be changed and given to `replace`."""
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Replace the elements, of the local shape."""
+
+    def clear(self) -> None:
+        """Replace the elements by zeros."""
+
+    def record(self, edit: Edit) -> None:
+        """Change the elements when they are read next."""
+
+    def add(self, values: torch.Tensor) -> bool:
+        """Take over another gradient, to be added, if it is one that FSDP2 has just reduced; return whether it is."""
+
+    def norm(self) -> torch.Tensor | None:
+        """Return the norm of order 2 over this rank's elements, a scalar, where that is known."""
+
+
+class PagedGradient(torch.Tensor):
+    """This rank's slice of a gradient, or a view of it."""
+
+    gradient: Gradient
+    views: tuple[Callable[[torch.Tensor], Any], ...]  # what makes this view of the whole slice, in order
+
+    @staticmethod
+    def __new__(
+        cls: type[PagedGradient],
+        gradient: Gradient,
+        like: torch.Tensor,
+        device: torch.device,
+        views: tuple[Callable[[torch.Tensor], Any], ...] = (),
+    ) -> PagedGradient:
+        """Make a gradient that looks `like` a tensor, whose device may be another one."""
+        tensor: PagedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            like.shape,
+            strides=like.stride(),
+            dtype=like.dtype,
+            device=device,
+        )
+        tensor.gradient, tensor.views = gradient, views
+        return tensor
+
+    def __init__(self, *args: Any) -> None:
+        """All is done in `__new__`."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Say what it is without loading it."""
+        return f"PagedGradient({self.gradient}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the elements as an array."""
+        return self.clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the elements as lists."""
+        return self.clone().tolist()
+
+    def __array__(self, *args: Any, **settings: Any) -> Any:
+        """Return the elements as an array."""
+        return self.numpy().__array__(*args, **settings)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the whole slice in its own shape."""
+        return not self.views
+
+    def _view(self, content: torch.Tensor) -> torch.Tensor:
+        for view in self.views:
+            content = view(content)
+        return content
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        """Answer without loading where that is possible."""
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, list | tuple) and func is _UNSCALE:
+            return _unscale(*args)
+        if isinstance(first, list | tuple) and func._schema.name.startswith("aten::_foreach_"):
+            return _one_by_one(func, args, kwargs)
+        if isinstance(first, PagedGradient):
+            if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar) and _is_euclidean(args, kwargs):
+                norm = first.gradient.norm() if first.is_whole else None
+                if norm is not None:
+                    return norm.clone()
+            if first.is_whole and func in _RECORDED and _are_numbers((*args[1:], *kwargs.values())):
+                first.gradient.record(_edit(func, args[1:], kwargs))
+                return first
+            if func is aten.add_.Tensor and _is_sum(first, args[1:], kwargs) and first.gradient.add(args[1]):
+                return first
+            if first.is_whole and func in (aten.zero_.default, aten.copy_.default):
+                if func is aten.zero_.default:
+                    first.gradient.clear()
+                elif not _same(first, args[1]):
+                    first.gradient.replace(_filled(first, _Loaded()(args[1])))
+                return first
+            if func in _OF_THE_SHAPE:
+                return func(torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device),
+                            *args[1:], **kwargs)  # fmt: skip
+            if _is_view(func):
+                return _lazy_view(func, first, args[1:], kwargs)
+        return _on_content(func, args, kwargs)
+
+
+class _Loaded:
+    """Replaces paged gradients by their elements; each is loaded once, so that views of it share memory."""
+
+    def __init__(self) -> None:
+        self.contents: dict[int, tuple[Gradient, torch.Tensor]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, PagedGradient):
+            return value
+        if id(value.gradient) not in self.contents:
+            self.contents[id(value.gradient)] = (value.gradient, value.gradient.load())
+        return value._view(self.contents[id(value.gradient)][1])
+
+
+def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
+    """Run an operation on the elements; store what it has changed."""
+    loaded = _Loaded()
+    given, settings = tree_map(loaded, args), tree_map(loaded, kwargs)
+    result = func(*given, **settings)
+    changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
+    for key in dict.fromkeys(id(value.gradient) for value in changed):
+        gradient, content = loaded.contents[key]
+        gradient.replace(content)
+    return changed[0] if changed and isinstance(result, torch.Tensor) else result
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
+    """Run an operation on lists for one gradient at a time: no more than one is in memory."""
+    number = len(args[0])
+    results: list[Any] = []
+    for position in range(number):
+        single = [
+            arg[position : position + 1] if isinstance(arg, list | tuple) and len(arg) == number else arg
+            for arg in args
+        ]
+        (one,) = single[0]
+        if isinstance(one, PagedGradient) and one.is_whole:
+            if func is aten._foreach_norm.Scalar and _is_euclidean(single, kwargs):
+                norm = one.gradient.norm()
+                if norm is not None:
+                    results.append(norm.clone())
+                    continue
+            if func in _RECORDED and _are_numbers((*args[1:], *kwargs.values())):
+                one.gradient.record(_edit(func, tuple(args[1:]), kwargs, listed=True))
+                continue
+            if func is aten._foreach_zero_.default:
+                one.gradient.clear()
+                continue
+        found = _on_content(func, tuple(single), kwargs)
+        if isinstance(found, list | tuple):
+            results.extend(found)
+    return None if func._schema.is_mutable else results
+
+
+def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torch.Tensor) -> None:
+    """Do what `torch.amp.GradScaler` asks for: look for what is not finite, and multiply.
+
+    Elements are finite where their norm is; only where it is not, they are looked at.
+    """
+    norms = [g.gradient.norm() if isinstance(g, PagedGradient) and g.is_whole else None for g in gradients]
+    known = [norm for norm in norms if norm is not None]
+    finite = bool(torch.isfinite(torch.stack(known)).all()) if known else False  # the device is waited for once
+    for gradient, norm in zip(gradients, norms, strict=True):
+        if isinstance(gradient, PagedGradient) and norm is not None and finite:
+            number, nothing = _number(scale), torch.zeros(())
+            gradient.gradient.record(lambda g, n=number, f=nothing: _UNSCALE([g], f, n))  # type: ignore[misc]
+        else:
+            _on_content(_UNSCALE, ([gradient], found, scale), {})
+
+
+def _edit(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], *, listed: bool = False) -> Edit:
+    """Return an operation in place with its numbers as they are now."""
+    args, kwargs = tree_map(_number, args), tree_map(_number, kwargs)
+    if listed:
+        return lambda gradient: func([gradient], *args, **kwargs)
+    return lambda gradient: func(gradient, *args, **kwargs)
+
+
+def _number(value: Any) -> Any:
+    """Return a copy of a scalar in host memory, where updates run."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(value.ndim == 0 and _is_dense(value) if isinstance(value, torch.Tensor) else
+               value is None or isinstance(value, int | float) for value in values)  # fmt: skip
+
+
+def _is_dense(value: Any) -> bool:
+    return type(value) is torch.Tensor
+
+
+def _is_sum(first: PagedGradient, others: tuple[Any, ...], kwargs: dict[Any, Any]) -> bool:
+    """Whether a tensor of the same shape is added to the whole slice, as it is."""
+    return (
+        first.is_whole and not kwargs and len(others) == 1 and _is_dense(others[0]) and (others[0].shape == first.shape)
+    )
+
+
+def _is_euclidean(args: Sequence[Any], kwargs: dict[Any, Any]) -> bool:
+    """Whether the arguments of a norm, behind the tensor, ask for that of order 2 over all elements."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    others = [*args[2:], *(value for name, value in kwargs.items() if name != "ord")]
+    return order == 2 and all(value is None or value is False for value in others)
+
+
+def _same(first: PagedGradient, second: Any) -> bool:
+    return isinstance(second, PagedGradient) and second.is_whole and second.gradient is first.gradient
+
+
+def _filled(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return values as `copy_` would bring them into a tensor that looks `like` one."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device).copy_(values)
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation returns views of its first argument, and changes nothing."""
+    schema = func._schema
+    return not schema.is_mutable and any(value.alias_info is not None for value in schema.returns)
+
+
+def _lazy_view(func: Any, base: PagedGradient, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
+    """Return what a view operation returns, paged."""
+    if func in (aten.detach.default, aten.alias.default):
+        return PagedGradient(base.gradient, base, base.device, base.views)
+    shape = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    made = func(shape, *args, **kwargs)
+    if isinstance(made, torch.Tensor):
+        view = partial(_apply, func, args, kwargs, None)
+        same = made.shape == base.shape and made.stride() == base.stride() and made.dtype == base.dtype
+        if same and func in (aten.view.default, aten._unsafe_view.default):
+            return PagedGradient(base.gradient, base, base.device, base.views)
+        return PagedGradient(base.gradient, made, base.device, (*base.views, view))
+    return type(made)(
+        PagedGradient(base.gradient, part, base.device, (*base.views, partial(_apply, func, args, kwargs, position)))
+        for position, part in enumerate(made)
+    )
+
+
+def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], position: int | None, base: torch.Tensor) -> Any:
+    made = func(base, *args, **kwargs)
+    return made if position is None else made[position]
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> list[Any]:
+    """Return the arguments that an operation changes."""
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found.extend(value if isinstance(value, list | tuple) else [value])
+    return found

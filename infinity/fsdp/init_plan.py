@@ -1,0 +1,293 @@
+"""What each tensor of a model needs for its first value, and how it is computed.
+
+All calls that initialise something are run once on tensors without storage, which tells what each of them writes. For
+some tensors, those calls are run again that they need, with these tensors real and all others still without storage.
+What was not written shows in what it was filled with before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from infinity.errors import UnsupportedError
+from infinity.fsdp import private
+from infinity.fsdp.init_steps import InitFunction, Step, build_again, init_steps, left_out, tie_targets
+
+_FILLS = frozenset(
+    ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "log_normal_")
+)
+"""Operations that write all of a tensor whatever it was before."""
+
+
+def module_seed(seed: int, name: str) -> int:
+    """Return the seed of one call, in 63 bits."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """A place of a tensor in a model: a module's parameters or buffers, and the name there."""
+
+    module: nn.Module
+    tensors: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What lies there now."""
+        found: torch.Tensor = self.tensors[self.key]
+        return found
+
+
+class InitPlan:
+    """Which calls each tensor of a model needs for its first value."""
+
+    def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
+        self._model, self._seed = model, seed
+        with _apart():
+            _seed_generators(module_seed(seed, "model"))
+            twins = build_again(model)
+        self._steps = init_steps(model, twins, function)
+        self.left_out = {id(module._parameters[key]) for module, key in left_out(model, twins)}
+        """Identities of parameters on a real device of which it is not known whether they have got a value."""
+        self._thrown_away = {(id(module), key) for module, key in tie_targets(model)}
+        self._needs: dict[int, list[int]] = {}  # by the tensor's identity: positions of its calls, in order
+        self._holders: dict[int, list[_Holder]] = {}  # by the tensor's identity: where its value comes from
+        self._find_holders()
+        self._keys_by_module: dict[int, list[int]] = {}
+        for key, holders in self._holders.items():
+            for holder in holders:
+                self._keys_by_module.setdefault(id(holder.module), []).append(key)
+        self._record()
+
+    def _find_holders(self) -> None:
+        """Find the places of every tensor, as they are now, without those whose own value a tie throws away."""
+        self._holders = {}
+        for module in self._model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None:
+                        self._holders.setdefault(id(tensor), []).append(_Holder(module, tensors, key))
+        for found, holders in self._holders.items():
+            self._holders[found] = [h for h in holders if (id(h.module), h.key) not in self._thrown_away] or holders
+
+    def sets(self, tensor: torch.Tensor) -> bool:
+        """Whether any call writes a tensor."""
+        return id(tensor) in self._needs
+
+    def rivals(self, tensor: torch.Tensor) -> list[str]:
+        """Return the classes that construct a tied parameter differently, when nothing else initialises it."""
+        holders = self._holders[id(tensor)]
+        classes = sorted({private.original_class(holder.module).__name__ for holder in holders})
+        constructed = all(self._steps[index].kind == "construct" for index in self._needs.get(id(tensor), []))
+        return classes if constructed and len(classes) > 1 else []
+
+    def _record(self) -> None:
+        """Run every call once on tensors without storage, and note what it writes."""
+        replaced: list[torch.Tensor] = []  # kept, so that no other tensor gets its storage's identity
+        with _apart(), private.classes_of_before(self._model), self._staged({}) as staged:
+            watch = _Watch({private.storage_key(tensor): key for key, tensor in staged.items()})
+            for index, step in enumerate(self._steps):
+                watch.begin()
+                inside = [key for m in step.module.modules() for key in self._keys_by_module.get(id(m), ())]
+                try:
+                    self._seed_for(step)
+                    with private.init_without_storage(draw=False), watch:
+                        step.call()
+                except Exception:  # it reads values, of which there are none: when it is needed, it says what it lacks
+                    watch.written.update(dict.fromkeys(inside, False))
+                for key in inside:
+                    tensor = self._current(key)
+                    if watch.slots.get(private.storage_key(tensor)) != key:  # another one was put in its place
+                        replaced.append(staged[key])
+                        watch.slots[private.storage_key(tensor)] = key
+                        watch.written[key] = True
+                for key, entirely in watch.written.items():
+                    self._needs[key] = ([] if entirely else self._needs.get(key, [])) + [index]
+
+    def run(self, wanted: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor | None]:
+        """Return the whole first values of some tensors on the CPU, by the tensors' identity; None for what is unset.
+
+        Raises:
+            UnsupportedError: a call fails.
+        """
+        first = self._values(wanted, _marked)
+        twice = {key: tensor for key, tensor in wanted.items() if not _shows_unset(tensor)}
+        second = self._values(twice, torch.zeros_like) if twice else {}
+        found: dict[int, torch.Tensor | None] = dict(first)
+        for key, value in first.items():
+            same = torch.equal(value, second[key]) if key in second else not bool(torch.isnan(value).any())
+            if not same:
+                found[key] = None
+        return found
+
+    def _values(self, wanted: Mapping[int, torch.Tensor], fill: Callable[..., torch.Tensor]) -> dict[int, torch.Tensor]:
+        real = {key: fill(tensor, device="cpu") for key, tensor in wanted.items()}
+        with _apart(), private.classes_of_before(self._model), self._staged(real):
+            for index in sorted({index for key in wanted for index in self._needs.get(key, ())}):
+                self._call(self._steps[index])
+            return {key: self._current(key).detach() for key in wanted}
+
+    def _call(self, step: Step) -> None:
+        self._seed_for(step)
+        with private.init_without_storage(draw=True), _Draws():  # type: ignore[no-untyped-call]
+            try:
+                step.call()
+            except Exception as error:  # code of somebody else's
+                kind = "" if isinstance(error, UnsupportedError) else f"{type(error).__name__}: "
+                cls = private.original_class(step.module).__name__
+                raise UnsupportedError(
+                    f"{step.name or 'the model'} ({cls}) cannot be initialised on the meta device: {kind}{error}; "
+                    "pass init=function to infinity.offload, or build the model on a real device"
+                ) from error
+
+    def _seed_for(self, step: Step) -> None:
+        _seed_generators(module_seed(self._seed, f"{step.kind}:{step.name}"))
+
+    def _current(self, key: int) -> torch.Tensor:
+        return self._holders[key][0].tensor
+
+    @contextmanager
+    def _staged(self, real: Mapping[int, torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+        """Put plain tensors in the place of all the model's: those of `real`, copies of real buffers, else empty ones.
+
+        A place whose own value a tie throws away gets an empty one for itself.
+
+        Yields:
+            The tensors by the identity of those in whose place they are.
+        """
+        self._find_holders()  # buffers may have got their values since
+        places: list[dict[str, Any]] = [of for m in self._model.modules() for of in (m._parameters, m._buffers)]
+        before = [(tensors, dict(tensors)) for tensors in places]
+        staged: dict[int, torch.Tensor] = {}
+
+        def stand_in(tensor: torch.Tensor, value: torch.Tensor | None = None) -> torch.Tensor:
+            if value is None:
+                value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+        def content(key: int, tensor: torch.Tensor) -> torch.Tensor | None:
+            kept = not isinstance(tensor, nn.Parameter) and not tensor.is_meta
+            return tensor.detach().clone() if kept else real.get(key)
+
+        try:
+            for key, holders in self._holders.items():
+                staged[key] = stand_in(holders[0].tensor, content(key, holders[0].tensor))
+            for tensors, saved in before:
+                tensors.update((key, stand_in(tensor)) for key, tensor in saved.items() if tensor is not None)
+            for key, holders in self._holders.items():
+                for holder in holders:
+                    holder.tensors[holder.key] = staged[key]
+            yield staged
+        finally:
+            for tensors, saved in before:
+                tensors.clear()
+                tensors.update(saved)
+
+
+def _shows_unset(tensor: torch.Tensor) -> bool:
+    """Whether one value of the tensor's dtype, NaN, is never a first value."""
+    return (tensor.is_floating_point() and tensor.dtype.itemsize > 1) or tensor.is_complex()
+
+
+def _marked(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a tensor of the same shape and dtype filled with what is not zero: NaN, true, or the largest integer."""
+    if _shows_unset(tensor):
+        return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype, device=device)
+    if tensor.dtype is torch.bool or tensor.is_floating_point():
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.full(tensor.shape, torch.iinfo(tensor.dtype).max, dtype=tensor.dtype, device=device)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Run without gradients, and leave the generators of torch on the CPU, Python and NumPy as they are."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.default_generator.manual_seed(seed)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which tensors are written, and whether all of a tensor was, before anything else was done with it."""
+
+    def __init__(self, slots: dict[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.slots = slots  # key by the identity of the storage
+        self.written: dict[int, bool] = {}
+        self._read: set[int] = set()
+
+    def begin(self) -> None:
+        """Begin a new call."""
+        self.written, self._read = {}, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor, alias in _tensor_arguments(func, args, kwargs):
+            key = self.slots.get(private.storage_key(tensor))
+            if key is None:
+                continue
+            if alias is None:
+                self._read.add(key)
+            elif alias.is_write:
+                whole = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
+                fills = func.overloadpacket.__name__ in _FILLS
+                self.written.setdefault(key, whole and fills and key not in self._read)
+        return func(*args, **kwargs)
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws for tensors without storage too: a call draws the same numbers, whichever of its tensors are real."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = list(_tensor_arguments(func, args, kwargs))
+        written_real = any(alias is not None and alias.is_write and not _is_meta(t) for t, alias in arguments)
+        if written_real and any(_is_meta(t) for t, _ in arguments):
+            raise UnsupportedError(f"{func} needs the value of another tensor, which is on the meta device now")
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and any(
+            isinstance(t, torch.Tensor) and _is_meta(t) for t in tree_leaves(result)
+        ):
+            func(*tree_map(_real, args), **tree_map(_real, kwargs))
+        return result
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "meta"  # `is_meta` is answered with no while something is initialised
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and _is_meta(value):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
+
+
+def _tensor_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Yield the tensors given to an operation, and what its schema says about aliasing of each."""
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for leaf in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf, argument.alias_info

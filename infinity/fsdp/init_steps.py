@@ -1,0 +1,360 @@
+"""Which code of a model gives its tensors their first values, and in which order.
+
+The order is that in which the values come about when a model is built in memory: constructors, children before parents;
+then transformers' `_init_weights`, run by the submodel that transformers runs it by, on those modules only that the
+model's class itself builds; then what peft does with its adapters; then the function that the user gave.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from infinity.errors import UnsupportedError
+from infinity.fsdp import private
+
+InitFunction = Callable[[nn.Module], None]
+Holder = tuple[nn.Module, str]
+"""A module and the name of one of its parameters."""
+SMALL = 4096
+"""Most elements of a parameter whose value is taken from a model that was built again."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call that sets tensors of a module, or of modules inside of it."""
+
+    kind: str  # "construct", "init", "adapter" or "given": draws of one kind do not repeat those of another
+    name: str  # of the module, without what was wrapped around it: with `kind` and the run's seed, the seed of the call
+    module: nn.Module
+    call: Callable[[], Any]
+
+
+def init_steps(model: nn.Module, twins: Twins, function: InitFunction | None) -> list[Step]:
+    """Return all calls that may set first values, in order.
+
+    Args:
+        twins: what `build_again` returned.
+        function: the user's own, run on every module after everything else.
+    """
+    modules = [(_logical(name), module) for name, module in _post_order(model)]
+    roots = _init_roots(model, twins)
+    foreign = {id(module) for root in roots for module in root.doubtful}
+    steps: list[Step] = []
+    for name, module in modules:
+        if id(module) in foreign:
+            continue
+        if (twin := twins.of(module)) is not None:
+            steps.append(Step("construct", name, module, partial(_take_from, twin, module)))
+        if (construct := _constructor(module)) is not None:
+            steps.append(Step("construct", name, module, construct))
+    for name, module in modules:
+        init = next((root.init_of[id(module)] for root in roots if id(module) in root.init_of), None)
+        if init is not None:
+            steps.append(Step("init", name, module, partial(init, module)))
+    for name, module in modules:
+        if is_adapter(module) and hasattr(module, "reset_lora_parameters"):
+            steps.append(Step("adapter", name, module, partial(_reset_lora, model, module)))
+    if function is not None:
+        steps += [Step("given", name, module, partial(function, module)) for name, module in modules]
+    return steps
+
+
+def tie_targets(model: nn.Module) -> list[Holder]:
+    """Return the places whose own first values transformers throws away, since it ties them to others."""
+    found: list[Holder] = []
+    for root in _transformers_models(model):
+        by_name = {
+            _logical(name): (module, key)
+            for prefix, module in root.named_modules(remove_duplicate=False)
+            for key in module._parameters
+            for name in (f"{prefix}.{key}" if prefix else key,)
+        }
+        for target in getattr(root, "all_tied_weights_keys", None) or {}:
+            if target in by_name:
+                found.append(by_name[target])
+    return found
+
+
+def left_out(model: nn.Module, twins: Twins) -> Iterator[Holder]:
+    """Yield parameters on a real device that may never have got a value.
+
+    transformers initialises nothing while it builds on the meta device. Parameters that a model's class makes beside
+    that device (``torch.FloatTensor(n)``) are real then, with what was in that memory.
+    """
+    for modules in _by_transformers_model(model, twins).values():
+        own = [(m, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
+        if any(param.is_meta for _, _, param in own):
+            yield from ((module, key) for module, key, param in own if not param.is_meta)
+
+
+def _by_transformers_model(model: nn.Module, twins: Twins) -> dict[nn.Module, list[nn.Module]]:
+    """Return the modules of every model of transformers: those that have no other such model around them."""
+    found: dict[nn.Module, list[nn.Module]] = {}
+
+    def visit(module: nn.Module, around: nn.Module | None) -> None:
+        around = module if _is_transformers(module) else around
+        if around is not None and id(module) in twins.counterparts:
+            found.setdefault(around, []).append(module)
+        for child in module.children():
+            visit(child, around)
+
+    visit(model, None)
+    return found
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a module is one of peft's, around a layer of the model."""
+    return hasattr(type(module), "adapter_layer_names") and hasattr(type(module), "get_base_layer")
+
+
+def _post_order(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module once, children before parents, as `nn.Module.apply` does."""
+
+    def visit(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from visit(child, f"{prefix}.{name}" if prefix else name)
+        yield prefix, module
+
+    seen: set[int] = set()
+    yield from visit(module, "")
+
+
+def _logical(name: str) -> str:
+    """Return a module's name without what wraps it: compilation, checkpointing, adapters.
+
+    A copy that peft trains in place of a module has that module's name, and so its first values.
+    """
+    parts: list[str] = []
+    skip = False
+    for part in name.split("."):
+        if skip:
+            skip = False
+        elif part == "modules_to_save":
+            skip = True
+        elif part not in ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module"):
+            parts.append(part)
+    return ".".join(parts)
+
+
+def _constructor(module: nn.Module) -> Callable[[], Any] | None:
+    """Return what gives a module the values that its constructor gives."""
+    if parametrize.is_parametrized(module):
+        return partial(_construct_parametrized, module)
+    for name in ("reset_parameters", "_reset_parameters"):
+        if callable(getattr(type(module), name, None)):
+            return partial(getattr(type(module), name), module)
+    return None
+
+
+def _construct_parametrized(module: Any) -> None:
+    """Construct a module that computes some of its weights from others, such as a norm and a direction."""
+    plain = object.__new__(private.original_class(module))
+    plain.__dict__.update(vars(module), _parameters=dict(module._parameters), _modules={})
+    for key in module.parametrizations:
+        plain._parameters[key] = nn.Parameter(torch.empty_like(getattr(module, key)))
+    if (construct := _constructor(plain)) is not None:
+        construct()
+        for key in module.parametrizations:
+            setattr(module, key, plain._parameters[key].detach())  # type: ignore[union-attr]  # sets what it is computed from
+
+
+# --- models built again ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Twins:
+    """Models built again from the config that they keep: what their class has built, and what only a constructor sets.
+
+    Large parameters have no storage there.
+    """
+
+    built: dict[int, dict[str, nn.Module]]
+    """By the identity of a model that was built again: its twin's modules by name."""
+    counterparts: dict[int, nn.Module]
+    """By a module's identity: the module of the twin with its name, where it has the same class and parameters."""
+
+    def of(self, module: nn.Module) -> nn.Module | None:
+        """Return the counterpart of a module, if it holds any values."""
+        twin = self.counterparts.get(id(module))
+        tensors = [] if twin is None else [*twin._parameters.values(), *twin._buffers.values()]
+        return twin if any(tensor is not None and not tensor.is_meta for tensor in tensors) else None
+
+
+def build_again(model: nn.Module) -> Twins:
+    """Build a model again from the config that it keeps, or those of its parts that have one."""
+    twins = Twins({}, {})
+    covered: set[int] = set()
+    for root in model.modules():
+        if id(root) in covered or "config" not in vars(root):
+            continue
+        twin = _built_again(root)
+        if twin is None:
+            continue
+        covered.update(map(id, root.modules()))
+        modules = dict(twin.named_modules(remove_duplicate=False))
+        twins.built[id(root)] = modules
+        for name, module in root.named_modules(remove_duplicate=False):
+            counterpart = modules.get(_logical(name))
+            if counterpart is not None and outline(counterpart) == outline(module):
+                twins.counterparts.setdefault(id(module), counterpart)
+    return twins
+
+
+def _built_again(root: nn.Module) -> nn.Module | None:
+    """Build a model again from its config: small parameters and buffers with their values; None if that is impossible.
+
+    What only a constructor sets are scales, gates and masks; whatever is larger has no storage, and one unit's memory
+    stays the bound.
+    """
+    cls = private.original_class(root)
+    register = nn.Module.register_parameter
+
+    def register_small(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and param.numel() > SMALL:
+            module._parameters[name] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+
+    try:
+        nn.Module.register_parameter = register_small  # type: ignore[method-assign, assignment]
+        with torch.device("cpu"):
+            return cls(copy.deepcopy(vars(root)["config"]))
+    except Exception:  # a constructor of somebody else's, which takes more than a config
+        return None
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def outline(module: nn.Module) -> tuple[Any, ...]:
+    """Return what tells a module that the model's class has built from one that was put in its place."""
+    own = tuple((key, tuple(param.shape)) for key, param in sorted(module._parameters.items()) if param is not None)
+    return (private.original_class(module), own)
+
+
+def _take_from(twin: nn.Module, module: nn.Module) -> None:
+    """Copy what a counterpart holds, where the module has it too."""
+    for here, there in ((module._parameters, twin._parameters), (module._buffers, twin._buffers)):
+        for key, tensor in here.items():
+            value = there.get(key)
+            if tensor is not None and value is not None and value.device.type != "meta" and value.shape == tensor.shape:
+                tensor.copy_(value)
+
+
+# --- `_init_weights` -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Root:
+    """An outermost model with `_init_weights`."""
+
+    init_of: dict[int, InitFunction]
+    """What initialises a module, by the module's identity: those only that the root's class has built."""
+    doubtful: list[nn.Module]
+    """Modules that may have been built by the root's class or later: nothing initialises them."""
+
+
+def _init_roots(model: nn.Module, twins: Twins) -> list[_Root]:
+    """Return the outermost models with `_init_weights`, and what they initialise."""
+    found: list[_Root] = []
+    covered: set[int] = set()
+    for module in model.modules():
+        if id(module) in covered or not callable(getattr(type(module), "_init_weights", None)):
+            continue
+        covered.update(map(id, module.modules()))
+        found.append(_transformers_root(module, twins) if _is_transformers(module) else _other_root(module))
+    return found
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def _transformers_models(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost models of transformers."""
+    covered: set[int] = set()
+    for module in model.modules():
+        if id(module) not in covered and _is_transformers(module):
+            covered.update(map(id, module.modules()))
+            yield module
+
+
+def _other_root(root: nn.Module) -> _Root:
+    """Every module is initialised by `_init_weights` of the nearest module around it that has one."""
+    init_of: dict[int, InitFunction] = {}
+
+    def visit(module: nn.Module, init: InitFunction) -> None:
+        if callable(getattr(type(module), "_init_weights", None)):
+            init = partial(type(module)._init_weights, module)  # type: ignore[attr-defined]
+        init_of.setdefault(id(module), init)
+        for child in module.children():
+            visit(child, init)
+
+    visit(root, partial(type(root)._init_weights, root))  # type: ignore[attr-defined]
+    return _Root(init_of, [])
+
+
+def _transformers_root(root: nn.Module, twins: Twins) -> _Root:
+    """Every module that the class has built is initialised by the nearest `PreTrainedModel` around it.
+
+    A module whose place another class has taken may lie inside of that one now, or one like it; so those are doubtful.
+    """
+    built = twins.built.get(id(root))
+    init_of: dict[int, InitFunction] = {}
+    doubtful: list[nn.Module] = []
+
+    def visit(name: str, module: nn.Module, init: InitFunction, replaced: frozenset[Any], doubt: bool) -> None:
+        if _is_transformers(module):
+            init = partial(type(module)._init_weights, module)  # type: ignore[attr-defined]
+        if id(module) in twins.counterparts if built is not None else _is_of_package(module, root):
+            doubt = False
+            init_of.setdefault(id(module), init)
+        else:
+            doubt = doubt or outline(module) in replaced or (built is None and not is_adapter(module))
+            if doubt:
+                doubtful.append(module)
+            if built is not None and _logical(name) in built and not is_adapter(module):
+                replaced = replaced | {outline(built[_logical(name)])}
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(f"{name}.{key}" if name else key, child, init, replaced, doubt or _is_unknown(module, key))
+
+    visit("", root, partial(type(root)._init_weights, root), frozenset(), False)  # type: ignore[attr-defined]
+    return _Root(init_of, doubtful)
+
+
+def _is_of_package(module: nn.Module, root: nn.Module) -> bool:
+    """Whether a module's class is torch's, transformers', or of the same package as the model's."""
+    packages = {private.original_class(m).__module__.partition(".")[0] for m in (module, root)}
+    return packages <= {"torch", "transformers", private.original_class(root).__module__.partition(".")[0]}
+
+
+def _is_unknown(module: nn.Module, child: str) -> bool:
+    """Whether a child holds what an adapter adds, of a kind whose initialisation is not known."""
+    around = ("base_layer", "original_module", "modules_to_save")
+    return is_adapter(module) and child not in around and not hasattr(module, "reset_lora_parameters")
+
+
+def _reset_lora(model: nn.Module, layer: Any) -> None:
+    """Initialise the adapters of one layer as peft does when it adds them."""
+    configs: Any = next((vars(m)["peft_config"] for m in model.modules() if "peft_config" in vars(m)), {})
+    for adapter in layer.r:
+        how = getattr(configs.get(adapter), "init_lora_weights", True)
+        if how not in (True, False, "gaussian"):
+            raise UnsupportedError(
+                f"adapter {adapter} has init_lora_weights={how!r}, which is computed from the base model's weights; "
+                "use True, False or 'gaussian', or build the model on a real device"
+            )
+        layer.reset_lora_parameters(adapter, how)

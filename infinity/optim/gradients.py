@@ -1,0 +1,465 @@
+"""Gradients between backward and their update: as they arrived, or in GRAD pages, with what was done to them since.
+
+[Note: life of a gradient] It begins when FSDP2 has reduced it (or when it is assigned), is held until those of its unit
+are there, and is stored then, or used up by an update in backward. It ends with `step()`, which uses it up, or when it
+is dropped: when `p.grad` is another one or None. Nobody is told of that, so it is looked at when a gradient arrives,
+in the next forward, and in `step()`. What the user does with `p.grad` in between comes here through a `PagedGradient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from infinity.errors import InfinityError, UnsupportedError
+from infinity.fsdp import private
+from infinity.fsdp.content import gradient_of, gradient_rows, section, torch_dtype
+from infinity.fsdp.encoding import halves
+from infinity.fsdp.gradient import Edit, PagedGradient
+from infinity.layout import HALVES, MASTER, Layout, Page, overlapping
+from infinity.schedule.pager import Pager
+from infinity.schedule.trace import Access, Mode, Use, store_gradient_accesses
+
+_MOST_EDITS = 16
+"""Operations that are recorded for a gradient; with one more, the gradient is stored anew."""
+
+USED_IN_BACKWARD = (
+    "the gradient of {name} was used up by its update in backward; for clip_grad_norm_, torch.amp.GradScaler, and "
+    "everything that reads, changes or drops gradients between backward and step(), set update.placement = "
+    '"after_backward" (or "in_forward")'
+)
+SECOND = (
+    "a second gradient of unit {unit} arrived after its update in backward; with several backward passes per step set "
+    'update.placement = "after_backward"'
+)
+USED_BY_STEP = (
+    "the gradient of {name} was used up by step(): read it before; and call zero_grad() before the next backward, "
+    "gradients that are kept over a step cannot be added to"
+)
+USED_TWICE = (
+    "the gradient of {name} was used up by the step() before, and memory would update with it again: call zero_grad() "
+    "after step(), also where it is set to zero or None for a part of the parameters only"
+)
+DROPPED = "this gradient of {name} was dropped, by zero_grad() or for another one; clone() what is to be kept"
+CLOSED = "the gradient of {name} went with the optimizer, which was closed"
+
+
+class OneGradient:
+    """One gradient of a shard; what a `PagedGradient` asks."""
+
+    __slots__ = ("arriving", "edits", "gone", "held", "length", "owner", "shape", "shard", "stored", "zero")
+
+    def __init__(self, owner: Gradients, shard: int, shape: torch.Size) -> None:
+        self.owner, self.shard, self.shape = owner, shard, shape
+        self.held: torch.Tensor | None = None  # as it arrived, to be added to what is stored
+        self.stored = False  # in GRAD pages
+        self.zero = False  # all elements are, and nothing is held or stored
+        self.edits: list[Edit] = []  # what was done to it since it was stored
+        self.length: torch.Tensor | None = None  # its norm
+        self.arriving = False  # between what FSDP2 adds to it and the last hook, with hooks of the user in between
+        self.gone = ""  # why it is not there any more
+
+    def __repr__(self) -> str:
+        return self.owner.name(self.shard)
+
+    def load(self) -> torch.Tensor:
+        """Return the elements; see `infinity.fsdp.gradient.Gradient`, as for all methods."""
+        return self.owner.load(self).view(self.shape)
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Replace the elements."""
+        self.owner.replace(self, values)
+
+    def clear(self) -> None:
+        """Replace the elements by zeros."""
+        self.owner.clear(self)
+
+    def record(self, edit: Edit) -> None:
+        """Change the elements when they are read next."""
+        self.owner.record(self, edit)
+
+    def add(self, values: torch.Tensor) -> bool:
+        """Take over what FSDP2 has reduced."""
+        return self.owner.add(self, values)
+
+    def norm(self) -> torch.Tensor | None:
+        """Return the norm of order 2, where it is known."""
+        self.owner.check(self)
+        return None if self.held is not None or self.edits else self.length
+
+    @property
+    def there(self) -> bool:
+        """Whether it has elements: to be updated with, or to be kept from a commit."""
+        return not self.gone and (self.held is not None or self.stored)
+
+    def end(self, reason: str) -> None:
+        """Let go of the elements."""
+        self.gone = reason
+        self.held, self.length, self.stored, self.zero = None, None, False, False
+        self.edits = []
+
+
+class Gradients:
+    """The gradients of this rank.
+
+    `arrived(gradient)` is called with one whose `held` is new; `close()` has those that have arrived stored, or used
+    up. `claim(unit)` is called before GRAD pages of a unit are written, which an update may still need; `storing(unit,
+    rows)` when a unit's gradients come to be stored, in so many rows, and `widened(unit, rows)` when they have more.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        pager: Pager,
+        parameters: Sequence[nn.Parameter],
+        *,
+        part: Callable[[str], AbstractContextManager[None]],
+        arrived: Callable[[OneGradient], None],
+        close: Callable[[], None],
+        claim: Callable[[int], None],
+        storing: Callable[[int, int], None],
+        widened: Callable[[int, int], None],
+    ) -> None:
+        self._layout, self._pager, self._part = layout, pager, part
+        self._parameters = {
+            shard: param for shard, param in enumerate(parameters) if layout.shards[shard].spec.trainable
+        }
+        self._arrived, self._close = arrived, close
+        self._claim, self._storing, self._widened = claim, storing, widened
+        self.current: dict[
+            int, OneGradient
+        ] = {}  # by shard, that of `p.grad`; used up by `step()` until there is another
+        self.stored: dict[int, dict[int, OneGradient]] = {}  # by unit, in the order in which they came, and shard
+        self.rows: dict[int, int] = {}  # by unit, how many rows are stored: as many as were ever needed
+        self.looked_at = False  # whether anybody but the update needed a gradient since the last step
+        self._closed = False
+        self.changed = False  # whether there is something new since `reconcile`
+
+    def close(self) -> None:
+        """Let go of everything: gradients refer to this object from within tensors, where Python finds no cycles."""
+        if self._closed:
+            return
+        self._closed = True
+        for gradient in self.current.values():
+            gradient.end(CLOSED)
+        self._parameters, self.stored, self.current = {}, {}, {}
+        del self._pager, self._part, self._arrived, self._close, self._claim, self._storing, self._widened
+
+    def name(self, shard: int) -> str:
+        """Return the name of a parameter."""
+        return self._layout.shards[shard].spec.name
+
+    def check(self, gradient: OneGradient) -> None:
+        """Note that somebody needs a gradient.
+
+        Raises:
+            InfinityError: it is gone.
+        """
+        if gradient.gone:
+            raise InfinityError(gradient.gone.format(name=self.name(gradient.shard)))
+        self.looked_at = True
+
+    def is_current(self, shard: int, local: torch.Tensor) -> bool:
+        """Whether a tensor is the gradient of a shard that is known."""
+        return isinstance(local, PagedGradient) and local.is_whole and local.gradient is self.current.get(shard)
+
+    # What is done to one #
+
+    def begin(self, shard: int, values: torch.Tensor) -> OneGradient:
+        """Take over a gradient that has just been reduced, in place of the one that there was."""
+        self.drop(shard)
+        gradient = self.current[shard] = OneGradient(self, shard, values.shape)
+        self._hold(gradient, values)
+        return gradient
+
+    def add(self, gradient: OneGradient, values: torch.Tensor) -> bool:
+        """Take over what FSDP2 adds to `p.grad`, in backward, before hooks are called. Others are changes as any."""
+        if not private.in_backward() or gradient.arriving:
+            return False
+        if gradient.gone == USED_IN_BACKWARD:
+            unit = self._layout.units[self._layout.shards[gradient.shard].unit].name
+            raise InfinityError(SECOND.format(unit=unit))
+        if gradient.gone:
+            self.check(gradient)
+        if gradient.zero:
+            values.add_(0.0)  # as zeros to which it is added: they turn -0 into 0
+        gradient.arriving = True
+        self._hold(gradient, values)
+        return True
+
+    def _hold(self, gradient: OneGradient, values: torch.Tensor) -> None:
+        if gradient.held is not None:
+            self._close()
+        gradient.held, gradient.zero = values, False
+        self.changed = True
+        self._arrived(gradient)
+
+    def load(self, gradient: OneGradient) -> torch.Tensor:
+        """Return the elements: what is held, or a copy."""
+        self.check(gradient)
+        if gradient.held is not None and not gradient.stored:
+            return gradient.held
+        if gradient.held is not None:
+            self._close()
+        placed = self._layout.shards[gradient.shard]
+        segment = self._layout.segments[placed.segment]
+        device = self._parameters[gradient.shard].device
+        if gradient.zero:
+            return torch.zeros(placed.spec.numel, dtype=torch_dtype(segment.format.dtypes[MASTER]), device=device)
+        pages = segment.grad_pages[: self.rows[placed.unit]]
+        rows = [
+            torch.empty(placed.spec.numel, dtype=torch_dtype(dtype)) for dtype in segment.format.grads[: len(pages)]
+        ]
+        for row, of_row in zip(rows, pages, strict=True):
+            for page, first, last in overlapping(of_row, placed.start, placed.start + placed.spec.numel):
+                with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
+                    part = section(content, page, self._layout, first, last)
+                    row[first - placed.start : last - placed.start] = part
+        flat = gradient_of(segment.format, rows)
+        for edit in gradient.edits:
+            edit(flat)
+        return flat.to(device)
+
+    def replace(self, gradient: OneGradient, values: torch.Tensor) -> None:
+        """Replace the elements; where `step()` has used them up, a new gradient begins."""
+        if gradient.held is values:
+            return
+        self._begin_anew(gradient)
+        if gradient.held is not None and not gradient.stored:
+            gradient.held.copy_(values)
+            return
+        gradient.held = None
+        self._write(gradient, values.reshape(-1))
+
+    def clear(self, gradient: OneGradient) -> None:
+        """Replace the elements by zeros, which are not stored."""
+        self._begin_anew(gradient)
+        self._unstore(gradient)
+        gradient.held, gradient.zero, gradient.edits, gradient.length = None, True, [], None
+        self.changed = True
+
+    def _begin_anew(self, gradient: OneGradient) -> None:
+        if gradient.gone == USED_BY_STEP and self.current.get(gradient.shard) is gradient:
+            gradient.gone = ""
+        else:
+            self.check(gradient)
+
+    def record(self, gradient: OneGradient, edit: Edit) -> None:
+        """Change the elements when they are read next; at once if they are held."""
+        self.check(gradient)
+        if gradient.held is not None and gradient.stored:
+            self._close()
+        if gradient.held is not None:
+            edit(gradient.held)
+            return
+        gradient.edits.append(edit)
+        if len(gradient.edits) > _MOST_EDITS:
+            self._write(gradient, self.load(gradient).reshape(-1))
+
+    # All of them #
+
+    @property
+    def there(self) -> bool:
+        """Whether there are gradients to be updated with."""
+        return any(gradient.there for gradient in self.current.values())
+
+    @property
+    def zeros(self) -> bool:
+        """Whether there are gradients that are nothing but zeros: memory updates with them too."""
+        return any(gradient.zero for gradient in self.current.values())
+
+    def reconcile(self) -> None:
+        """Look at every `p.grad`: drop gradients that are not there any more, store those that were assigned.
+
+        Raises:
+            InfinityError: a gradient is to be dropped that an update in backward has used up.
+            UnsupportedError: a gradient was assigned that is no DTensor.
+        """
+        assigned: dict[int, torch.Tensor] = {}
+        for shard, param in self._parameters.items():
+            grad = param.grad
+            if grad is None:
+                self.drop(shard)
+                continue
+            local = private.local_gradient(param)
+            if self.is_current(shard, local):
+                continue
+            if local is grad:
+                raise UnsupportedError(f"the gradient that was assigned to {self.name(shard)} is no DTensor")
+            if isinstance(local, PagedGradient):
+                local = local.clone()
+            assigned[shard] = local
+        for shard, values in assigned.items():
+            self.drop(shard)
+            gradient = self.current[shard] = OneGradient(self, shard, values.shape)
+            self._write(gradient, values.reshape(-1))
+        self.changed = False
+
+    def check_new(self) -> None:
+        """Check that no `p.grad` is left from the step before.
+
+        Raises:
+            InfinityError: one is.
+        """
+        for shard, gradient in self.current.items():
+            if gradient.gone == USED_BY_STEP:
+                raise InfinityError(USED_TWICE.format(name=self.name(shard)))
+
+    def drop(self, shard: int) -> None:
+        """Forget the gradient of a shard."""
+        gradient = self.current.get(shard)
+        if gradient is None:
+            return
+        if gradient.gone == USED_IN_BACKWARD:
+            self.check(gradient)
+        if gradient.there:
+            self.looked_at = True
+        self._unstore(gradient)
+        del self.current[shard]
+        gradient.end(DROPPED)
+
+    def _unstore(self, gradient: OneGradient) -> None:
+        unit = self._layout.shards[gradient.shard].unit
+        if gradient.stored:
+            gradient.stored = False
+            del self.stored[unit][gradient.shard]
+            if not self.stored[unit]:
+                del self.stored[unit]
+                self._discard(unit)
+
+    def store_zeros(self) -> None:
+        """Store those that are zeros: they are updated with."""
+        for gradient in list(self.current.values()):
+            if gradient.zero:
+                self._write(gradient, self.load(gradient))
+
+    def used_by_step(self) -> None:
+        """Note that there are no gradients any more."""
+        for gradient in self.current.values():
+            gradient.end(USED_BY_STEP)
+        self.stored = {}
+        self.looked_at = self.changed = False
+
+    def discard(self) -> None:
+        """Free the pages of all gradients."""
+        for unit in self.stored:
+            self._discard(unit)
+
+    def _discard(self, unit: int) -> None:
+        for segment in self._layout.unit_segments[unit]:
+            for pages in self._layout.segments[segment].grad_pages[: self.rows[unit]]:
+                self._pager.discard([page.index for page in pages])
+
+    # Pages #
+
+    def store(self, unit: int, arrivals: Mapping[int, OneGradient], start: int = 0) -> None:
+        """Store what is held of a unit's ranges from `start` on, added to what is stored."""
+        self._claim(unit)
+        stored = self.stored.pop(unit, {})
+        totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
+        before = self.rows.get(unit, 1)
+        rows = max(before, self._rows_of(unit, totals, start, added=any(shard in stored for shard in totals)))
+        self._storing(unit, rows)
+        self.rows[unit] = rows
+        accesses = store_gradient_accesses(self._layout, unit, start=start, stored=before if stored else 0, rows=rows)
+        with self._part("copy"):
+            self._walk(accesses, stored, totals)
+        norms: Sequence[torch.Tensor | None] = [None] * len(totals)
+        if not start:
+            with self._part("update"):
+                norms = torch._foreach_norm(list(totals.values()), 2.0)
+        for shard, norm in zip(totals, norms, strict=True):
+            gradient = arrivals[shard]
+            gradient.held, gradient.stored, gradient.length, gradient.edits = None, True, norm, []
+        self.stored[unit] = stored | {shard: arrivals[shard] for shard in totals}  # at the end: arrival order
+
+    def _rows_of(self, unit: int, values: Mapping[int, torch.Tensor], start: int, *, added: bool) -> int:
+        """Return how many rows hold the gradients of a unit's ranges; a sum of two is taken to need all there are."""
+        pages = [
+            self._layout.pages[access[0].page]
+            for access in store_gradient_accesses(self._layout, unit, start=start, stored=0, rows=1)
+        ]
+        divided = [
+            part
+            for page in pages
+            if self._layout.segments[page.segment].format.grads == HALVES
+            for _, _, part in self._slices(page, values)
+        ]
+        if not divided:
+            return 1
+        # Added up on the device: it is waited for once.
+        needed = added or bool(sum(torch.count_nonzero(halves(part)[1]) for part in divided))
+        return len(HALVES) if needed else 1
+
+    def _walk(
+        self, accesses: Iterable[Access], stored: Mapping[int, OneGradient], totals: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Add what is stored to the new gradients, then store the sums. Addition order as in memory: commutative."""
+        for access in accesses:
+            pages = [self._layout.pages[use.page] for use in access]
+            old = sum(use.mode.fetches for use in access)
+            with self._pager.access(access) as contents:
+                rows = [
+                    section(content, page, self._layout, page.start, page.stop)
+                    for content, page in zip(contents, pages, strict=True)
+                ]
+                for row in rows[old:] if old else ():
+                    row.zero_()  # of shards that have none this time
+                for shard, held, part in self._slices(pages[0], totals):
+                    fmt = self._layout.format_of(shard)
+                    if shard in stored:
+                        before = gradient_of(fmt, [row[held] for row in rows[:old]])
+                        if stored[shard].edits:
+                            before = before.clone()
+                            for edit in stored[shard].edits:
+                                edit(before)
+                        part.add_(before.to(part.device))
+                    for row, values in zip(rows, gradient_rows(fmt, part), strict=False):  # those that are stored
+                        row[held].copy_(values)
+
+    def _write(self, gradient: OneGradient, values: torch.Tensor) -> None:
+        """Store the elements of one gradient, flat, in place of what is stored of it."""
+        shard = gradient.shard
+        placed = self._layout.shards[shard]
+        unit, segment = placed.unit, self._layout.segments[placed.segment]
+        self.looked_at = self.changed = True
+        values = values.contiguous()
+        if unit not in self.stored:
+            gradient.held, gradient.zero = values, False
+            self.store(unit, {shard: gradient})
+            return
+        self._claim(unit)
+        self._add_rows(unit, self._rows_of(unit, {shard: values}, 0, added=False))
+        rows = gradient_rows(segment.format, values)
+        for pages, row in zip(segment.grad_pages[: self.rows[unit]], rows, strict=False):
+            for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
+                with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (content,):
+                    part = row[first - placed.start : last - placed.start]
+                    section(content, page, self._layout, first, last).copy_(part)
+        gradient.zero, gradient.stored, gradient.edits, gradient.length = False, True, [], None
+        self.stored[unit][shard] = gradient
+
+    def _add_rows(self, unit: int, rows: int) -> None:
+        """Let the gradients of a unit have more rows, which are zero so far."""
+        before = self.rows[unit]
+        if rows <= before:
+            return
+        for segment in self._layout.unit_segments[unit]:
+            for pages in self._layout.segments[segment].grad_pages[before:rows]:
+                for page in pages:
+                    with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
+                        section(content, page, self._layout, page.start, page.stop).zero_()
+        self.rows[unit] = rows
+        self._widened(unit, rows)
+
+    def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        """Yield (shard, slice of the page, slice of the shard's flat tensor) for every overlap."""
+        for shard in self._layout.page_shards[page.index]:
+            if shard in flats:
+                placed = self._layout.shards[shard]
+                low, high = max(placed.start, page.start), min(placed.start + placed.spec.numel, page.stop)
+                flat = flats[shard].reshape(-1)[low - placed.start : high - placed.start]
+                yield shard, slice(low - page.start, high - page.start), flat

@@ -1,0 +1,491 @@
+"""Proof, before training, that an optimizer can update pages one by one, or the reason why it cannot.
+
+Two copies of the user's own optimizer train small parameters, some for every param group, dtype and number of
+dimensions that it has: one steps them whole, the other is the kernel, which is given slices, uneven ones and in several
+calls, as it is given pages. Gradients are ordinary, zero, tiny, large, and now and then missing; learning rate and
+weight decay change between the steps, differently in every group. Weights, states, param groups and attributes must be
+equal to the bit. What does not work with slices that are ``flat`` is tried with slices of the parameter's ``rank``,
+then with whole ``rows``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import UnsupportedError
+from infinity.fsdp import private
+from infinity.fsdp.content import dtype_name
+from infinity.layout import ITEMSIZE, SHARD_ALIGNMENT
+from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of
+from infinity.optim.kernel import Own, Piece, Scalars, StateLayout, UpdateKernel
+
+_FEW_STEPS, _STEPS = 6, 24
+"""Steps with small parameters alone, which find most reasons in little time, and steps with all."""
+_SCALES = (1.0, 0.1, 3.0, 0.0, 1e-3, 30.0, 1.0, 1e-8)
+_RATES = (1.0, 0.5, 2.0, 0.7)
+_MISSING = {0, 1, 5}
+"""Steps in which some parameters have no gradient."""
+_LEADING = (12, 128)
+"""First dimension of the small and the large parameters; the others multiply to 48 and 192.
+
+The large ones have more elements and larger dimensions than the limits below which some optimizers do something else,
+and fewer than torch divides among threads.
+"""
+_TRAILING = (48, 192)
+_SLICES = ("flat", "rank", "rows")
+
+Case = tuple[int, torch.dtype, int]
+"""A param group, by its number; a dtype; a number of dimensions."""
+
+
+def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
+    """Return the kernel that updates pages with an optimizer.
+
+    Raises:
+        UnsupportedError: pages cannot be updated with it one by one; the message says what depends on what.
+    """
+    kernel = UpdateKernel(optimizer)
+    kernel.layouts = _Probe(kernel, optimizer).run()
+    return kernel
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A small parameter."""
+
+    case: Case
+    group: int  # among those that are probed
+    shape: tuple[int, ...]
+    late: bool = False  # it has no gradient in the steps `_MISSING`
+
+    @property
+    def row(self) -> int:
+        return math.prod(self.shape[1:])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def view(self, slices: str) -> tuple[int, ...] | None:
+        """Return the shape in which slices are given to the optimizer."""
+        return view_shape(slices, self.shape)
+
+    def cuts(self, slices: str) -> list[tuple[int, int]]:
+        """Return uneven slices."""
+        unit = math.lcm(self.row, SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
+        points = [0, unit, align(self.numel * 5 // 8, unit), self.numel]
+        return list(itertools.pairwise(sorted(set(points))))
+
+
+def align(value: int, unit: int) -> int:
+    """Round up."""
+    return -(-value // unit) * unit
+
+
+def view_shape(slices: str, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the shape of slices of a parameter, with -1 for what their length decides; None where it is (n,)."""
+    if slices == "flat" or len(shape) < 2:
+        return None
+    return (*[1] * (len(shape) - 1), -1) if slices == "rank" else (-1, *shape[1:])
+
+
+@dataclass
+class _Trained:
+    """What became of the subjects: everything that must be equal."""
+
+    weights: list[torch.Tensor] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[Groups] = field(default_factory=list)  # after every step
+    own: list[dict[str, Any]] = field(default_factory=list)  # content of the attributes after every step
+    others: list[str] = field(default_factory=list)  # keys of the state that are no parameters
+
+
+class _Probe:
+    """One optimizer, and the small parameters with which it is tried."""
+
+    def __init__(self, kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> None:
+        self._kernel, self._name = kernel, kernel.name
+        self._before = [settings_of(group) for group in optimizer.param_groups]
+        alike: dict[str, int] = {}  # groups that differ in nothing but what loops change are probed once
+        numbers = []  # of the group that is probed in place of each
+        for number, group in enumerate(self._before):
+            key = repr(content({k: v for k, v in group.items() if k not in ("lr", "initial_lr", "param_names")}))
+            numbers.append(alike.setdefault(key, number))
+        chosen = sorted(alike.values())
+        if len(chosen) == 1 < len(self._before):
+            chosen.append(next(n for n in range(len(self._before)) if n not in chosen))
+        self._chosen = chosen
+        self._of: dict[Case, Case] = {}
+        subjects: dict[_Subject, None] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param.requires_grad:
+                    here = (number, param.dtype, param.ndim)
+                    case = (numbers[number], param.dtype, param.ndim)
+                    self._of[here] = case
+                    subjects.update(dict.fromkeys(_subjects(case, chosen.index(case[0]))))
+                    if number in chosen and number != numbers[number]:
+                        subjects.update(dict.fromkeys(_subjects(here, chosen.index(here[0]))))
+        self._all = list(subjects)
+        self._subjects, self._steps = self._all, _STEPS  # those that are tried, and for how many steps
+
+    # What is asked #
+
+    def run(self) -> dict[Case, StateLayout]:
+        """Return the state layout of every case.
+
+        Raises:
+            UnsupportedError: slices are not updated as the whole is.
+        """
+        slices = dict.fromkeys((subject.case for subject in self._all), 0)
+        kinds: Sequence[StateLayout] = ()
+        small = [subject for subject in self._all if subject.shape[0] in (_LEADING[0], _LEADING[0] * _TRAILING[0])]
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for subjects, steps in ((small, _FEW_STEPS), (self._all, _STEPS)) if self._all else ():
+                self._subjects, self._steps = subjects, steps
+                kinds = self._try(slices)
+        layouts = {
+            subject.case: replace(layout, slices=_SLICES[slices[subject.case]])
+            for subject, layout in zip(self._all, kinds, strict=True)
+        }
+        return {here: layouts[case] for here, case in self._of.items()}
+
+    def _try(self, slices: dict[Case, int]) -> Sequence[StateLayout]:
+        """Compare subjects whole and in slices; where slices are not good enough, try the next kind of them."""
+        subjects = self._subjects
+        try:
+            whole = self._whole(range(len(subjects)))
+        except Exception as error:
+            raise self._refused(
+                f"cannot make a step of its own here ({_short(error)}): updates call step() without a closure or "
+                "other arguments, on a copy, with dense gradients"
+            ) from error
+        if whole.others:
+            raise self._refused(f"keeps values in its state that are of no parameter ({', '.join(whole.others)})")
+        kinds = [self._state_of(subject, state) for subject, state in zip(subjects, whole.states, strict=True)]
+        self._check_alike(kinds)
+        self._find_advancing(whole)
+        while unequal := self._unequal(whole, kinds, slices):
+            for case, reason in unequal.items():
+                slices[case] += 1
+                if slices[case] == len(_SLICES) or case[2] < 2:
+                    raise self._explained(whole, case, reason)
+        self._kernel.uses_closure |= self._notices_loss(whole)
+        return kinds
+
+    def _notices_loss(self, whole: _Trained) -> bool:
+        """Whether updates are others if a closure returns a loss."""
+        losses = (torch.tensor(3.0 / (1 + n) + n % 2) for n in itertools.count())
+        try:
+            found = self._whole(range(len(self._subjects)), closure=lambda: next(losses))
+        except Exception:
+            return True
+        return not all(map(_equal, found.weights, whole.weights))
+
+    def _refused(self, why: str) -> UnsupportedError:
+        return UnsupportedError(f"{self._name} {why}; use an element-wise optimizer such as AdamW")
+
+    # State #
+
+    def _state_of(self, subject: _Subject, state: Mapping[str, Any]) -> StateLayout:
+        kinds, scalars = [], []
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                if value.shape != subject.shape:
+                    raise self._refused(
+                        f"is not element-wise: it keeps state {key!r} of shape {tuple(value.shape)} for a parameter of "
+                        f"shape {subject.shape}"
+                    )
+                if dtype_name(value.dtype) not in ITEMSIZE:
+                    raise self._refused(f"keeps state {key!r} of {value.dtype}, which pages cannot hold")
+                kinds.append((key, dtype_name(value.dtype)))
+            elif not isinstance(key, str) or not is_plain(value):
+                raise self._refused(
+                    f"keeps state {key!r} of type {type(value).__name__}, which neither pages nor commits can hold"
+                )
+            else:
+                scalars.append(key)
+        return StateLayout(tuple(kinds), tuple(scalars))
+
+    def _check_alike(self, kinds: Sequence[StateLayout]) -> None:
+        found: dict[Case, StateLayout] = {}
+        for subject, layout in zip(self._subjects, kinds, strict=True):
+            other = found.setdefault(subject.case, layout)
+            if other != layout:
+                raise self._refused(
+                    f"keeps other states for a parameter of shape {subject.shape} ({_listed(layout)}) than for one of "
+                    f"other size or with gradients in other steps ({_listed(other)}); pages hold the same state for all"
+                )
+
+    # Values that advance #
+
+    def _find_advancing(self, whole: _Trained) -> None:
+        """Tell the kernel what updates change besides weights and states."""
+        own = {name for one, other in itertools.pairwise(whole.own) for name in other if one.get(name) != other[name]}
+        first = self._kernel_own()
+        at_once = {name for name, value in whole.own[0].items() if first.get(name, value) != value} - own
+        watched = dict(self._kernel.plain_own())
+        if lost := sorted(own - watched.keys()):
+            raise self._refused(
+                f"changes {', '.join(lost)} on itself at every step, which is no plain data: commits cannot keep it"
+            )
+        self._kernel.advancing = frozenset(self._advanced_keys(whole))
+        self._kernel.advancing_own = frozenset(own | (at_once & watched.keys()))
+        if not (self._kernel.advancing or self._kernel.advancing_own):
+            return
+        for key in self._kernel.advancing:
+            for group in whole.groups[-1]:
+                if key in group and not is_plain(group[key]):
+                    raise self._refused(f"changes {key!r} of its param groups at every step, which is no plain data")
+        try:
+            groups, after = self._clock()
+        except Exception as error:
+            raise self._refused(
+                f"changes {self._named_advancing()} at every step, and cannot do so without gradients ({_short(error)})"
+            ) from error
+        for name in at_once:  # what settles with the first gradient is left to the copy that updates
+            if any(one[name] != other[name] for one, other in zip(after, whole.own, strict=True)):
+                self._kernel.advancing_own -= {name}
+        for here, there in zip(groups, whole.groups, strict=True):
+            for key in sorted(self._kernel.advancing):
+                if [content(g.get(key)) for g in here] != [content(g.get(key)) for g in there]:
+                    raise self._refused(
+                        f"is not element-wise: {key!r} of its param groups, which all updates use, changes with the "
+                        "gradients of all parameters, or whether there are any"
+                    )
+        for one, other in zip(after, whole.own, strict=True):
+            for name in sorted(self._kernel.advancing_own):
+                if one[name] != other[name]:
+                    raise self._refused(
+                        f"is not element-wise: {name} on itself, which all updates use, changes with the gradients of "
+                        "all parameters, or whether there are any"
+                    )
+
+    def _named_advancing(self) -> str:
+        keys = [f"{key!r} of its param groups" for key in sorted(self._kernel.advancing)]
+        return ", ".join(keys + [f"{name} on itself" for name in sorted(self._kernel.advancing_own)])
+
+    def _advanced_keys(self, whole: _Trained) -> Iterator[str]:
+        groups = self._groups()
+        for step, after in enumerate(whole.groups):
+            self._set(groups, step)
+            for before, now in zip(groups, after, strict=True):
+                yield from (key for key in now if key not in before or content(before[key]) != content(now[key]))
+            groups = [settings_of(group) for group in after]
+
+    def _clock(self) -> tuple[list[Groups], list[dict[str, Any]]]:
+        """Return param groups and attributes after every step, as the kernel advances them."""
+        groups, own = self._groups(), {name: copied(value) for name, value in self._kernel.plain_own()}
+        all_groups, all_own = [], []
+        for step in range(self._steps):
+            self._set(groups, step)
+            after = self._kernel.after_step(groups, own)
+            for group, values in zip(groups, after, strict=True):
+                group.update({key: values[key] for key in self._kernel.advancing if key in values})
+            all_groups.append([settings_of(group) for group in groups])
+            all_own.append({name: content(value) for name, value in own.items()})
+        return all_groups, all_own
+
+    def _kernel_own(self) -> dict[str, Any]:
+        return {name: content(value) for name, value in attributes(self._kernel.template.over([])).items()}
+
+    # Training #
+
+    def _groups(self) -> Groups:
+        return [{key: copied(value) for key, value in self._before[number].items()} for number in self._chosen]
+
+    def _set(self, groups: Sequence[dict[str, Any]], step: int) -> None:
+        """Change what loops change: the learning rate, by another factor in each group, and the weight decay."""
+        for number, (group, chosen) in enumerate(zip(groups, self._chosen, strict=True)):
+            rate = self._before[chosen].get("lr")
+            if isinstance(rate, torch.Tensor | float | int) and not isinstance(rate, bool):
+                first = rate if float(rate) else self._before[chosen].get("initial_lr") or 1e-3
+                group["lr"] = first * _RATES[(step + number) % len(_RATES)]
+            decay = self._before[chosen].get("weight_decay")
+            if isinstance(decay, float | int) and not isinstance(decay, bool) and step >= self._steps // 2:
+                group["weight_decay"] = decay * 0.5 if decay else 0.01
+
+    def _values(self, number: int) -> torch.Tensor:
+        subject = self._subjects[number]
+        generator = torch.Generator().manual_seed(1000 + number)
+        return torch.randn(subject.shape, generator=generator).to(subject.case[1])
+
+    def _gradient(self, number: int, step: int) -> torch.Tensor | None:
+        subject = self._subjects[number]
+        if subject.late and step in _MISSING:
+            return None
+        generator = torch.Generator().manual_seed(100 * (number + 1) + step)
+        scale = _SCALES[step % len(_SCALES)] * (1 + number % 3)
+        return (torch.randn(subject.shape, generator=generator) * scale).to(subject.case[1])
+
+    def _whole(
+        self,
+        numbers: Sequence[int],
+        *,
+        seed: int = 0,
+        alone: bool = False,
+        closure: Callable[[], torch.Tensor] | None = None,
+    ) -> _Trained:
+        """Train subjects whole, with a copy of the user's optimizer; `alone` it has the groups of these only."""
+        torch.manual_seed(seed)
+        params = {number: nn.Parameter(self._values(number)) for number in numbers}
+        groups = self._groups()
+        for place, group in enumerate(groups):
+            group["params"] = [param for n, param in params.items() if self._subjects[n].group == place]
+        optimizer = self._kernel.template.over([group for group in groups if group["params"] or not alone])
+        if self._kernel.builds:
+            for group in groups:
+                optimizer.state.update(self._kernel.build(group["params"], group).state if group["params"] else {})
+        step, trained = private.unhooked_step(optimizer), _Trained()
+        for count in range(self._steps):
+            self._set(groups, count)
+            for number, param in params.items():
+                param.grad = self._gradient(number, count)
+            step() if closure is None else step(closure)
+            trained.groups.append([settings_of(group) for group in groups])
+            trained.own.append({name: content(value) for name, value in attributes(optimizer).items()})
+        trained.weights = [param.detach() for param in params.values()]
+        known = set(map(id, params.values()))
+        trained.others = [str(key) for key in optimizer.state if id(key) not in known]
+        trained.states = [{k: v for k, v in optimizer.state[p].items() if v is not None} for p in params.values()]
+        return trained
+
+    def _in_slices(self, kinds: Sequence[StateLayout], slices: Mapping[Case, int]) -> _Trained:
+        """Train all subjects as pages are updated."""
+        kernel, subjects = self._kernel, self._subjects
+        weights = [self._values(number).reshape(-1) for number in range(len(subjects))]
+        states = [
+            {key: torch.zeros(s.numel, dtype=getattr(torch, dtype)) for key, dtype in layout.kinds}
+            for s, layout in zip(subjects, kinds, strict=True)
+        ]
+        modes = [_SLICES[slices[subject.case]] for subject in subjects]
+        shapes = {n: subject.view(mode) for n, (subject, mode) in enumerate(zip(subjects, modes, strict=True))}
+        kernel.shapes = {number: shape for number, shape in shapes.items() if shape is not None}
+        groups, own = self._groups(), {name: copied(value) for name, value in kernel.plain_own()}
+        scalars: dict[int, Scalars] = {}
+        trained = _Trained(weights=weights, states=states)  # type: ignore[arg-type]
+        for step in range(self._steps):
+            self._set(groups, step)
+            start: Own = {name: copied(value) for name, value in own.items()} if kernel.advancing_own else {}
+            before = dict(scalars)
+            for place, group in enumerate(groups):
+                calls: dict[int, list[Piece]] = {}
+                for number, subject in enumerate(subjects):
+                    gradient = self._gradient(number, step)
+                    if subject.group != place or gradient is None:
+                        continue
+                    for position, (low, high) in enumerate(subject.cuts(modes[number])):
+                        views = {key: value[low:high] for key, value in states[number].items()}
+                        piece = Piece(number, weights[number][low:high], gradient.reshape(-1)[low:high].clone(), views)
+                        calls.setdefault(position, []).append(piece)
+                for pieces in calls.values():
+                    scalars.update(kernel.update(pieces, group, before, start))
+            if kernel.advancing or kernel.advancing_own:
+                after = kernel.after_step(groups, own)
+                for group, values in zip(groups, after, strict=True):
+                    group.update({key: values[key] for key in kernel.advancing if key in values})
+        kernel.shapes = {}
+        for number, layout in enumerate(kinds):
+            trained.states[number] = {**states[number], **scalars.get(number, {})}
+            if missing := set(layout.scalars) - scalars.get(number, {}).keys():
+                trained.states[number].update(dict.fromkeys(missing))
+        return trained
+
+    # Comparing #
+
+    def _unequal(self, whole: _Trained, kinds: Sequence[StateLayout], slices: Mapping[Case, int]) -> dict[Case, str]:
+        """Return what differs, by case, in words."""
+        try:
+            found = self._in_slices(kinds, slices)
+        except Exception as error:
+            self._kernel.reset()
+            return self._failing(slices, error)
+        unequal: dict[Case, str] = {}
+        for number, subject in enumerate(self._subjects):
+            pairs: list[tuple[str, Any, Any]] = [("weights", whole.weights[number], found.weights[number])]
+            pairs += [(f"state {key!r}", v, found.states[number].get(key)) for key, v in whole.states[number].items()]
+            for what, expected, got in pairs:
+                if not _equal(expected, got):
+                    unequal.setdefault(subject.case, what)
+        return unequal
+
+    def _failing(self, slices: Mapping[Case, int], error: Exception) -> dict[Case, str]:
+        """Return the cases that may be why the kernel failed: of several dimensions, still given flat slices."""
+        flat = [case for case, mode in slices.items() if case[2] > 1 and mode < len(_SLICES) - 1]
+        if not flat:
+            raise self._refused(f"cannot update a slice of a parameter: {_short(error)}") from error
+        return dict.fromkeys(flat, _short(error))
+
+    def _explained(self, whole: _Trained, case: Case, what: str) -> UnsupportedError:
+        """Return the error that says on what the update of an element depends."""
+        subjects = self._subjects
+        mine = [number for number, subject in enumerate(subjects) if subject.case == case]
+        place = f"{what} of {case[2]}-dimensional parameters"
+        self._check_noise(whole)
+
+        def differs(numbers: Sequence[int]) -> bool:
+            try:
+                alone = self._whole(numbers, alone=True)
+            except Exception:
+                return True
+            return any(not _equal(alone.weights[at], whole.weights[n]) for at, n in enumerate(numbers))
+
+        if any(differs([number]) for number in mine):
+            group = subjects[mine[0]].group
+            of_group = [number for number, subject in enumerate(subjects) if subject.group == group]
+            others = "of other groups" if differs(of_group) else "of other parameters"
+            return self._refused(
+                f"is not element-wise: the update of a parameter ({place}) depends on gradients, values or settings "
+                f"{others}, so pages cannot be updated one by one"
+            )
+        return self._refused(
+            f"is not element-wise: an element's update depends on other elements of its parameter ({place} differ when "
+            "it is updated in slices), so pages cannot be updated one by one"
+        )
+
+    def _check_noise(self, whole: _Trained) -> None:
+        """Check that no random numbers are drawn: those of slices are not those of the whole."""
+        again = self._whole(range(len(self._subjects)), seed=1)
+        if not all(map(_equal, again.weights, whole.weights)):
+            raise self._refused("draws random numbers for its updates, which slices would draw otherwise")
+
+
+def _equal(expected: Any, found: Any) -> bool:
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor) and expected.numel() == found.numel():
+        return expected.dtype == found.dtype and torch.equal(bits(expected), bits(found))
+    return bool(content(expected) == content(found))
+
+
+def _subjects(case: Case, group: int) -> Iterator[_Subject]:
+    """Yield the small parameters of a case."""
+    ndim = case[2]
+    for first, rest in zip(_LEADING, _TRAILING, strict=True):
+        shape = (first, *_divided(rest, ndim - 1)) if ndim > 1 else (first * rest,)
+        yield _Subject(case, group, shape)
+        if first == _LEADING[0]:
+            yield _Subject(case, group, shape, late=True)
+
+
+def _divided(number: int, parts: int) -> tuple[int, ...]:
+    """Return factors of a number, none of them 1 where that can be."""
+    factors = []
+    for _ in range(parts - 1):
+        factor = next((f for f in (3, 2) if number % f == 0), 1)
+        factors.append(factor)
+        number //= factor
+    return (number, *factors)
+
+
+def _listed(layout: StateLayout) -> str:
+    return ", ".join([*(f"{key} ({dtype})" for key, dtype in layout.kinds), *layout.scalars]) or "none"
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
