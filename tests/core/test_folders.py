@@ -20,7 +20,7 @@ from core_session import EVERY, RECIPE, STEPS, Session, reference
 from core_train import MIB, Paging, make_optimizer, settings
 
 import infinity
-from infinity.access import open_own, own_folder, read_own, write_own
+from infinity.access import open_own, own_folder, read_own, replacing, write_own
 from infinity.checkpoint.manifest import complete_steps, published_in
 from infinity.errors import CommitError, ConfigError, FolderBusyError, InfinityError, StorageError
 from infinity.store import folder as folders
@@ -319,6 +319,9 @@ def test_files_of_ones_own(tmp_path: Path) -> None:
         read_own(file, 100)
     write_own(file, b"three")
     assert (victim.read_text(), file.is_symlink()) == ("precious", False)
+    with pytest.raises(ZeroDivisionError), replacing(file, 0o600) as half:
+        half.write(bytes(1 // len("")))
+    assert file.read_bytes() == b"three"
     file.unlink()
     os.mkfifo(file)
     for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
