@@ -30,15 +30,17 @@ from infinity.checkpoint.commit import (
     Committer,
     choose_run,
     find_commits,
+    list_commits,
     remove_commits,
     restore,
 )
 from infinity.checkpoint.dcp import DcpFolder
-from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
+from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
+from infinity.checkpoint.room import CommitRoom, commit_bytes
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.ending import end_all
 from infinity.errors import ConfigError, StallError, StorageError, UnsupportedError
@@ -218,6 +220,7 @@ class _Run:
         self.peers: Peers
         self._old = old
         self._lock, self._shares = lock, shares
+        self._commits = commits
         self._found = commits[-1] if commits else None
         self._closers: list[Callable[[], None]] = []
         self._own: list[Callable[[], None]] = []
@@ -305,13 +308,14 @@ class _Run:
                 roots = ranks.together("finding the run's folders", lambda: folders_of(old_paths, run_id, paths))
                 if {root.resolve() for root in roots.roots} == {root.resolve() for root in folder.roots}:
                     folder = roots  # in the run's own order, whatever that of the settings is
-                if lies_otherwise(roots, folder, budget.layout, ranks):
-                    step = settings.run.resume_step
-                    old = ReshardSource(ranks.together("reading the commit", lambda: CommitReader(roots, step)), ranks)
+                there = list_commits(roots, ranks, settings.run.resume_step)
+                if lies_otherwise(roots, folder, there[-1], budget.layout, ranks):
+                    reader = ranks.together("reading the commit", lambda: CommitReader(roots, there[-1]))
+                    old = ReshardSource(reader, ranks)
                     folder = RunFolder.of(paths, ranks.agree(new_run_id()))
                     lock.name(folder.run_id)
             if resume and old is None:
-                commits = find_commits(folder, ranks, budget.layout, optimizer, settings.run.resume_step)
+                commits = find_commits(folder, ranks, budget.layout, optimizer, there)
                 shares = list(commits[-1].weights)
             else:
                 undo.append(partial(folder.remove_rank, ranks.rank, commits=ranks.local_rank == 0))
@@ -364,6 +368,9 @@ class _Run:
         self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
         members = [member for unit in sharded.members for member in unit]
+        self._committer = self._make_committer(sharded, members, optimizer)
+        self._closers.append(self._committer.close)
+        self.ranks.together("reserving space for commits", self._committer.reserve)
         source: FirstValues | None = None
         if self._found is None:
             source = self.ranks.together(
@@ -372,13 +379,6 @@ class _Run:
             self._write_first_values(source, sharded, members, optimizer, content)
         if sharded.on_meta:
             initialiser.set_buffers(sharded.device, source.buffers(sharded.model) if source is not None else {})
-        described = RunDescription(
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            layout=layout,
-            tensors=tuple(map(_whole, members)),
-            buffers=private.persistent_buffers(sharded.model),
-        )
         attachment = Attachment(
             sharded,
             content,
@@ -414,12 +414,10 @@ class _Run:
             state.scalars.update(self.resumed.scalars)
             state.step = self.resumed.step
         # Only now is anything changed of a run that was there before: its start has succeeded on every rank.
-        self.ranks.together("describing the run", lambda: write_description(self.folder.commits, described))
         if self._found is not None:
-            keep = self.store.commits
+            keep = [manifest.name.commit for manifest in self._commits]
             self.ranks.together("removing commits", lambda: remove_commits(self.folder, self.ranks, keep=keep))
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
-        self._committer = Committer(self.folder, self.ranks, layout, self.store, type(optimizer).__name__, self._shares)
         self._model, self._groups = sharded.model, optimizer.param_groups
         paged = PagedOptimizer(
             optimizer,
@@ -440,6 +438,19 @@ class _Run:
             self._begin_resharded(paged, self._old)
         self.ledger.restart_step()
         return paged
+
+    def _make_committer(
+        self, sharded: ShardedModel, members: list[Member], optimizer: torch.optim.Optimizer
+    ) -> Committer:
+        described = RunDescription(
+            layout=self.layout,
+            tensors=tuple(map(_whole, members)),
+            buffers=private.persistent_buffers(sharded.model),
+        )
+        file = self.folder.commits / f"rank{self.ranks.rank:05d}.room.tmp"
+        room = CommitRoom(file, commit_bytes(described, sharded.model, optimizer.param_groups))
+        name, commits = type(optimizer).__name__, self._commits
+        return Committer(self.folder, self.ranks, described, self.store, name, self._shares, commits, room)
 
     def _write_first_values(
         self,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.commit import check_optimizer, restore
-from infinity.checkpoint.description import description_name, read_description
+from infinity.checkpoint.manifest import CommitName, read_manifest
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, FolderBusyError
 from infinity.fsdp import private
@@ -27,23 +27,20 @@ from infinity.store.folder import RunFolder, live_run
 from infinity.store.marker import look_for_runs
 
 
-def lies_otherwise(old: RunFolder, new: RunFolder, layout: Layout, ranks: Ranks) -> bool:
-    """Whether the pages of a run are not those of this layout, number of ranks and folders, on any rank.
+def lies_otherwise(old: RunFolder, new: RunFolder, commit: CommitName, layout: Layout, ranks: Ranks) -> bool:
+    """Whether the pages of a commit are not those of this layout, number of ranks and folders, on any rank.
 
     Raises:
-        CommitError: the run's description is missing or malformed.
+        CommitError: a manifest is missing or malformed.
     """
 
     def compare() -> bool:
-        if not (old.commits / description_name(0)).exists():
-            return False  # this node does not have rank 0's files; its own commits will say what is wrong
         if old != new:
             return True
-        first = read_description(old.commits, 0)
-        if first.world_size != ranks.world_size:
-            return True
-        mine = read_description(old.commits, ranks.rank) if ranks.rank else first
-        return mine.layout.fingerprint != layout.fingerprint
+        if commit.world_size != ranks.world_size:
+            # Where this node does not have them all, the next to read them says what is wrong.
+            return all((old.commits / commit.of(rank).file_name).exists() for rank in range(commit.world_size))
+        return read_manifest(old.commits / commit.of(ranks.rank).file_name).layout.fingerprint != layout.fingerprint
 
     return any(ranks.collect(ranks.together("comparing the run", compare)))
 

@@ -21,7 +21,7 @@ from core_train import MIB, Paging, make_optimizer, settings
 
 import infinity
 from infinity.access import open_own, own_folder, read_own, replacing, write_own
-from infinity.checkpoint.manifest import complete_steps, published_in
+from infinity.checkpoint.manifest import complete_commits, published_in
 from infinity.errors import CommitError, ConfigError, FolderBusyError, InfinityError, StorageError
 from infinity.store import folder as folders
 from infinity.store.folder import FolderLock, RunFolder, live_run, no_starts, remove_stale_lock, stale_locks
@@ -353,7 +353,7 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
 def steps_of(folder: Path) -> list[int]:
     """Return the steps that the run in a session's folder has committed."""
     (found,) = look_for_runs([folder / "nvme0"])[0]
-    return complete_steps(published_in(found.in_order[0] / "commits"))
+    return [commit.step for commit in complete_commits(published_in(found.in_order[0] / "commits"))]
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +362,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return reference(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("where", ["reserve", "restore", "open_engine", "write_description", "Peers"])
+@pytest.mark.parametrize("where", ["reserve", "restore", "open_engine", "commit_bytes", "Peers"])
 def test_a_start_that_fails_removes_nothing_that_was_there(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
 ) -> None:
@@ -383,7 +383,7 @@ def test_a_start_that_fails_removes_nothing_that_was_there(
         assert session.run() == undisturbed[EVERY:]
 
 
-@pytest.mark.parametrize("where", ["reserve", "PageStore", "open_engine", "write_description", "Peers"])
+@pytest.mark.parametrize("where", ["reserve", "PageStore", "open_engine", "commit_bytes", "Peers"])
 def test_a_new_run_that_does_not_start_leaves_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

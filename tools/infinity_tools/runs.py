@@ -11,14 +11,22 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from infinity.checkpoint.description import description_name, read_description
-from infinity.checkpoint.manifest import Manifest, Published, complete_steps, published_in, read_manifest
+from infinity.checkpoint.manifest import (
+    CommitName,
+    Manifest,
+    Published,
+    complete_commits,
+    left_over,
+    published_in,
+    read_manifest,
+)
 from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.errors import CommitError, ConfigError, StorageError
 from infinity.store.folder import Owner, RunFolder, live_run, remove_stale_lock, stale_locks
@@ -31,19 +39,28 @@ _BATCH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The manifests of one step, one per rank; `problem` says why it cannot be used.
+    """The manifests of one commit, one per rank; `problem` says why it cannot be used.
 
     `nbytes` are those of its pages and state files, `own_bytes` those of them that no other commit of the run names:
     what its end gives back to the run.
     """
 
-    step: int
+    name: CommitName
     created: float
-    world_size: int
     manifests: dict[int, Path]
     nbytes: int
     own_bytes: int
     problem: str = ""
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.name.step
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that made it."""
+        return self.name.world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +68,8 @@ class StoredRun:
     """One run on the given paths; `owner` is the process that has it open, if there is one.
 
     `ranks` is the number of those that have data files here, `parameters` the number of elements of the model, 0 where
-    the run's description is not here; `nbytes` is what the run takes on the drives. `paths` is how many folders the run
-    has in all, and `first` says whether that of its commits is among those that are here.
+    no commit says it; `nbytes` is what the run takes on the drives. `paths` is how many folders the run has in all, and
+    `first` says whether that of its commits is among those that are here.
     """
 
     folder: RunFolder
@@ -125,14 +142,15 @@ def _stored_run(run: FoundRun) -> StoredRun:
     folder = RunFolder(run.run_id, run.in_order)
     if 0 in run.roots and folder.commits.is_dir():
         os.listdir(folder.commits)  # a folder that cannot be read is not one without commits
+    read = _read_commits(folder)
     return StoredRun(
         folder=folder,
         paths=run.paths,
         first=0 in run.roots,
         ranks=len(_local_ranks(folder)),
-        parameters=_parameters(folder),
+        parameters=max((_parameters(manifest) for found in read.values() for manifest in found.manifests), default=0),
         nbytes=sum(_disk_bytes(file) for root in folder.roots for file in root.rglob("*")),
-        commits=tuple(_commits(folder)),
+        commits=tuple(_commits(folder, read)),
         owner=_owner(folder),
     )
 
@@ -151,13 +169,8 @@ def _local_ranks(folder: RunFolder) -> set[str]:
     return {file.name for root in folder.roots for file in root.glob("rank*.pages")}
 
 
-def _parameters(folder: RunFolder) -> int:
-    if not (folder.commits / description_name(0)).is_file():
-        return 0
-    try:
-        return sum(tensor.parameters for tensor in read_description(folder.commits, 0).tensors)
-    except CommitError:  # `verify` says so
-        return 0
+def _parameters(manifest: Manifest) -> int:
+    return sum(tensor.parameters for tensor in manifest.description.tensors)
 
 
 def _disk_bytes(file: Path) -> int:
@@ -174,27 +187,27 @@ def _length(file: Path) -> int:
         return 0
 
 
-def _commits(folder: RunFolder) -> Iterator[Commit]:
-    published = published_in(folder.commits)
-    groups: dict[tuple[int, int], list[Published]] = {}
-    for name in published:
-        groups.setdefault((name.step, name.world_size), []).append(name)
-    read = {key: _manifests(folder, names) for key, names in groups.items()}
+def _read_commits(folder: RunFolder) -> dict[CommitName, _Read]:
+    groups: dict[CommitName, list[Published]] = {}
+    for name in published_in(folder.commits):
+        groups.setdefault(name.commit, []).append(name)
+    return {commit: _Read(names, *_manifests(folder, names)) for commit, names in groups.items()}
+
+
+def _commits(folder: RunFolder, read: Mapping[CommitName, _Read]) -> Iterator[Commit]:
     named: Counter[tuple[int, Version]] = Counter()
-    for manifests, _ in read.values():
-        named.update((manifest.rank, version) for manifest in manifests for version in manifest.pages.values())
-    for (step, world_size), (manifests, problem) in read.items():
+    for found in read.values():
+        named.update((manifest.rank, version) for manifest in found.manifests for version in manifest.pages.values())
+    for commit, (names, manifests, problem) in read.items():
         if not manifests and not problem:  # a live run has removed it just now
             continue
-        names = groups[step, world_size]
-        if len(names) < world_size:
-            problem = f"{len(names)} of {world_size} ranks"
+        if len(names) < commit.world_size:
+            problem = f"{len(names)} of {commit.world_size} ranks"
         pages = [(manifest.rank, version) for manifest in manifests for version in manifest.pages.values()]
         states = sum(_length(folder.commits / manifest.state_file) for manifest in manifests)
         yield Commit(
-            step=step,
+            name=commit,
             created=max((manifest.created for manifest in manifests), default=0.0),
-            world_size=world_size,
             manifests={name.rank: folder.commits / name.file_name for name in names},
             nbytes=states + sum(version.extent.length for _, version in pages),
             own_bytes=states + sum(version.extent.length for rank, version in pages if named[rank, version] == 1),
@@ -213,6 +226,14 @@ def _manifests(folder: RunFolder, names: Sequence[Published]) -> tuple[list[Mani
             if file.exists():
                 problem = str(error)
     return found, problem
+
+
+class _Read(NamedTuple):
+    """What can be read of a commit: names and manifests that are here, and why another cannot be read."""
+
+    names: list[Published]
+    manifests: list[Manifest]
+    problem: str
 
 
 class Check:
@@ -329,6 +350,16 @@ def good_step(run: StoredRun, bad: Sequence[BadPage]) -> int | None:
     return max((commit.step for commit in run.usable if commit.step not in spoilt), default=None)
 
 
+def incomplete(run: StoredRun) -> list[Commit]:
+    """Return what not all ranks have published, where all ranks are here; else other nodes may have the rest."""
+    return [c for c in run.commits if len(c.manifests) < c.world_size and _all_local(run, c.world_size)]
+
+
+def without_manifest(run: StoredRun) -> list[Path]:
+    """Return the state files of commits that are none, of a run that has ended."""
+    return [] if run.owner else left_over(run.folder.commits, published_in(run.folder.commits))
+
+
 def remove(run: StoredRun) -> None:
     """Remove a run from its folders, commits first; to be called where nothing starts (`no_starts`).
 
@@ -407,8 +438,8 @@ def waste(paths: Sequence[Path]) -> list[Waste]:
 def _waste_of(run: StoredRun) -> Iterator[Waste]:
     folder = run.folder.commits
     published = published_in(folder)
-    complete = set(complete_steps(published))
-    partial = [commit for commit in run.commits if commit.step not in complete]
+    complete = set(complete_commits(published))
+    partial = [commit for commit in run.commits if commit.name not in complete]
     if not complete and all(_all_local(run, commit.world_size) for commit in partial):
         yield Waste(what="run without a commit", run=run, files=(), nbytes=run.nbytes)
         return
@@ -424,19 +455,8 @@ def _waste_of(run: StoredRun) -> Iterator[Waste]:
     drafts = (file for root in run.folder.roots for file in root.glob(f".{MARKER_NAME}.*"))
     for file in sorted([*folder.glob("*.tmp"), *drafts]):
         yield files("temporary file", file)
-    # A manifest that cannot be read may name any state file of its rank and step.
-    named, unknown = set(), set()
-    for name in published:
-        file = folder / name.file_name
-        if file in gone:
-            continue
-        try:
-            named.add(read_manifest(file).state_file)
-        except CommitError:
-            unknown.add(f"step{name.step:012d}.rank{name.rank:05d}")
-    for file in sorted(folder.glob("step*.safetensors")):
-        if file.name not in named and ".".join(file.name.split(".")[:2]) not in unknown:
-            yield files("state file of no commit", file)
+    for file in left_over(folder, [name for name in published if folder / name.file_name not in gone]):
+        yield files("state file of no commit", file)
 
 
 def _all_local(run: StoredRun, world_size: int) -> bool:

@@ -107,10 +107,10 @@ def scrub(
 
 def _check(doing: str, runs: list[StoredRun], paths: list[Path], rate: int, *, json: bool) -> bool:
     """Read what the commits of the runs name, report, and return whether something is bad."""
-    from infinity_tools.runs import Check, good_step
+    from infinity_tools.runs import Check, good_step, incomplete, without_manifest
 
     console = Console(highlight=False)
-    pages, bad_pages = 0, []
+    pages, bad_pages, partial, unusable = 0, [], [], False
     for run in runs:
         check = Check(run)
         pages += check.pages
@@ -119,13 +119,24 @@ def _check(doing: str, runs: list[StoredRun], paths: list[Path], rate: int, *, j
             bad = check.run(lambda nbytes, bar=bar, task=task: bar.advance(task, nbytes), rate)  # type: ignore[misc]
         advice = _advice(run, bad, good_step(run, bad), paths)
         bad_pages += [{"run_id": run.run_id, **asdict(page), "advice": advice} for page in bad]
+        passed = incomplete(run)
+        partial += [{"run_id": run.run_id, "step": commit.step, "problem": commit.problem} for commit in passed]
+        none_left = bool(passed) and not run.usable and run.owner is None
+        unusable |= none_left
         if not json:
             _report(console, run, check.pages, bad, advice)
+            for commit in passed:
+                console.print(f"  step {commit.step}, {commit.problem}: this is no commit and is passed over")
+            for file in without_manifest(run):
+                console.print(f"  {file} has no manifest: what it was of is no commit", soft_wrap=True, markup=False)
+            if none_left and not bad:
+                console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
     if json:
-        typer.echo(json_format.dumps({"runs": [run.run_id for run in runs], "pages": pages, "bad": bad_pages}))
+        found = {"runs": [run.run_id for run in runs], "pages": pages, "bad": bad_pages, "incomplete": partial}
+        typer.echo(json_format.dumps(found))
     elif not runs:
         console.print(f"nothing to do in {', '.join(map(str, paths))}")
-    return bool(bad_pages)
+    return bool(bad_pages) or unusable
 
 
 def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Path]) -> str:
