@@ -9,7 +9,10 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 _TRIES = 100
 _CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a pipe would wait for its other end
@@ -71,18 +74,34 @@ def read_own(path: str | os.PathLike[str], limit: int) -> bytes:
     return _content(open_own(path, os.O_RDONLY), path, limit)
 
 
-def write_own(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace a file by one of mode 0600: it is there completely, or as before. Not flushed. Raises `OSError`."""
+@contextmanager
+def replacing(path: str | os.PathLike[str], mode: int) -> Iterator[BinaryIO]:
+    """Yield a new file that takes the name at the end: it is there completely, or as before. Not flushed.
+
+    Args:
+        path: whatever has that name is replaced and not followed.
+        mode: of the new file, less the umask.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     target = Path(path)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL, 0o600)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            yield file
         os.rename(draft, target)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()
         raise
+
+
+def write_own(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replace a file by one of mode 0600: it is there completely, or as before. Not flushed. Raises `OSError`."""
+    with replacing(path, 0o600) as file:
+        file.write(data)
 
 
 def own_folder(path: str | os.PathLike[str], *, parents: bool) -> None:

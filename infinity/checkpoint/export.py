@@ -89,8 +89,8 @@ def export_safetensors(
         advance: told the bytes of every parameter that was read.
 
     Raises:
-        ConfigError: the folder is not empty or cannot be written to; what is read back is something else; or config.json
-            is not that of the model.
+        ConfigError: the folder is not empty or cannot be written to, what is read back is something else, or
+            config.json is not that of the model.
         StorageError, CorruptPageError, CommitError: the commit cannot be read.
     """
     kept = Companions.of_run(reader.folder.commits)

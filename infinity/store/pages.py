@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,8 +59,10 @@ def read_version(file: Path, page: int, version: Version, name: str) -> memoryvi
 
 
 def _read(file: Path, offset: int, length: int) -> memoryview:
-    descriptor = os.open(file, os.O_RDONLY)
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe in its place is not waited for
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, "it is not a regular file")
         # What is cached is not what is stored, and it is not to push other things out of memory.
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
         data, done = memoryview(bytearray(length)), 0

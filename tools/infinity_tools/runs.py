@@ -30,7 +30,7 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.errors import CommitError, ConfigError, StorageError
 from infinity.store.folder import Owner, RunFolder, live_run, remove_stale_lock, stale_locks
-from infinity.store.marker import FoundRun, look_for_runs
+from infinity.store.marker import MARKER_NAME, FoundRun, look_for_runs
 from infinity.store.pages import Version, read_version
 
 _READERS = 4
@@ -452,7 +452,8 @@ def _waste_of(run: StoredRun) -> Iterator[Waste]:
         if _all_local(run, commit.world_size):
             gone.update(commit.manifests.values())
             yield files(f"commit of step {commit.step} of {commit.problem}", *commit.manifests.values())
-    for file in sorted(folder.glob("*.tmp")):
+    drafts = (file for root in run.folder.roots for file in root.glob(f".{MARKER_NAME}.*"))
+    for file in sorted([*folder.glob("*.tmp"), *drafts]):
         yield files("temporary file", file)
     for file in left_over(folder, [name for name in published if folder / name.file_name not in gone]):
         yield files("state file of no commit", file)
