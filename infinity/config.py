@@ -5,6 +5,7 @@ Every field carries its documentation; `docs/settings.md` is generated from here
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import tempfile
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from infinity.access import whose_folder
 from infinity.errors import ConfigError
 from infinity.units import KIB, MIB, parse_size
 
@@ -131,7 +133,9 @@ class TelemetryConfig:
 
     runtime_dir: str = _setting(
         "",
-        "Folder of the stats pages that `infinityd` reads. Empty: `infinity-runtime` in the system's temporary folder.",
+        "Folder of the stats pages that `infinityd` reads; the user's or root's, and nobody else's to write. Empty: "
+        "`infinity` in the folder that `XDG_RUNTIME_DIR` names, if that is the user's; else `infinity-<user id>` in "
+        "the system's temporary folder.",
     )
     timeline: str = _setting(
         "",
@@ -162,8 +166,14 @@ class Config:
 
 
 def runtime_dir(config: TelemetryConfig) -> Path:
-    """Return the folder of the stats pages."""
-    return Path(config.runtime_dir or Path(tempfile.gettempdir()) / "infinity-runtime")
+    """Return the folder of the stats pages, which whoever uses it makes and checks (`access.own_folder`)."""
+    if config.runtime_dir:
+        return Path(config.runtime_dir)
+    session = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    with contextlib.suppress(OSError):  # `su` leaves that of another user
+        if session.is_absolute() and session.lstat().st_uid == os.geteuid() and not whose_folder(session):
+            return session / "infinity"
+    return Path(tempfile.gettempdir()) / f"infinity-{os.geteuid()}"
 
 
 def load_config(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:

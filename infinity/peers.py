@@ -5,9 +5,10 @@ has ended, under NCCL until a watchdog's time-out. So every rank has one thread 
 
 [Note: how a failure travels] A rank that fails posts its reason in the store of the process group; the first one
 counts. One that is killed posts nothing: the ranks beside it hold a descriptor of its process, which tells at once that
-it has ended, and post for it; of one that closed in order before it ended, they find a note. Whoever finds a reason
-raises it from the next access to a page. A thread that is still in a collective then never reaches one, and a
-collective cannot be called back (gloo has no abort), so a process that has not closed after `GRACE_SECONDS` is ended.
+it has ended (where that is not allowed they look every second whether it is there), and post for it; of one that closed
+in order before it ended, they find a note. Whoever finds a reason raises it from the next access to a page. A thread
+that is still in a collective then never reaches one, and a collective cannot be called back (gloo has no abort), so a
+process that has not closed after `GRACE_SECONDS` is ended.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from infinity.errors import LostRankError, is_lost_connection
 from infinity.ranks import Ranks
+from infinity.telemetry.page import process_start
 
 _log = logging.getLogger("infinity")
 
@@ -54,12 +56,25 @@ class Peers:
         # A connection of its own, so that nobody waits for anybody; torch's type stubs lack it.
         self._store = group.get_group_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        places = ranks.collect((_node(), os.getpid(), secrets.token_hex(8)))
-        self._prefix = f"infinity/{places[0][2]}"
+        places = ranks.collect((_node(), os.getpid(), process_start(os.getpid()), secrets.token_hex(8)))
+        self._prefix = f"infinity/{places[0][3]}"
         self._processes: dict[int, tuple[int, int]] = {}
-        for rank, (node, pid, _) in enumerate(places):
+        """Descriptors of the processes of the other ranks of this node: (rank, process id)."""
+        self._watched: dict[int, tuple[int, int]] = {}
+        """Those of them of which there is none, by rank: (process id, when it started)."""
+        refused = ""
+        for rank, (node, pid, started, _) in enumerate(places):
             if node == _node() and rank != ranks.rank:
-                self._processes[os.pidfd_open(pid)] = (rank, pid)
+                try:
+                    self._processes[os.pidfd_open(pid)] = (rank, pid)
+                except OSError as error:  # a seccomp profile, an old kernel; or it has ended just now
+                    self._watched[rank] = (pid, started)
+                    refused = error.strerror or str(error)
+        if refused:
+            _log.warning(
+                "pidfd_open is refused (%s): whether other ranks of this node live is looked up in /proc every %.0f s",
+                refused, _LOOK_SECONDS,
+            )  # fmt: skip
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._leaving = False
@@ -112,6 +127,10 @@ class Peers:
                 else:
                     poll.unregister(descriptor)
                     ended.append(self._processes[descriptor])
+            for rank, (pid, started) in list(self._watched.items()):
+                if process_start(pid) != started:
+                    del self._watched[rank]
+                    ended.append((rank, pid))
 
         try:
             while not self._look(ended):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import logging
 import math
 import os
-import shutil
+import resource
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,21 @@ from infinity.checkpoint.commit import (
     choose_run,
     committed_buffers,
     find_commits,
+    list_commits,
     remove_commits,
     restore,
 )
 from infinity.checkpoint.companions import carry_companions, keep_companions
 from infinity.checkpoint.dcp import DcpFolder
-from infinity.checkpoint.description import RunDescription, TensorSpec, write_description
+from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
+from infinity.checkpoint.room import CommitRoom, commit_bytes
 from infinity.config import Config, check_config, load_config, runtime_dir
-from infinity.errors import ConfigError, StorageError, UnsupportedError
+from infinity.ending import end_all
+from infinity.errors import ConfigError, StallError, StorageError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment, ShardedModel
 from infinity.fsdp.content import ShardContent
@@ -62,7 +66,8 @@ from infinity.ranks import Ranks
 from infinity.schedule.pager import Pager
 from infinity.store.bandwidth import path_shares
 from infinity.store.extents import file_sizes, plan_slots, spread
-from infinity.store.folder import FolderLock, RunFolder, find_runs, new_run_id, reserve
+from infinity.store.folder import FolderLock, RunFolder, reserve
+from infinity.store.marker import look_for_runs, new_run_id, passed_over
 from infinity.store.pages import PageStore
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
@@ -147,8 +152,7 @@ def offload(
     try:
         paged = run.attach(sharded, optimizer, kernel, weights, strict, init)
     except BaseException as error:
-        run.peers.leave(error)
-        run.close(committed=run.resuming)
+        end_all(partial(run.peers.leave, error), partial(run.abandon, error), cause=error)
         raise
     _live_runs.add(paged)
     return paged
@@ -157,10 +161,11 @@ def offload(
 @atexit.register
 def _close_all() -> None:
     error = getattr(sys, "last_value", None)  # what ended the program, if that was an exception
-    for optimizer in list(_live_runs):
+    left = list(_live_runs)
+    for optimizer in left:
         if reason := optimizer.run.peers.explain(error):
             _log.error("%s", reason)
-        optimizer.close(error)
+    end_all(*(partial(optimizer.close, error) for optimizer in left), cause=error)
 
 
 def _check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -245,14 +250,28 @@ class _Run:
         shares: list[float],
         device: torch.device,
     ) -> None:
-        layout, paths = budget.layout, settings.storage.paths
+        layout, paths = budget.layout, [str(root.parent) for root in folder.roots]
         self.settings, self.ranks, self.layout, self.folder = settings, ranks, layout, folder
         self.resumed: ResumedState | None = None
         self.peers: Peers
         self._old = old
         self._lock, self._shares = lock, shares
+        self._commits = commits
         self._found = commits[-1] if commits else None
         self._closers: list[Callable[[], None]] = []
+        self._own: list[Callable[[], None]] = []
+        """What this object itself has opened, to be closed behind `_closers`, the latest first."""
+        self._stalled = False
+        """A device does not answer at the end: a write may still arrive, so neither memory nor folders are given up."""
+        try:
+            self._build(budget, commits, device, paths)
+        except BaseException as error:
+            end_all(*reversed(self._own), cause=error)
+            raise
+
+    def _build(self, budget: Budget, commits: list[Manifest], device: torch.device, paths: Sequence[str]) -> None:
+        """Reserve the space, allocate the arena, open engine, counters and files."""
+        settings, ranks, layout, folder, shares = self.settings, self.ranks, self.layout, self.folder, self._shares
         folder.create()
         homes = spread(layout.pages, shares)
         retained = settings.run.retained_commits
@@ -263,9 +282,12 @@ class _Run:
             reserve(file, size)
         self.files = files
         self.arena = Arena(budget.frames, layout.page_bytes, device=device)
+        self._own.append(self._close_arena)
         self.freed = FreedMemory()
         self.engine, _ = open_engine(settings.storage)
-        self.stats = _stats_page(settings, ranks, folder.run_id, self.engine.name)
+        self._own.append(self._close_engine)
+        self.stats = _stats_page(settings, ranks, folder.run_id, self.engine.name, paths)
+        self._own.insert(0, partial(self.stats.close, remove=True))
         self.timeline = _timeline(settings, ranks, layout)
         self.ledger = Ledger(self.stats, self.timeline)
         self.engine.register(self.arena.memory)
@@ -282,6 +304,7 @@ class _Run:
             committed={commit.step: commit.pages for commit in commits},
             retained=retained,
         )
+        self._own.append(self.store.close)
         self.pager = Pager(
             layout,
             self.arena,
@@ -299,39 +322,55 @@ class _Run:
     def open(cls, settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device) -> _Run:
         """Take the folders, find the commit to resume from, reserve space, allocate the arena.
 
-        Every stage is taken by all ranks together: where one fails, all fail, with its reason.
+        Every stage is taken by all ranks together: where one fails, all fail, with its reason. What was there before is
+        there still then, and nothing else.
         """
         paths, resume = settings.storage.paths, settings.run.resume
         old_paths = settings.run.resume_paths or paths
         run_id = choose_run(old_paths, resume, ranks) if resume else ranks.agree(new_run_id())
-        lock = ranks.together("taking the NVMe paths", lambda: FolderLock.acquire(paths, run_id, ranks.local_rank))
-        folder = RunFolder.of(paths, run_id)
-        with ExitStack() as undo:
-            undo.callback(lock.release)
+        undo: list[Callable[[], object]] = []
+
+        def take() -> FolderLock:
+            lock = FolderLock.acquire(paths, run_id, ranks.local_rank)
+            undo.append(lock.release)
+            return lock
+
+        try:
+            lock = ranks.together("taking the NVMe paths", take)
+            folder = RunFolder.of(paths, run_id)
             commits: list[Manifest] = []
             old: ReshardSource | None = None
             if resume:
                 roots = ranks.together("finding the run's folders", lambda: folders_of(old_paths, run_id, paths))
-                if lies_otherwise(roots, folder, budget.layout, ranks):
-                    step = settings.run.resume_step
-                    old = ReshardSource(ranks.together("reading the commit", lambda: CommitReader(roots, step)), ranks)
+                if {root.resolve() for root in roots.roots} == {root.resolve() for root in folder.roots}:
+                    folder = roots  # in the run's own order, whatever that of the settings is
+                there = list_commits(roots, ranks, settings.run.resume_step)
+                if lies_otherwise(roots, folder, there[-1], budget.layout, ranks):
+                    reader = ranks.together("reading the commit", lambda: CommitReader(roots, there[-1]))
+                    old = ReshardSource(reader, ranks)
                     folder = RunFolder.of(paths, ranks.agree(new_run_id()))
                     lock.name(folder.run_id)
             if resume and old is None:
-                commits = find_commits(folder, ranks, budget.layout, optimizer, settings.run.resume_step)
-                remove_commits(folder, ranks, keep=[commit.step for commit in commits])
+                commits = find_commits(folder, ranks, budget.layout, optimizer, there)
                 shares = list(commits[-1].weights)
             else:
-                undo.callback(folder.remove)
+                undo.append(partial(folder.remove_rank, ranks.rank, commits=ranks.local_rank == 0))
                 if ranks.local_rank == 0 and old is None:
                     _report_earlier_runs(paths)
                 shares = _agree_on_shares(settings, ranks)
-            run = ranks.together(
-                "opening the run", lambda: cls(settings, ranks, budget, folder, lock, commits, old, shares, device)
-            )
+
+            def build() -> _Run:
+                with _naming_limit():
+                    run = cls(settings, ranks, budget, folder, lock, commits, old, shares, device)
+                undo.append(run.end)
+                return run
+
+            run = ranks.together("opening the run", build)
             run.peers = Peers(ranks, run.pager.fail)
-            undo.pop_all()
             return run
+        except BaseException as error:
+            end_all(*reversed(undo), cause=error)
+            raise
 
     def attach(
         self,
@@ -367,6 +406,9 @@ class _Run:
         self._closers.append(content.close)
         initialiser = ModuleInitialiser(sharded.model, settings.run.seed, init)
         members = [member for unit in sharded.members for member in unit]
+        self._committer = self._make_committer(sharded, members, optimizer)
+        self._closers.append(self._committer.close)
+        self.ranks.together("reserving space for commits", self._committer.reserve)
         source: FirstValues | None = None
         if self._found is None:
             source = self.ranks.together(
@@ -380,20 +422,12 @@ class _Run:
             self.ranks.together("computing buffers", set_buffers)
         if source is not None:
             self._write_first_values(source, sharded, content)
-        described = RunDescription(
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            layout=layout,
-            tensors=tuple(map(_whole, members)),
-            buffers=private.persistent_buffers(sharded.model),
-        )
 
-        def describe() -> None:
-            write_description(self.folder.commits, described)
+        def keep_beside() -> None:
             if self.ranks.rank == 0 and self._found is None:
                 self._keep_companions(sharded.model, source)
 
-        self.ranks.together("describing the run", describe)
+        self.ranks.together("keeping what exports need", keep_beside)
         attachment = Attachment(
             sharded,
             content,
@@ -431,8 +465,11 @@ class _Run:
             state.scalars.update(self.resumed.scalars)
             kernel.restore_own(self.resumed.own)
             state.step = self.resumed.step
+        # Only now is anything changed of a run that was there before: its start has succeeded on every rank.
+        if self._found is not None:
+            keep = [manifest.name.commit for manifest in self._commits]
+            self.ranks.together("removing commits", lambda: remove_commits(self.folder, self.ranks, keep=keep))
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
-        self._committer = Committer(self.folder, self.ranks, layout, self.store, type(optimizer).__name__, self._shares)
         self._model, self._groups, self._kernel = sharded.model, optimizer.param_groups, kernel
         paged = PagedOptimizer(
             optimizer,
@@ -455,6 +492,19 @@ class _Run:
             self._begin_resharded(paged, self._old)
         self.ledger.restart_step()
         return paged
+
+    def _make_committer(
+        self, sharded: ShardedModel, members: list[Member], optimizer: torch.optim.Optimizer
+    ) -> Committer:
+        described = RunDescription(
+            layout=self.layout,
+            tensors=tuple(map(_whole, members)),
+            buffers=private.persistent_buffers(sharded.model),
+        )
+        file = self.folder.commits / f"rank{self.ranks.rank:05d}.room.tmp"
+        room = CommitRoom(file, commit_bytes(described, sharded.model, optimizer.param_groups))
+        name, commits = type(optimizer).__name__, self._commits
+        return Committer(self.folder, self.ranks, described, self.store, name, self._shares, commits, room)
 
     def _write_first_values(self, source: FirstValues, sharded: ShardedModel, content: ShardContent) -> None:
         def write() -> None:
@@ -527,31 +577,60 @@ class _Run:
             started, ended = ticket.submitted, ticket.completed
             self.timeline.moved(ticket.op.value, path, page.index, ticket.length, started, ended)
 
+    def end(self) -> None:
+        """Release files and memory; the folders stay, and stay locked. Raises what first went wrong."""
+        end_all(*self._closers, *reversed(self._own), self._write_timeline)
+
+    def abandon(self, error: BaseException) -> None:
+        """End a run that did not come to its start because of `error`: what it has made goes, what was there stays."""
+        end_all(self.end, partial(self._give_up, remove=not self.resuming), cause=error)
+
     def close(self, *, committed: bool) -> None:
-        """Release files, memory and lock; remove the run when nothing of it is to be kept."""
-        for closer in self._closers:
-            closer()
-        self.store.close()
-        self.engine.close()
-        self.arena.close()
-        self.stats.close(remove=True)
+        """Release files, memory and lock; remove the run when nothing of it is to be kept.
+
+        Raises:
+            StallError: a device does not answer; the folder stays locked until this process ends.
+        """
+        keep = self.settings.run.keep
+        remove = keep == "never" or (keep == "auto" and not committed)
+        end_all(self.end, partial(self._give_up, remove=remove))
+
+    def _give_up(self, *, remove: bool) -> None:
+        """Give the folders back, and what this rank has in them too if it is to be removed."""
+        if not self._stalled:
+            unmake = partial(self.folder.remove_rank, self.ranks.rank, commits=self.ranks.local_rank == 0)
+            end_all(*([unmake] if remove else []), self._lock.release)
+
+    def _close_engine(self) -> None:
+        try:
+            self.engine.close()
+        except StallError:
+            self._stalled = True
+            raise
+
+    def _close_arena(self) -> None:
+        if not self._stalled:
+            self.arena.close()
+
+    def _write_timeline(self) -> None:
         if self.timeline is not None:
             try:
                 self.timeline.write()
             except OSError as error:
                 _log.warning("no timeline in %s: %s", self.timeline.file, error.strerror)
-        keep = self.settings.run.keep
-        if keep == "never" or (keep == "auto" and not committed):
-            for file in self.files:
-                file.unlink(missing_ok=True)
-            if self.ranks.local_rank == 0:
-                shutil.rmtree(self.folder.commits, ignore_errors=True)
-            for root in self.folder.roots:
-                try:
-                    root.rmdir()
-                except OSError:  # another rank of this node is not done yet, and removes it then
-                    continue
-        self._lock.release()
+
+
+@contextmanager
+def _naming_limit() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise ConfigError(
+            f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open, which is too few; "
+            "raise the limit (ulimit -n)"
+        ) from error
 
 
 def _idle_cores(ranks: Ranks) -> int:
@@ -582,16 +661,21 @@ def _whole(member: Member) -> TensorSpec:
 
 
 def _report_earlier_runs(paths: tuple[str, ...]) -> None:
-    runs = find_runs(paths)
+    try:
+        runs, passed = look_for_runs(paths)
+        files = [file for run in runs for root in run.in_order for file in root.glob("*.pages")]
+        size = sum(file.stat().st_blocks * 512 for file in files)
+    except OSError as error:
+        _log.warning("earlier runs in %s cannot be looked at: %s", ", ".join(paths), error.strerror)
+        return
     if runs:
-        size = sum(
-            file.stat().st_blocks * 512 for path in paths for run in runs for file in (Path(path) / run).glob("*.pages")
-        )
         _log.warning(
             "%s holds %d earlier runs (%s): %s; resume with run.resume = \"latest\", or free the space with "
             "`infinity store rm`",
-            ", ".join(paths), len(runs), format_size(size), ", ".join(runs),
+            ", ".join(paths), len(runs), format_size(size), ", ".join(run.run_id for run in runs),
         )  # fmt: skip
+    if passed:
+        _log.warning("%s", passed_over(passed))
 
 
 def _agree_on_shares(settings: Config, ranks: Ranks) -> list[float]:
@@ -611,9 +695,9 @@ def _timeline(settings: Config, ranks: Ranks, layout: Layout) -> Timeline | None
     return Timeline(Path(wanted.timeline), rank=ranks.rank, limit=wanted.timeline_events, page_name=layout.page_name)
 
 
-def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str) -> Stats:
+def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folders: Sequence[str]) -> Stats:
     """Make the rank's stats page; without a usable folder, one that only this process sees: training goes on."""
-    paths = [str(Path(path).resolve()) for path in settings.storage.paths]
+    paths = [str(Path(path).resolve()) for path in folders]
     create = partial(
         Stats.create,
         run_id=run_id,

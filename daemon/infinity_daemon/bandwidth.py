@@ -6,15 +6,12 @@ import asyncio
 import json
 import logging
 import math
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-import aiofiles
-import aiofiles.os
-
+from infinity.access import read_own, write_own
 from infinity.errors import ConfigError
 from infinity_daemon.drives import Drive
 from infinity_daemon.log import event
@@ -48,12 +45,11 @@ class BandwidthProfile:
     async def load(self) -> None:
         """Read the file; one that is missing or malformed leaves the profile empty, and is said."""
         try:
-            async with aiofiles.open(self._file, "rb") as file:
-                tree = json.loads(await file.read(_MAX_FILE))
+            tree = json.loads(await asyncio.to_thread(read_own, self._file, _MAX_FILE))
             self._known = {str(name): _bandwidth(entry) for name, entry in tree["drives"].items()}
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             event(logging.WARNING, "bandwidth.unreadable", file=self._file, reason=error)
 
     async def record(self, drive: Drive, *, read: float, write: float) -> Bandwidth:
@@ -73,10 +69,7 @@ class BandwidthProfile:
 
     async def _save(self) -> None:
         text = json.dumps({"drives": {name: asdict(entry) for name, entry in self._known.items()}}, indent=1)
-        draft = self._file.with_name(f".{FILE_NAME}.{os.getpid()}")
-        async with aiofiles.open(draft, "w", opener=_private) as file:
-            await file.write(text + "\n")
-        await aiofiles.os.replace(draft, self._file)
+        await asyncio.to_thread(write_own, self._file, f"{text}\n".encode())
 
 
 def _bandwidth(entry: dict[str, object]) -> Bandwidth:
@@ -85,7 +78,3 @@ def _bandwidth(entry: dict[str, object]) -> Bandwidth:
     if len(checked) != 3 or not all(0 < value < math.inf for value in checked.values()):
         raise ValueError(f"{entry!r:.200} is no bandwidth")
     return Bandwidth(**checked)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

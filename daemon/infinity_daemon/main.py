@@ -10,6 +10,7 @@ import typer
 
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import InfinityError
+from infinity.telemetry.exporter import LOOPBACK
 from infinity_daemon.log import start_logging
 from infinity_daemon.service import SOCKET_NAME, Options, run
 
@@ -20,7 +21,7 @@ def _daemon(
         typer.Option("--runtime-dir", help="Folder of the stats pages; default as telemetry.runtime_dir."),
     ] = "",
     port: Annotated[int, typer.Option(help="TCP port of /metrics and /healthz; 0 takes any.")] = 9470,
-    host: Annotated[str, typer.Option(help="Address to listen on; empty means all.")] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on, without authentication; 0.0.0.0 is all.")] = LOOPBACK,
     device_path: Annotated[
         list[str] | None,
         typer.Option(help="Folder on an NVMe drive to report; may be repeated. Those of live ranks are found."),

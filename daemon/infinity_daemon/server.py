@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
+from infinity.access import open_own, trusted
 from infinity.errors import ConfigError, FolderBusyError
 from infinity.telemetry.page import process_start
 from infinity.units import KIB
@@ -104,7 +105,7 @@ class SocketServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
         pid, uid = peer_of(writer.get_extra_info("socket"))
-        if uid not in (0, os.getuid()):
+        if not trusted(uid):
             event(logging.WARNING, "client.refused", uid=uid, pid=pid)
             await self._send(writer, {"error": f"uid {uid} may not talk to this daemon"})
             return
@@ -159,9 +160,9 @@ def _claim(path: Path) -> int:
     """
     name = path.with_name(path.name + ".lock")
     try:
-        lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = open_own(name, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise ConfigError(f"socket {str(path)!r} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"socket {str(path)!r} cannot be made: {name.name}: {error.strerror}") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,6 +14,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
+from infinity.access import own_folder
 from infinity.errors import ConfigError
 from infinity.telemetry.exporter import serve_registry
 from infinity_daemon.bandwidth import BandwidthProfile
@@ -99,8 +100,10 @@ async def _sweep_until(stop: asyncio.Event, pages: Pages, ledger: Ledger, server
 
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_folder(folder, parents=True)
     except OSError as error:
-        raise ConfigError(f"runtime folder {str(folder)!r} cannot be made: {error.strerror}") from error
+        raise ConfigError(
+            f"runtime folder {str(folder)!r} cannot be used: {error.strerror}; choose another --runtime-dir"
+        ) from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"runtime folder {str(folder)!r} is not yours to write; choose another --runtime-dir")

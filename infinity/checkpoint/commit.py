@@ -3,16 +3,18 @@
 [Note: the publish protocol] The pages are already in free extents; a commit flushes what is modified, calls
 fdatasync, and writes the manifest under a temporary name, flushed and renamed. Only when every rank has
 published are the versions of the oldest commit freed and its manifest removed. So at any instant there is
-a step that all ranks hold, and resuming takes the newest such step. A commit has one name, its step, and a
-step that is committed again replaces the commit that had that name.
+a commit that all ranks hold, and resuming takes the newest such commit. All ranks give a commit the same identity,
+which is in its files' names: a step that is committed again does not replace what was there before all have it.
+
+[Note: withdrawing] Where a commit fails on another rank, what this one has published is removed, for good, before
+a page of it is written over. A file system that refuses even that keeps those pages out of use.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,16 @@ from torch import nn
 
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint import state
-from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.description import RunDescription
+from infinity.checkpoint.durable import sync_folder, write_durably
+from infinity.checkpoint.manifest import CommitName, Manifest
+from infinity.checkpoint.room import CommitRoom
 from infinity.errors import CommitError
 from infinity.fsdp.first_values import ResumedState
 from infinity.layout import Layout, Role
 from infinity.ranks import Ranks
-from infinity.store.folder import RunFolder, find_runs
+from infinity.store.folder import RunFolder
+from infinity.store.marker import look_for_runs, passed_over
 from infinity.store.pages import PageStore, Version
 
 _log = logging.getLogger(__name__)
@@ -36,11 +42,34 @@ class Committer:
     """Publishes commits of one rank."""
 
     def __init__(
-        self, folder: RunFolder, ranks: Ranks, layout: Layout, store: PageStore, optimizer: str, weights: list[float]
+        self,
+        folder: RunFolder,
+        ranks: Ranks,
+        described: RunDescription,
+        store: PageStore,
+        optimizer: str,
+        weights: list[float],
+        found: Sequence[Manifest],
+        room: CommitRoom,
     ) -> None:
-        self._folder, self._ranks, self._layout, self._store = folder, ranks, layout, store
+        self._folder, self._ranks, self._described, self._store = folder, ranks, described, store
+        self._room = room
         self._optimizer, self._weights = optimizer, weights
-        self._pages = [page.index for page in layout.pages if page.role is not Role.GRAD]
+        self._pages = [page.index for page in described.layout.pages if page.role is not Role.GRAD]
+        self._commits = {manifest.step: manifest.name.commit for manifest in found}  # those that are kept, by step
+
+    def reserve(self) -> None:
+        """Hold space for the files of the commits to come. Raises `BudgetError` or `StorageError`."""
+        self._room.reserve(self._to_come)
+
+    @property
+    def _to_come(self) -> int:
+        """Commits for which there is to be space: those that are kept, and one more that is being written."""
+        return max(1, self._store.retained + 1 - len(self._commits))
+
+    def close(self) -> None:
+        """Give back what is held. Raises `OSError`."""
+        self._room.close()
 
     def publish(
         self,
@@ -58,65 +87,72 @@ class Committer:
             StorageError: a device refused.
             InfinityError: it failed on another rank. In all cases the commit before is intact.
         """
-        written: dict[int, Version] = {}
+        after = max((commit.identity for commit in self._commits.values()), default="")
+        commit = CommitName(step, self._ranks.agree(files.new_identity(after)), self._ranks.world_size)
+        versions = self._store.versions(self._pages)
 
         def write() -> None:
-            versions = self._store.versions(self._pages)
             data = state.save_tensors(model)
-            # A name of its own: a second commit of a step must not replace what the first one names.
-            state_file = f"step{step:012d}.rank{self._ranks.rank:05d}.{secrets.token_hex(4)}.safetensors"
             manifest = Manifest(
                 run_id=self._folder.run_id,
                 step=step,
+                identity=commit.identity,
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
                 created=time.time(),
-                layout=self._layout.fingerprint,
-                page_bytes=self._layout.page_bytes,
+                description=self._described,
                 optimizer=self._optimizer,
                 weights=self._weights,
                 pages=versions,
                 scalars=state.save_scalars(scalars),
                 groups=state.save_groups(groups),
                 random=state.save_random(),
-                state_file=state_file,
                 state_checksum=files.checksum_of(data),
                 extra=extra,
                 own=state.save_settings(own),
             )
             self._store.sync()
-            files.write_durably(self._folder.commits / state_file, data)
+            self._room.hold(self._to_come - 1)
+            write_durably(self._folder.commits / manifest.state_file, data)
             files.write_manifest(self._folder.commits, manifest)
-            written.update(versions)
+            self._room.took(len(data) + (self._folder.commits / manifest.file_name).stat().st_size)
 
         try:
             self._ranks.together(f"commit of step {step}", write)
         except BaseException:
-            self._withdraw(step, written)
+            self._withdraw(commit, versions)
             raise
         # Removed for good before a slot is free that it names: a manifest that comes back after a loss of power
         # must not be of pages that were written over.
-        remove_commits(self._folder, self._ranks, keep=self._store.retained_with(step))
-        self._store.adopt(step, written)
+        kept = {**self._commits, step: commit}
+        kept = {step: kept[step] for step in self._store.retained_with(step)}
+        remove_commits(self._folder, self._ranks, keep=kept.values())
+        self._commits = kept
+        self._store.adopt(step, versions)
+        self._room.hold(self._to_come)
 
-    def _withdraw(self, step: int, written: Mapping[int, Version]) -> None:
-        """Undo what this rank has published of a commit that failed elsewhere."""
-        if step not in self._store.commits:
-            name = files.Published(step, self._ranks.rank, self._ranks.world_size)
-            (self._folder.commits / name.file_name).unlink(missing_ok=True)
-        elif written:  # it replaced an earlier commit of this very step, whose pages say the same
-            self._store.adopt(step, written)
+    def _withdraw(self, commit: CommitName, versions: Mapping[int, Version]) -> None:
+        """Undo what this rank has published of a commit that failed elsewhere. [Note: withdrawing]"""
+        name = commit.of(self._ranks.rank)
+        try:
+            for file_name in (name.file_name, name.state_file):
+                (self._folder.commits / file_name).unlink(missing_ok=True)
+            sync_folder(self._folder.commits)
+            self._room.hold(self._to_come)
+        except OSError as error:
+            _log.warning("%s cannot be removed: %s; its pages are not used again", name.file_name, error.strerror)
+            self._store.keep(versions)
 
 
-def remove_commits(folder: RunFolder, ranks: Ranks, *, keep: Sequence[int]) -> None:
-    """Remove the commits of a rank, except those of the steps `keep`: manifests first, then the rest."""
-    names = [files.Published(step, ranks.rank, ranks.world_size).file_name for step in keep]
-    kept = {*names, *(files.read_manifest(folder.commits / name).state_file for name in names)}
+def remove_commits(folder: RunFolder, ranks: Ranks, *, keep: Iterable[CommitName]) -> None:
+    """Remove what a rank has published, except of the commits `keep`: manifests first, then the rest, for good."""
+    names = [commit.of(ranks.rank) for commit in keep]
+    kept = {*(name.file_name for name in names), *(name.state_file for name in names)}
     others = [file for file in folder.commits.glob(f"step*.rank{ranks.rank:05d}[.-]*") if file.name not in kept]
     for file in sorted(others, key=lambda file: file.suffix != ".json"):
         file.unlink(missing_ok=True)
     if others:
-        files.sync_folder(folder.commits)
+        sync_folder(folder.commits)
 
 
 def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
@@ -129,55 +165,88 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
         CommitError: there is none; the runs that have a commit are listed.
     """
 
-    def seen() -> dict[str, list[files.Published]]:
-        return {run_id: files.published_in(RunFolder.of(paths, run_id).commits) for run_id in find_runs(paths)}
+    def seen() -> tuple[dict[str, list[files.Published]], str]:
+        with files.using(Path(paths[0])):
+            runs, passed = look_for_runs(paths)
+            return {run.run_id: files.published_in(run.in_order[0] / "commits") for run in runs}, passed_over(passed)
 
     published: dict[str, set[files.Published]] = {}
-    for found in ranks.collect(ranks.together("looking for runs", seen)):
+    odd = ""
+    for found, passed in ranks.collect(ranks.together("looking for runs", seen)):
+        odd = odd or passed
         for run_id, names in found.items():
             published.setdefault(run_id, set()).update(names)
-    committed = sorted(run_id for run_id, names in published.items() if files.complete_steps(names))
+    committed = sorted(run_id for run_id, names in published.items() if files.complete_commits(names))
     if wanted == "latest" and committed:
         return committed[-1]
     if wanted in committed:
         return wanted
     listed = ", ".join(committed) or "none"
-    raise CommitError(f"no commit to resume from: {wanted!r} in {paths[0]} (runs with a commit: {listed})")
+    raise CommitError(
+        f"no commit to resume from: {wanted!r} in {', '.join(map(str, paths))} (runs with a commit: {listed})"
+        f"{'; ' * bool(odd)}{odd}"
+    )
 
 
-def find_commits(folder: RunFolder, ranks: Ranks, layout: Layout, optimizer: str, step: int) -> list[Manifest]:
-    """Return this rank's manifests of the commits up to the one to resume from, which is the last.
+def list_commits(folder: RunFolder, ranks: Ranks, step: int) -> list[CommitName]:
+    """Return the commits of a run up to the one to resume from, which is the last; one of every step, the newest.
 
-    Older ones are returned as far as they are good on all ranks: they are kept until the run commits again.
+    All ranks get the same list; what is not there on all of them is no commit, and is said.
 
     Args:
         step: of the commit to resume from; -1 is the newest that all ranks hold.
 
     Raises:
-        CommitError: there is none, it is malformed, belongs to another model or optimizer, or it was made by another
-            number of ranks.
+        CommitError: there is none.
     """
-    published = set[files.Published]().union(*ranks.collect(files.published_in(folder.commits)))
-    sizes = sorted({name.world_size for name in published})
-    if sizes and ranks.world_size not in sizes:
+    here = files.published_in(folder.commits)
+    published = set[files.Published]().union(*ranks.collect(here))
+    commits = files.complete_commits(published)
+    chosen = files.choose_commit(folder.run_id, commits, step)
+    if ranks.local_rank == 0:
+        for file in files.left_over(folder.commits, here):
+            _log.warning("%s is of no commit: it was cut off, or its manifest was lost; it is passed over", file)
+    if ranks.rank == 0:
+        for partial in sorted({name.commit for name in published} - set(commits)):
+            number = sum(name.commit == partial for name in published)
+            _log.warning(
+                "%s of run %s was published by %d of %d ranks: it is passed over",
+                partial, folder.run_id, number, partial.world_size,
+            )  # fmt: skip
+    return [*{commit.step: commit for commit in commits if commit.step < chosen.step}.values(), chosen]
+
+
+def find_commits(
+    folder: RunFolder, ranks: Ranks, layout: Layout, optimizer: str, commits: Sequence[CommitName]
+) -> list[Manifest]:
+    """Return this rank's manifests of the commits up to the one to resume from, which is the last.
+
+    Older ones are returned as far as they are good on all ranks: they are kept until the run commits again.
+
+    Args:
+        commits: what `list_commits` returned.
+
+    Raises:
+        CommitError: the last is malformed, belongs to another model or optimizer, or was made by another number of
+            ranks.
+    """
+    wanted = commits[-1]
+    if wanted.world_size != ranks.world_size:
         raise CommitError(
-            f"run {folder.run_id} was committed by {sizes[0]} ranks, this run has {ranks.world_size}; "
-            f"start it with {sizes[0]}"
+            f"run {folder.run_id} was committed by {wanted.world_size} ranks, this run has {ranks.world_size}; "
+            f"start it with {wanted.world_size}"
         )
-    steps = files.complete_steps(name for name in published if name.world_size == ranks.world_size)
-    step = files.choose_step(folder.run_id, steps, step)
 
-    def read(step: int) -> Manifest:
-        return files.read_manifest(folder.commits / files.Published(step, ranks.rank, ranks.world_size).file_name)
+    def read(commit: CommitName) -> Manifest:
+        manifest = files.read_manifest(folder.commits / commit.of(ranks.rank).file_name)
+        check_commit(manifest, layout, optimizer, folder)
+        return manifest
 
-    found = ranks.together(f"reading the commit of step {step}", lambda: read(step))
-    ranks.together("checking the commit", lambda: check_commit(found, layout, optimizer, folder))
-    older: dict[int, Manifest] = {}
-    for earlier in (earlier for earlier in steps if earlier < step):
+    found = ranks.together(f"reading the {wanted}", lambda: read(wanted))
+    older: dict[CommitName, Manifest] = {}
+    for earlier in commits[:-1]:
         try:
-            manifest = read(earlier)
-            check_commit(manifest, layout, optimizer, folder)
-            older[earlier] = manifest
+            older[earlier] = read(earlier)
         except CommitError as error:
             _log.warning("an earlier commit is not kept: %s", error)
     good = ranks.collect(set(older))
@@ -192,13 +261,13 @@ def check_commit(found: Manifest, layout: Layout, optimizer: str, folder: RunFol
         CommitError: it does not.
     """
     check_optimizer(found, optimizer)
-    if found.layout != layout.fingerprint:
+    if found.layout.fingerprint != layout.fingerprint:
         raise CommitError(
             f"the commit of step {found.step} of run {found.run_id} belongs to another model, optimizer or page size "
-            f"(layout {found.layout}, here {layout.fingerprint}); resume with the model, dtypes and optimizer it was "
-            "made with"
+            f"(layout {found.layout.fingerprint}, here {layout.fingerprint}); resume with the model, dtypes and "
+            "optimizer it was made with"
         )
-    files.check_pages(found, layout, folder)
+    files.check_pages(found, folder)
 
 
 def check_optimizer(found: Manifest, optimizer: str) -> None:

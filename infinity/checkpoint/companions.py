@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from infinity.checkpoint import transformers_names as names
-from infinity.checkpoint.manifest import sync_folder, write_durably
+from infinity.checkpoint.durable import sync_folder, write_durably
 from infinity.checkpoint.weight_files import WeightFiles, read_json
 
 _log = logging.getLogger(__name__)

@@ -23,13 +23,21 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_load_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from infinity.checkpoint.export import cut, new_folder
+from infinity.checkpoint.dcp_metadata import read_metadata
+from infinity.checkpoint.durable import NewFolder, sync_file
+from infinity.checkpoint.export import cut, digest_of
 from infinity.checkpoint.reader import CommitReader
-from infinity.errors import CommitError, ConfigError
+from infinity.errors import CommitError, ConfigError, InfinityError
 from infinity.fsdp import private
 from infinity.fsdp.content import torch_dtype
 from infinity.fsdp.first_values import FirstValues, Member, ResumedState, ValueOf, local_bounds
@@ -55,6 +63,7 @@ class DcpExport(DefaultSavePlanner):
         self._reader = reader
         self._sections: dict[str, tuple[int, str]] = {}
         self._advance: Callable[[int], None] = lambda _: None
+        self._written: dict[str, int] = {}  # digest of everything that was handed to the writer, by key
         self.set_up_planner(self._state())
         self._items: list[WriteItem] = sorted(self.create_local_plan().items, key=self._place)
 
@@ -92,7 +101,9 @@ class DcpExport(DefaultSavePlanner):
         return sum(map(_item_bytes, self._items))
 
     def write(self, folder: Path, *, file_bytes: int, advance: Callable[[int], None] = lambda _: None) -> list[Path]:
-        """Write the folder; memory is that of one file. The metadata, without which it does not load, comes last.
+        """Write the folder and compare what is read back; it is there when all of it is durable.
+
+        Memory is that of one file.
 
         Args:
             folder: new, or empty.
@@ -100,24 +111,58 @@ class DcpExport(DefaultSavePlanner):
             advance: told the bytes of every tensor that was read.
 
         Raises:
-            ConfigError: the folder is not empty or cannot be written to.
+            ConfigError: the folder is not empty or cannot be written to, or what is read back is something else.
             StorageError, CorruptPageError, CommitError: the commit cannot be read.
         """
-        new_folder(folder)
         self._advance = advance
         # The writer holds all tensors of a file until it is written, and has one file per rank. So the files are
         # those of as many ranks as are needed, one after the other.
         files = cut([_item_bytes(item) for item in self._items], file_bytes)
         plans = [replace(self.plan, items=[self._items[position] for position in file]) for file in files]
-        writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
-        try:
-            writer.set_up_storage_writer(True)
-            plans, metadata = self.create_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-            results = [writer.write_data(plan, self).wait() for plan in writer.prepare_global_plan(plans)]
-            writer.finish(metadata, results)
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
-        return sorted(folder.iterdir())
+        new = NewFolder(folder, self.nbytes)
+        with new as partial:
+            writer = _Writer(partial, new.folder)
+            try:
+                writer.set_up_storage_writer(True)
+                plans, metadata = self.create_global_plan([writer.prepare_local_plan(plan) for plan in plans])
+                results = [writer.write_data(plan, self).wait() for plan in writer.prepare_global_plan(plans)]
+                writer.finish(metadata, results)
+                self._compare(partial)
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, InfinityError):
+                    raise
+                # torch says of a full drive that the position in the file is unexpected
+                raise ConfigError(f"{folder} cannot be written: {_reason(error)}") from error
+            names = sorted(file.name for file in partial.iterdir())
+        return [folder / name for name in names]
+
+    def _compare(self, folder: Path) -> None:
+        """Check that what a reader finds on the drive is what was handed to the writer.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        for file in folder.iterdir():
+            sync_file(file)
+        reader, metadata = open_checkpoint(folder)
+        for key, stored in metadata.state_dict_metadata.items():
+            target = None
+            if isinstance(stored, TensorStorageMetadata):
+                target = torch.empty(stored.size, dtype=stored.properties.dtype)
+            into = _Into(target)
+            failure: Exception | None = None
+            try:
+                reader.read_data(create_default_local_load_plan({key: target}, metadata), into).wait()
+            except Exception as error:  # what torch raises for a damaged file is not one kind
+                failure = error
+            if failure or digest_of(into.target if target is not None else into.content) != self._written[key]:
+                raise ConfigError(f"{key} in {folder} is not what was written; look after that drive") from failure
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | BytesIO:
+        """Return what is to be written, and note what it is."""
+        data = super().resolve_data(write_item)
+        self._written[write_item.index.fqn] = digest_of(data)
+        return data
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what is to be written under a key, read from the pages now."""
@@ -135,17 +180,62 @@ def _item_bytes(item: WriteItem) -> int:
     return data.size.numel() * data.properties.dtype.itemsize if data is not None else 0
 
 
+class _Writer(FileSystemWriter):
+    """Writes one folder that is to stand elsewhere."""
+
+    def __init__(self, folder: Path, final: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)
+        self._final = final
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return what the metadata say of the place."""
+        return StorageMeta(checkpoint_id=str(self._final), save_id=self.save_id)
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a folder could not be written, as the file system has said it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.strerror:
+            return seen.strerror
+        seen = seen.__cause__ or seen.__context__
+    return str(error)
+
+
+def open_checkpoint(folder: Path) -> tuple[FileSystemReader, Metadata]:
+    """Return what reads a folder, and its metadata.
+
+    Raises:
+        CommitError: they cannot be read, or a file is missing.
+    """
+    file = folder / _METADATA
+    try:
+        metadata = read_metadata(file)
+        reader = FileSystemReader(folder)
+        reader.set_up_storage_reader(metadata, True)
+        for name in sorted({item.relative_path for item in metadata.storage_data.values()}):
+            if not (folder / name).is_file():
+                raise ValueError(f"it names {name}, which is no file")
+    except OSError as error:
+        raise CommitError(f"{file} cannot be read: {error.strerror}") from error
+    except Exception as error:  # what a malformed pickle raises is not one kind
+        raise CommitError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    return reader, metadata
+
+
 class _Into(DefaultLoadPlanner):
     """Reads one tensor, or plain data, of which no code is run."""
 
     def __init__(self, target: Any) -> None:
         super().__init__()
         self.target = target
+        self.content = BytesIO()
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.target  # type: ignore[no-any-return]
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        self.content = BytesIO(value.getvalue())
         self.target = torch.load(value, weights_only=True)
 
 
@@ -153,8 +243,7 @@ class DcpFolder(FirstValues):
     """A folder that `torch.distributed.checkpoint` wrote, by any number of ranks; each rank reads its slices.
 
     The model's state may be on its own or beside the optimizer's, under any name. Memory is that of one tensor as it
-    was saved, besides the slices that are asked for. As with `dcp.load`, the folder must be one that you trust: its
-    metadata is a pickle.
+    was saved, besides the slices that are asked for. Nothing that the folder says is run (`dcp_metadata`).
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -164,15 +253,12 @@ class DcpFolder(FirstValues):
             CommitError: it cannot be read.
         """
         self._folder = Path(folder)
-        self._reader = FileSystemReader(folder)
-        try:
-            self._metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(self._metadata, True)
-            self._stored: Mapping[str, Any] = self._metadata.state_dict_metadata
-            paths: Mapping[str, Sequence[Any]] = self._metadata.planner_data or {key: (key,) for key in self._stored}
-            self._paths = {key: tuple(map(str, paths[key])) for key in self._stored}
-        except Exception as error:
-            raise CommitError(f"{self._folder / _METADATA} cannot be read: {type(error).__name__}: {error}") from error
+        self._reader, self._metadata = open_checkpoint(self._folder)
+        self._stored: Mapping[str, Any] = self._metadata.state_dict_metadata
+        paths: Mapping[str, Sequence[Any]] = self._metadata.planner_data or {key: (key,) for key in self._stored}
+        if missing := self._stored.keys() - paths.keys():
+            raise CommitError(f"{self._folder / _METADATA} cannot be read: it does not say what {min(missing)} is")
+        self._paths = {key: tuple(map(str, paths[key])) for key in self._stored}
         self._model = ""  # what stands before the names of the model's state, and of the optimizer's
         self._optim: str | None = None
         self._settings: list[dict[str, str]] = []  # for every group here, keys of its settings

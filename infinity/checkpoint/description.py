@@ -1,23 +1,22 @@
-"""What the pages of a run hold, written beside its commits: enough to read them without the model.
+"""What the pages of a rank hold, a part of every manifest: enough to read them without the model.
 
-docs/on-disk-format.md describes the file.
+docs/on-disk-format.md describes the fields.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
-from infinity.checkpoint.manifest import read_checked, write_checked
 from infinity.checkpoint.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 from infinity.layout import (
     ENCODINGS,
     HALVES,
     ITEMSIZE,
     MASTER,
-    PAGE_ALIGNMENT,
     RANGE_ALIGNMENT,
     Layout,
     ShardSpec,
@@ -38,10 +37,7 @@ def _shard(value: Any) -> dict[str, Any]:
     return found
 
 
-_BODY = record(
-    rank=integer(0),
-    world_size=integer(1),
-    page_bytes=integer(PAGE_ALIGNMENT, 1 << 40, multiple=PAGE_ALIGNMENT),
+DESCRIPTION = record(
     units=sequence(
         record(
             name=text(),
@@ -112,63 +108,42 @@ class RunDescription:
     `buffers` are the names of the model's persistent buffers, whose values are in the state files.
     """
 
-    rank: int
-    world_size: int
     layout: Layout
     tensors: tuple[TensorSpec, ...]
     buffers: tuple[str, ...]
 
-
-def description_name(rank: int) -> str:
-    """Return the file name of a description."""
-    return f"layout.rank{rank:05d}.json"
-
-
-def write_description(folder: Path, described: RunDescription) -> None:
-    """Write a description into a run's folder of commits, durably."""
-    layout = described.layout
-    formats = {
-        layout.shards[shard].spec.segment_key: asdict(segment.format)
-        for segment in layout.segments
-        for shard in segment.shards
-    }
-    write_checked(
-        folder / description_name(described.rank),
-        {
-            "rank": described.rank,
-            "world_size": described.world_size,
-            "page_bytes": layout.page_bytes,
+    @cached_property
+    def plain(self) -> dict[str, Any]:
+        """The description as JSON has it, but for the size of a page."""
+        layout = self.layout
+        formats = {
+            layout.shards[shard].spec.segment_key: asdict(segment.format)
+            for segment in layout.segments
+            for shard in segment.shards
+        }
+        return {
             "units": [unit.tree for unit in layout.units],
             "formats": formats,
-            "tensors": [asdict(tensor) for tensor in described.tensors],
-            "buffers": described.buffers,
-        },
-    )
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "buffers": self.buffers,
+        }
 
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any], page_bytes: int) -> RunDescription:
+        """Return the description of what `DESCRIPTION` let through.
 
-def read_description(folder: Path, rank: int) -> RunDescription:
-    """Read and check a description.
-
-    Raises:
-        CommitError: it is missing, malformed, or does not match its checksum.
-    """
-
-    def decode(body: Any) -> RunDescription:
-        values = _BODY(body)
+        Raises:
+            ValueError: it contradicts itself, or is of more than can be.
+        """
         units = tuple(
             UnitSpec(name=unit["name"], shards=tuple(ShardSpec(**shard) for shard in unit["shards"]))
-            for unit in values.pop("units")
+            for unit in values["units"]
         )
-        formats = {key: StateFormat(**fmt) for key, fmt in values.pop("formats").items()}
-        page_bytes = values.pop("page_bytes")
+        formats = {key: StateFormat(**fmt) for key, fmt in values["formats"].items()}
         _check_layout(units, formats, page_bytes)
-        tensors = tuple(TensorSpec(**tensor) for tensor in values.pop("tensors"))
+        tensors = tuple(TensorSpec(**tensor) for tensor in values["tensors"])
         _check_tensors(tensors, [shard for unit in units for shard in unit.shards])
-        if not values["rank"] == rank < values["world_size"]:
-            raise ValueError(f"it is of rank {values['rank']} of {values['world_size']}")
-        return RunDescription(**values, layout=build_layout(units, formats, page_bytes), tensors=tensors)
-
-    return read_checked(folder / description_name(rank), decode)
+        return cls(layout=build_layout(units, formats, page_bytes), tensors=tensors, buffers=values["buffers"])
 
 
 def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], page_bytes: int) -> None:

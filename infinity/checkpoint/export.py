@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from infinity.checkpoint import transformers_names as names
 from infinity.checkpoint.companions import CONFIG, Companions, companion_files
-from infinity.checkpoint.manifest import write_durably
+from infinity.checkpoint.durable import NewFolder, sync_file
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.transformers_names import Conversion
 from infinity.checkpoint.weight_files import INDEX, SINGLE
@@ -20,18 +23,30 @@ from infinity.errors import ConfigError
 from infinity.fsdp import private
 
 
-def new_folder(folder: Path) -> None:
-    """Make a folder, or take an empty one.
+def digest_of(value: torch.Tensor | BytesIO) -> int:
+    """Return a digest of the bytes of a tensor on the CPU, or of a file in memory."""
+    if isinstance(value, BytesIO):
+        return int(xxhash.xxh3_64_intdigest(value.getbuffer()))
+    return int(xxhash.xxh3_64_intdigest(value.contiguous().reshape(-1).view(torch.uint8).numpy().data))
+
+
+def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Write a file of safetensors, and compare what is on the drive with what was written.
 
     Raises:
-        ConfigError: it is not empty or cannot be made.
+        ConfigError: it cannot be written, or is something else.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty; name a new folder")
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+        sync_file(file)
+        with safe_open(file, framework="pt") as found:
+            good = found.keys() == sorted(tensors) and all(
+                digest_of(found.get_tensor(name)) == digest_of(value) for name, value in tensors.items()
+            )
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    if not good:
+        raise ConfigError(f"{file} is not what was written; look after that drive")
 
 
 def cut(sizes: Sequence[int], most: int) -> list[list[int]]:
@@ -62,7 +77,7 @@ def export_safetensors(
     Tensors have the names and shapes that `save_pretrained` of the model in config.json gives them: what transformers
     renames, fuses or splits when it loads is undone, and a tied parameter is written once. Without a config.json, or
     where it is not of a class of transformers, they are those of the model. Memory is that of one file and of what one
-    conversion takes and makes; the index, without which the folder does not load, and config.json are written last.
+    conversion takes and makes. Every file is read back and compared; the folder is there when all of it is durable.
 
     Args:
         folder: new, or empty.
@@ -74,39 +89,62 @@ def export_safetensors(
         advance: told the bytes of every parameter that was read.
 
     Raises:
-        ConfigError: the folder is not empty or cannot be written to; config.json is not that of the model.
+        ConfigError: the folder is not empty or cannot be written to, what is read back is something else, or
+            config.json is not that of the model.
         StorageError, CorruptPageError, CommitError: the commit cannot be read.
     """
     kept = Companions.of_run(reader.folder.commits)
     config = kept.config if config is None else config
     beside = kept.files if companions is None else tuple(companion_files(companions))
     outgoing = _Outgoing(reader, config, kept.loaded_from, dtype, advance)
-    new_folder(folder)
+    with NewFolder(folder, sum(tensor.nbytes for _, _, tensor in outgoing.tensors)) as partial:
+        written = _write_safetensors(outgoing, partial, config, beside, dtype, file_bytes)
+    return [folder / file.name for file in written]
+
+
+def _write_safetensors(
+    outgoing: _Outgoing,
+    folder: Path,
+    config: Mapping[str, Any] | None,
+    beside: Sequence[Path],
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> list[Path]:
+    """Write the files; what is needed to load several comes last."""
     groups = cut([tensor.nbytes for _, _, tensor in outgoing.tensors], file_bytes)
     weight_map: dict[str, str] = {}
     written: list[Path] = []
     for number, group in enumerate(groups, 1):
         name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         tensors = dict(outgoing.read(index) for index in group)
-        try:
-            save_file(tensors, folder / name, metadata={"format": "pt"})
-        except OSError as error:
-            raise ConfigError(f"{folder / name} cannot be written: {error.strerror}") from error
+        _save(tensors, folder / name)
         weight_map.update(dict.fromkeys(tensors, name))
         written.append(folder / name)
     for file in beside:
-        write_durably(folder / file.name, file.read_bytes())
+        _write(folder / file.name, file.read_bytes())
         written.append(folder / file.name)
     if config is not None:
         config = {**config, "dtype": str(dtype).removeprefix("torch.")} if dtype is not None else config
-        write_durably(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+        _write(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
         written.append(folder / CONFIG)
     if len(groups) > 1:
         total = sum(tensor.nbytes for _, _, tensor in outgoing.tensors)
         index_tree = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_durably(folder / INDEX, (json.dumps(index_tree, indent=2) + "\n").encode())
+        _write(folder / INDEX, (json.dumps(index_tree, indent=2) + "\n").encode())
         written.append(folder / INDEX)
     return written
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Write a file, and compare what is on the drive with it. Raises `ConfigError`."""
+    try:
+        file.write_bytes(data)
+        sync_file(file)
+        good = file.read_bytes() == data
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
+    if not good:
+        raise ConfigError(f"{file} is not what was written; look after that drive")
 
 
 class _Outgoing:

@@ -1,4 +1,8 @@
-"""The manifest of a commit: one JSON file per rank, docs/on-disk-format.md is its description.
+"""The manifest of a commit: one JSON file per rank, all that is needed to read its pages; docs/on-disk-format.md.
+
+[Note: the identity of a commit] Every commit has an identity of its own, which all its ranks have in the names of their
+files and in their manifests. A step that is committed again, or on another branch of the run, is another commit: ranks
+of one are never taken for ranks of the other, and none is replaced before all ranks have published the one after it.
 
 A reader assumes nothing: every field is checked against `_BODY`, the fields against each other and the name of the
 file, the extents against the layout and the data files. Whatever is wrong is a `CommitError` that names the file.
@@ -7,19 +11,23 @@ file, the extents against the layout and the data files. Whatever is wrong is a 
 from __future__ import annotations
 
 import json
-import os
 import re
+import secrets
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
 from infinity.checkpoint import schema
+from infinity.checkpoint.description import DESCRIPTION, RunDescription
+from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.schema import index, integer, number, record, row, sequence, setting, table, text
 from infinity.errors import CommitError
 from infinity.layout import PAGE_ALIGNMENT, Layout, Role
@@ -27,21 +35,21 @@ from infinity.store.extents import Extent
 from infinity.store.folder import RunFolder
 from infinity.store.pages import Version
 
-T = TypeVar("T")
-
-FORMAT = 1
-_NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})\.json", re.ASCII)
+FORMAT = 2
+_NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})(?:\.([0-9a-f]{24}))?\.json", re.ASCII)
 _CHECKSUM = text("[0-9a-f]{16}")
 _WORD = integer(0, (1 << 32) - 1)
 _ENVELOPE = record(checksum=_CHECKSUM, body=text())
 _BODY = record(
     run_id=text(),
     step=integer(0),
+    identity=text("[0-9a-f]{24}"),
     rank=integer(0),
     world_size=integer(1),
     created=number(0, 1 << 40),
     layout=_CHECKSUM,
-    page_bytes=integer(PAGE_ALIGNMENT, multiple=PAGE_ALIGNMENT),
+    page_bytes=integer(PAGE_ALIGNMENT, 1 << 40, multiple=PAGE_ALIGNMENT),
+    description=DESCRIPTION,
     optimizer=text(r"\S{1,200}"),
     weights=sequence(number(1e-30, 1e30), least=1),
     pages=table(
@@ -59,89 +67,163 @@ _BODY = record(
         python=row(integer(3, 3), row(*[_WORD] * 624, integer(0, 624)), schema.optional(number())),
         numpy=row(schema.one_of("MT19937"), integer(0, 624), integer(0, 1), number()),
     ),
-    state_file=text(r"step[0-9]{12,}\.rank[0-9]{5,}\.[0-9a-f]{8}\.safetensors"),
     state_checksum=_CHECKSUM,
     extra=table(text(), schema.anything),
     own=table(text(), setting),
 )
 
 
+@dataclass(frozen=True, order=True)
+class CommitName:
+    """What the manifests of one commit have in common; sorts by step, then by age."""
+
+    step: int
+    identity: str
+    world_size: int
+
+    def of(self, rank: int) -> Published:
+        """Return the name of the manifest of one rank."""
+        return Published(self.step, self.identity, self.world_size, rank)
+
+    def __str__(self) -> str:
+        return f"commit {self.identity} of step {self.step}"
+
+
+@dataclass(frozen=True, order=True)
+class Published:
+    """What the name of a manifest says: this rank has published its part of this commit.
+
+    `identity` is empty in names of format 1, which had none.
+    """
+
+    step: int
+    identity: str
+    world_size: int
+    rank: int
+
+    @property
+    def commit(self) -> CommitName:
+        """The commit."""
+        return CommitName(self.step, self.identity, self.world_size)
+
+    @property
+    def file_name(self) -> str:
+        """Name of the manifest."""
+        identity = f".{self.identity}" if self.identity else ""
+        return f"step{self.step:012d}.rank{self.rank:05d}-of-{self.world_size:05d}{identity}.json"
+
+    @property
+    def state_file(self) -> str:
+        """Name of the state file."""
+        return f"step{self.step:012d}.rank{self.rank:05d}.{self.identity}.safetensors"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything that a rank needs to continue, except the bytes of the pages.
 
-    `weights` are the shares of the paths, from which the slots follow; `pages` maps page index to version; `scalars`
-    shard index to the optimizer's scalars; `groups` are parameters and settings of the param groups; `random` the
-    states of Python's and NumPy's generators; the tensors (buffers, torch's generators) are in `state_file` beside
-    the manifest; `extra` is the user's own; `own` is what the optimizer counts on itself, left
-    out if there is nothing.
+    `identity` is that of the commit [Note: the identity of a commit]; `description` says what the pages hold; `weights`
+    are the shares of the paths, from which the slots follow; `pages` maps page index to version; `scalars` shard index
+    to the optimizer's scalars; `groups` are parameters and settings of the param groups; `random` the states of
+    Python's and NumPy's generators; the tensors (buffers, torch's generators) are in the state file beside the
+    manifest; `extra` is the user's own; `own` is what the optimizer counts on itself.
     """
 
     run_id: str
     step: int
+    identity: str
     rank: int
     world_size: int
     created: float
-    layout: str
-    page_bytes: int
+    description: RunDescription
     optimizer: str
     weights: Sequence[float]
     pages: dict[int, Version]
     scalars: dict[int, dict[str, Any]]
     groups: Sequence[dict[str, Any]]
     random: dict[str, Any]
-    state_file: str
     state_checksum: str
     extra: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def file_name(self) -> str:
-        """Name of the file."""
-        return Published(self.step, self.rank, self.world_size).file_name
-
-
-@dataclass(frozen=True, order=True)
-class Published:
-    """What the name of a manifest says: this rank has published this step."""
-
-    step: int
-    rank: int
-    world_size: int
+    def name(self) -> Published:
+        """What the name of the file says."""
+        return Published(self.step, self.identity, self.world_size, self.rank)
 
     @property
     def file_name(self) -> str:
         """Name of the file."""
-        return f"step{self.step:012d}.rank{self.rank:05d}-of-{self.world_size:05d}.json"
+        return self.name.file_name
+
+    @property
+    def state_file(self) -> str:
+        """Name of the state file beside it."""
+        return self.name.state_file
+
+    @property
+    def layout(self) -> Layout:
+        """Which bytes lie in which page."""
+        return self.description.layout
+
+
+def new_identity(after: str) -> str:
+    """Return an identity that no other commit has, and that sorts behind the one given; that may be empty.
+
+    The first half is the time in milliseconds, the second half is random.
+    """
+    now = max(time.time_ns() // 1_000_000, int(after[:12] or "0", 16) + 1)
+    return f"{now:012x}{secrets.randbits(48):012x}"
 
 
 def published_in(folder: Path) -> list[Published]:
     """Return what was published in a run's folder of commits, in order; other files are passed over."""
-    matches = ((file, _NAME.fullmatch(file.name)) for file in folder.glob("step*.json"))
-    names = ((file, Published(*map(int, match.groups()))) for file, match in matches if match)
-    return sorted(name for file, name in names if name.rank < name.world_size and name.file_name == file.name)
+    found = []
+    for file in folder.glob("step*.json"):
+        if match := _NAME.fullmatch(file.name):
+            step, rank, world_size, identity = match.groups()
+            name = Published(int(step), identity or "", int(world_size), int(rank))
+            if name.rank < name.world_size and name.file_name == file.name:
+                found.append(name)
+    return sorted(found)
 
 
-def complete_steps(published: Iterable[Published]) -> list[int]:
-    """Return the steps that all their ranks have published, in order: only they are commits."""
-    ranks = Counter((name.step, name.world_size) for name in set(published))
-    return sorted({step for (step, world_size), number in ranks.items() if number == world_size})
-
-
-def choose_step(run_id: str, steps: list[int], wanted: int) -> int:
-    """Return the step to use of those that are committed.
+def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
+    """Return state files of commits of which no manifest is there: they were cut off, or a manifest was lost.
 
     Args:
-        steps: in order.
-        wanted: -1 is the newest.
+        folder: of the run's commits.
+        published: what is in it.
+    """
+    names = list(published)
+    known = {name.state_file for name in names}
+    # Names of format 1 do not say which state file is theirs.
+    unknown = {f"step{name.step:012d}.rank{name.rank:05d}" for name in names if not name.identity}
+    found = sorted(folder.glob("step*.safetensors"))
+    return [file for file in found if file.name not in known and ".".join(file.name.split(".")[:2]) not in unknown]
+
+
+def complete_commits(published: Iterable[Published]) -> list[CommitName]:
+    """Return the commits of which all ranks have published their part, in order: only they are commits."""
+    ranks = Counter(name.commit for name in set(published))
+    return sorted(commit for commit, number in ranks.items() if number == commit.world_size)
+
+
+def choose_commit(run_id: str, commits: Sequence[CommitName], step: int) -> CommitName:
+    """Return the newest commit, or the newest of a step.
+
+    Args:
+        commits: in order.
+        step: -1 is any.
 
     Raises:
         CommitError: it is not there; the steps that are there are listed.
     """
-    if steps and (wanted < 0 or wanted in steps):
-        return steps[-1] if wanted < 0 else wanted
-    what = f"commit of step {wanted}" if wanted >= 0 else "commit"
-    listed = ", ".join(map(str, steps)) or "none"
+    found = [commit for commit in commits if step in (-1, commit.step)]
+    if found:
+        return found[-1]
+    what = f"commit of step {step}" if step >= 0 else "commit"
+    listed = ", ".join(map(str, sorted({commit.step for commit in commits}))) or "none"
     raise CommitError(f"run {run_id} has no {what} of all its ranks (steps with a commit: {listed})")
 
 
@@ -153,41 +235,16 @@ def checksum_of(data: bytes) -> str:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Publish a manifest: it is there completely, or it is not there.
 
+    What was written is read back by the rules of `read_manifest` first.
+
     Raises:
+        CommitError: it is not what a reader would take.
         OSError: the file system refused.
     """
-    write_checked(folder / manifest.file_name, _encode(manifest))
-
-
-def write_checked(target: Path, tree: Mapping[str, Any]) -> None:
-    """Write plain data with its format and its checksum, durably."""
-    body = json.dumps({"format": FORMAT, **tree}, sort_keys=True, separators=(",", ":"))
-    write_durably(target, json.dumps({"checksum": checksum_of(body.encode()), "body": body}).encode())
-
-
-def write_durably(target: Path, data: bytes) -> None:
-    """Write a file under a temporary name, flush it, rename it, flush the folder."""
-    temporary = target.with_name(target.name + ".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(target.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed and removed in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    target = folder / manifest.file_name
+    body = json.dumps({"format": FORMAT, **_encode(manifest)}, sort_keys=True, separators=(",", ":"))
+    envelope = json.dumps({"checksum": checksum_of(body.encode()), "body": body})
+    write_durably(target, envelope.encode(), check=partial(_decode, target))
 
 
 def read_manifest(file: Path) -> Manifest:
@@ -196,41 +253,73 @@ def read_manifest(file: Path) -> Manifest:
     Raises:
         CommitError: it cannot be read, is malformed, or does not match its checksum or its name.
     """
+    with using(file):
+        content = _content(file)
+    return _decode(file, content)
 
-    def decode(body: Any) -> Manifest:
-        values = _BODY({"own": {}, **body} if isinstance(body, dict) else body)
-        pages = {page: Version(Extent(*place), int(digest, 16)) for page, (*place, digest) in values["pages"].items()}
-        manifest = Manifest(**{**values, "pages": pages})
+
+def _decode(file: Path, content: bytes) -> Manifest:
+    """Return the manifest that the content of a file is. Raises `CommitError`."""
+    with using(file):
+        outer = _ENVELOPE(_parse(content))
+        if checksum_of(outer["body"].encode()) != outer["checksum"]:
+            raise CommitError(f"{file} does not match its checksum; resume from another commit")
+        body = schema.table(schema.anything, schema.anything)(_parse(outer["body"]))
+        if (found := body.pop("format", None)) != FORMAT or type(found) is not int:
+            raise CommitError(
+                f"{file} has format {schema.brief(found)}, this version reads {FORMAT}; use the version that wrote it"
+            )
+        values = _BODY(body)
+        layout, page_bytes = values.pop("layout"), values.pop("page_bytes")
+        values["description"] = RunDescription.from_plain(values["description"], page_bytes)
+        values["pages"] = {
+            page: Version(Extent(*place), int(digest, 16)) for page, (*place, digest) in values["pages"].items()
+        }
+        manifest = Manifest(**values)
         _check_names(manifest, file)
+        if manifest.layout.fingerprint != layout:
+            raise ValueError(f"its description is of layout {manifest.layout.fingerprint}, its pages are of {layout}")
         _check_extents(manifest)
+        _check_indices(manifest)
         return manifest
-
-    return read_checked(file, decode)
 
 
 def _check_names(manifest: Manifest, file: Path) -> None:
     if manifest.rank >= manifest.world_size or manifest.file_name != file.name:
-        raise ValueError(f"it is of rank {manifest.rank} of {manifest.world_size} at step {manifest.step}")
+        raise ValueError(
+            f"it is of rank {manifest.rank} of {manifest.world_size} at step {manifest.step}, commit "
+            f"{manifest.identity}"
+        )
     if file.parent.parent.name != manifest.run_id:
         raise ValueError(f"it is of run {schema.brief(manifest.run_id)}")
-    if not manifest.state_file.startswith(f"step{manifest.step:012d}.rank{manifest.rank:05d}."):
-        raise ValueError(f"state_file: {manifest.state_file} is of another commit")
 
 
 def _check_extents(manifest: Manifest) -> None:
+    most = manifest.layout.page_bytes
     for page, (path, offset, length) in ((page, version.extent) for page, version in manifest.pages.items()):
-        if path >= len(manifest.weights) or length > manifest.page_bytes or offset + length > schema.MOST:
+        if path >= len(manifest.weights) or length > most or offset + length > schema.MOST:
             raise ValueError(f"page {page} cannot be {length} bytes at offset {offset} of path {path}")
     for (path, offset, length), after in pairwise(sorted(version.extent for version in manifest.pages.values())):
         if after.path == path and after.offset < offset + length:
             raise ValueError(f"two pages share the bytes at offset {after.offset} of path {path}")
 
 
-def check_pages(manifest: Manifest, layout: Layout, folder: RunFolder) -> None:
-    """Check that a commit has the pages of a layout, all of them and each of its size, within the run's data files.
+def _check_indices(manifest: Manifest) -> None:
+    """Check that a commit has the pages of its layout, all of them and each of its size, and no other parameters."""
+    layout = manifest.layout
+    expected = {page.index: page.nbytes for page in layout.pages if page.role is not Role.GRAD}
+    if {page: version.extent.length for page, version in manifest.pages.items()} != expected:
+        raise ValueError("its pages are not those of the run's layout")
+    grouped = (shard for group in manifest.groups for shard in group["params"])
+    if max((*manifest.scalars, *grouped), default=-1) >= len(layout.shards):
+        raise ValueError("its scalars or groups are of parameters that the layout lacks")
+
+
+def check_pages(manifest: Manifest, folder: RunFolder) -> None:
+    """Check that the pages of a commit are within the run's data files.
 
     Raises:
-        CommitError: it does not, or it lies on another number of paths; the file is named.
+        CommitError: they are not, or the commit lies on another number of paths; the file is named.
     """
     file = folder.commits / manifest.file_name
     if len(manifest.weights) != len(folder.roots):
@@ -238,12 +327,6 @@ def check_pages(manifest: Manifest, layout: Layout, folder: RunFolder) -> None:
             f"run {manifest.run_id} lies on {len(manifest.weights)} paths, {len(folder.roots)} were named; name them "
             "all, in the order of storage.paths"
         )
-    expected = {page.index: page.nbytes for page in layout.pages if page.role is not Role.GRAD}
-    if {page: version.extent.length for page, version in manifest.pages.items()} != expected:
-        raise CommitError(f"{file} is malformed: its pages are not those of the run's layout")
-    grouped = (shard for group in manifest.groups for shard in group["params"])
-    if max((*manifest.scalars, *grouped), default=-1) >= len(layout.shards):
-        raise CommitError(f"{file} is malformed: its scalars or groups are of parameters that the layout lacks")
     ends = [0] * len(folder.roots)
     for path, offset, length in (version.extent for version in manifest.pages.values()):
         ends[path] = max(ends[path], offset + length)
@@ -252,22 +335,6 @@ def check_pages(manifest: Manifest, layout: Layout, folder: RunFolder) -> None:
         size = data.stat().st_size if data.is_file() else 0
         if size < end:
             raise CommitError(f"{file} names {end} bytes of {data}, which has {size}")
-
-
-def read_checked(file: Path, decode: Callable[[Any], T]) -> T:
-    """Return what `decode` makes of the data that `write_checked` wrote; it raises `ValueError` if it cannot use it.
-
-    Raises:
-        CommitError: the file cannot be read, does not match its checksum, has another format or cannot be used.
-    """
-    with using(file):
-        outer = _ENVELOPE(_parse(_content(file)))
-        if checksum_of(outer["body"].encode()) != outer["checksum"]:
-            raise CommitError(f"{file} does not match its checksum; resume from another commit")
-        body = schema.table(schema.anything, schema.anything)(_parse(outer["body"]))
-        if (found := body.pop("format", None)) != FORMAT or type(found) is not int:
-            raise CommitError(f"{file} has format {schema.brief(found)}, this version reads {FORMAT}")
-        return decode(body)
 
 
 @contextmanager
@@ -316,7 +383,11 @@ def _encode(manifest: Manifest) -> dict[str, Any]:
     pages = {
         str(page): [*version.extent, f"{version.checksum:016x}"] for page, version in sorted(manifest.pages.items())
     }
-    tree = {**{field.name: getattr(manifest, field.name) for field in fields(manifest)}, "pages": pages}
-    if not manifest.own:
-        del tree["own"]
-    return tree
+    layout = manifest.layout
+    return {
+        **{field.name: getattr(manifest, field.name) for field in fields(manifest)},
+        "pages": pages,
+        "description": manifest.description.plain,
+        "layout": layout.fingerprint,
+        "page_bytes": layout.page_bytes,
+    }

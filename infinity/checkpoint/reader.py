@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from infinity.checkpoint import manifest as files
-from infinity.checkpoint.description import RunDescription, TensorSpec, description_name, read_description
-from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.description import RunDescription, TensorSpec
+from infinity.checkpoint.manifest import CommitName, Manifest
 from infinity.checkpoint.state import load_scalars, load_tensors, read_groups, saved_buffer
 from infinity.errors import CommitError
 from infinity.fsdp.content import read_section, torch_dtype
@@ -25,33 +25,32 @@ _CACHED_PAGES = 4
 class CommitReader:
     """One commit of a run; memory is that of one parameter and a few pages."""
 
-    def __init__(self, folder: RunFolder, step: int = -1) -> None:
+    def __init__(self, folder: RunFolder, step: int | CommitName = -1) -> None:
         """Read the manifests of all ranks.
 
         Args:
             folder: the run's folders, in the order of storage.paths.
-            step: of the commit; -1 is the newest that all ranks have.
+            step: of the commit, -1 is the newest that all ranks have; or the commit itself.
 
         Raises:
             CommitError: there is no such commit, or it is incomplete or malformed.
         """
         self._folder = folder
-        first = read_description(folder.commits, 0)
-        self._ranks: list[RunDescription] = [
-            first,
-            *(read_description(folder.commits, rank) for rank in range(1, first.world_size)),
-        ]
-        committed = files.complete_steps(files.published_in(folder.commits))
-        self.step = files.choose_step(folder.run_id, committed, step)
-        names = [files.Published(self.step, rank, first.world_size) for rank in range(first.world_size)]
-        self._manifests: list[Manifest] = [files.read_manifest(folder.commits / name.file_name) for name in names]
+        if isinstance(step, CommitName):
+            commit = step
+        else:
+            commits = files.complete_commits(files.published_in(folder.commits))
+            commit = files.choose_commit(folder.run_id, commits, step)
+        self.step = commit.step
+        names = [commit.of(rank).file_name for rank in range(commit.world_size)]
+        self._manifests: list[Manifest] = [files.read_manifest(folder.commits / name) for name in names]
+        self._ranks: list[RunDescription] = [manifest.description for manifest in self._manifests]
         for described, manifest in zip(self._ranks, self._manifests, strict=True):
-            if _whole(described) != _whole(first):
-                file = folder.commits / description_name(described.rank)
+            if _whole(described) != _whole(self._ranks[0]):
+                file = folder.commits / manifest.file_name
                 raise CommitError(f"{file} is malformed: it has other parameters than that of rank 0")
-            if manifest.layout != described.layout.fingerprint:
-                raise CommitError(f"{folder.commits / manifest.file_name} is of another layout than the run")
-            files.check_pages(manifest, described.layout, folder)
+            files.check_pages(manifest, folder)
+            files.read_state_file(folder.commits, manifest)  # what cannot be resumed from is not exported either
         self._page = lru_cache(_CACHED_PAGES)(self._read_page)
 
     @property
@@ -189,4 +188,4 @@ def _whole(described: RunDescription) -> tuple[Any, ...]:
     formats = [layout.format_of(shard) for shard in range(len(layout.shards))]
     tensors = [(spec.names, spec.dim, spec.shard_size, spec.tensor_parallel) for spec in described.tensors]
     shapes = [() if spec.tensor_parallel else spec.shape for spec in described.tensors]
-    return described.world_size, formats, tensors, shapes, described.buffers
+    return formats, tensors, shapes, described.buffers

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.commit import check_optimizer, committed_buffers, restore
-from infinity.checkpoint.description import description_name, read_description
+from infinity.checkpoint.manifest import CommitName, read_manifest
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, FolderBusyError
 from infinity.fsdp import private
@@ -24,42 +24,50 @@ from infinity.fsdp.first_values import FirstValues, Member, ResumedState, ValueO
 from infinity.layout import Layout, ShardSpec
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder, live_run
+from infinity.store.marker import look_for_runs
 
 
-def lies_otherwise(old: RunFolder, new: RunFolder, layout: Layout, ranks: Ranks) -> bool:
-    """Whether the pages of a run are not those of this layout, number of ranks and folders, on any rank.
+def lies_otherwise(old: RunFolder, new: RunFolder, commit: CommitName, layout: Layout, ranks: Ranks) -> bool:
+    """Whether the pages of a commit are not those of this layout, number of ranks and folders, on any rank.
 
     Raises:
-        CommitError: the run's description is missing or malformed.
+        CommitError: a manifest is missing or malformed.
     """
 
     def compare() -> bool:
-        if not (old.commits / description_name(0)).exists():
-            return False  # this node does not have rank 0's files; its own commits will say what is wrong
         if old != new:
             return True
-        first = read_description(old.commits, 0)
-        if first.world_size != ranks.world_size:
-            return True
-        mine = read_description(old.commits, ranks.rank) if ranks.rank else first
-        return mine.layout.fingerprint != layout.fingerprint
+        if commit.world_size != ranks.world_size:
+            # Where this node does not have them all, the next to read them says what is wrong.
+            return all((old.commits / commit.of(rank).file_name).exists() for rank in range(commit.world_size))
+        return read_manifest(old.commits / commit.of(ranks.rank).file_name).layout.fingerprint != layout.fingerprint
 
     return any(ranks.collect(ranks.together("comparing the run", compare)))
 
 
 def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Path]) -> RunFolder:
-    """Return the folders that a run has on these paths, of which this process holds the locks of some.
+    """Return the folders that a run has on these paths, in its own order, whatever theirs is.
+
+    Args:
+        held: paths whose locks this process holds.
 
     Raises:
-        CommitError: it has none. FolderBusyError: another live run owns one.
+        CommitError: it has none, or others too that are not named. FolderBusyError: another live run owns one.
     """
-    for path in set(paths) - set(held):
-        if owner := live_run(path):
+    ours = {Path(path).resolve() for path in held}
+    for path in paths:
+        if Path(path).resolve() not in ours and (owner := live_run(path)):
             raise FolderBusyError(f"{path} is in use by {owner}; resume when it has ended")
-    roots = tuple(root for path in paths if (root := Path(path) / run_id).is_dir())
-    if not roots:
-        raise CommitError(f"run {run_id} is not in {', '.join(map(str, paths))} of this node")
-    return RunFolder(run_id, roots)
+    runs = {run.run_id: run for run in look_for_runs(paths)[0]}
+    listed = ", ".join(map(str, paths))
+    if run_id not in runs:
+        raise CommitError(f"run {run_id} is not in {listed} of this node")
+    run = runs[run_id]
+    if not run.complete:
+        raise CommitError(
+            f"run {run_id} lies on {run.paths} paths, {len(run.roots)} were named ({listed}); name them all"
+        )
+    return RunFolder(run_id, run.in_order)
 
 
 class ReshardSource(FirstValues):

@@ -33,6 +33,8 @@ _OFFSET_SQES = 0x10000000
 _REGISTER_BUFFERS, _REGISTER_BUFFERS2, _REGISTER_BUFFERS_UPDATE = 0, 15, 16
 _REGISTER_SPARSE = 1
 
+_TRIES = 1000
+
 _SQE = struct.Struct("=BBHiQQIIQHHiQQ")
 _CQE = struct.Struct("=QiI")
 _MASK = 0xFFFFFFFF
@@ -80,9 +82,9 @@ class _Iovec(ctypes.Structure):
 class RingRefusedError(InfinityError):
     """The kernel, a container's seccomp profile or a sysctl does not allow io_uring."""
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int, call: str = "io_uring") -> None:
         self.errno = code
-        super().__init__(f"io_uring refused: {errno.errorcode.get(code, code)} ({_refusal(code)})")
+        super().__init__(f"{call} refused: {errno.errorcode.get(code, code)} ({_refusal(code)})")
 
 
 class Ring:
@@ -93,7 +95,7 @@ class Ring:
             power of two and clamps at 32768.
 
     Raises:
-        RingRefusedError: the kernel refuses, or is older than 5.6.
+        RingRefusedError: the kernel refuses to make it or to enter it, or is older than 5.6.
     """
 
     def __init__(self, entries: int) -> None:
@@ -117,6 +119,22 @@ class Ring:
         self._tail = self._head = 0
         for index in range(params.sq_entries):
             self._words[params.sq.array // 4 + index] = index
+        self._try()
+
+    def _try(self) -> None:
+        """Send one operation that does nothing: a seccomp profile may allow a ring but not its use."""
+        self.push(NOP, -1, 0, 0, 0, 0)
+        code = errno.EAGAIN
+        for _ in range(_TRIES):
+            try:
+                self.enter(1)
+            except OSError as error:
+                code = error.errno or 0
+                break
+            if self.reap():
+                return
+        self.close()
+        raise RingRefusedError(code, "io_uring_enter")
 
     def push(self, opcode: int, fd: int, address: int, length: int, offset: int, data: int, piece: int = 0) -> None:
         """Put one submission into the queue; `enter` hands it to the kernel.

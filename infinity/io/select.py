@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 from infinity.config import StorageConfig
 from infinity.errors import ConfigError
@@ -25,6 +26,11 @@ def open_engine(config: StorageConfig) -> tuple[Engine, str]:
     return engine, reason
 
 
+@cache
+def _say_once(reason: str) -> None:
+    _log.warning("%s; threads move the pages instead, which takes more of the processor", reason)
+
+
 def _choose(config: StorageConfig) -> tuple[Engine, str]:
     if config.engine == "threads":
         return ThreadEngine(config.queue_depth, config.request_bytes), "set by storage.engine"
@@ -33,6 +39,7 @@ def _choose(config: StorageConfig) -> tuple[Engine, str]:
     except RingRefusedError as error:
         if config.engine == "io_uring":
             raise ConfigError(f"storage.engine = 'io_uring', but {error}; use 'auto' or 'threads'") from error
+        _say_once(str(error))
         return ThreadEngine(config.queue_depth, config.request_bytes), str(error)
     if config.engine == "io_uring":
         return engine, "set by storage.engine"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from infinity.ending import end_all
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.content import ShardContent, torch_dtype
@@ -416,17 +417,23 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Wait for what is in flight and release files, memory and the folder lock. Idempotent.
 
         Args:
-            error: why the run ends early; by default the exception that is being handled. It ends the other ranks.
+            error: why the run ends early; by default the exception that is being handled. It ends the other ranks, and
+                what fails while this one closes is only logged then.
 
         Raises:
             StallError: a device does not answer; the folder stays locked until this process ends.
+            Exception: the first thing that could not be closed or removed; the rest is released all the same.
         """
         if not self._closed:
             self._closed = True
-            self._run.peers.leave(error or sys.exception())
-            self._step_state.close()
-            self._pager.drain()
-            self._run.close(committed=self._committed)
+            cause = error or sys.exception()
+            end_all(
+                lambda: self._run.peers.leave(cause),
+                self._step_state.close,
+                self._pager.drain,
+                lambda: self._run.close(committed=self._committed),
+                cause=cause,
+            )
 
     def __enter__(self) -> PagedOptimizer:
         """Close at the end of a `with` block."""
@@ -439,7 +446,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             LostRankError: a collective failed because another rank did; in place of torch's error.
         """
         reason = self._run.peers.explain(error)
-        self.close()
+        self.close(error)
         if reason is not None and reason is not error:
             raise reason from error
 

@@ -6,13 +6,16 @@ result is kept in the runtime folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import math
 import socket
+import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from infinity.access import own_folder, read_own, trusted, write_own
 from infinity.errors import InfinityError
 from infinity.io.probe import Load, measure_paths, points_of
 from infinity.units import MIB
@@ -22,6 +25,9 @@ CACHE_NAME = "path-bandwidth.json"
 _PROBE_BYTES = 256 * MIB
 _PROBE_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
+_MOST_BYTES = 1 << 16
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 _log = logging.getLogger("infinity")
 
 
@@ -51,35 +57,71 @@ def _probed(names: Sequence[str], engine: str) -> list[float]:
 
 
 def _from_daemon(names: Sequence[str], runtime: Path) -> list[float] | None:
-    """Ask the daemon; None when there is none, or when it does not know all paths."""
+    """Ask the daemon; None when there is none of this user or root, or when it does not know all paths."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_ANSWER_SECONDS)
-            connection.connect(str(runtime / SOCKET_NAME))
-            connection.sendall(json.dumps({"op": "bandwidth", "paths": list(names)}).encode() + b"\n")
-            with connection.makefile("rb") as answers:
-                known = json.loads(answers.readline(64 * 1024))["bandwidth"]
-        shares = [float(known[name]["read"]) + float(known[name]["write"]) for name in names]
-        return shares if all(0 < share < math.inf for share in shares) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        known = json.loads(_asked(runtime / SOCKET_NAME, {"op": "bandwidth", "paths": list(names)}))["bandwidth"]
+        return _usable([float(known[name]["read"]) + float(known[name]["write"]) for name in names])
+    except _UNUSABLE:
         return None
+
+
+def _asked(path: Path, message: object) -> bytes:
+    """Return the daemon's answer, one line, within `_ANSWER_SECONDS`.
+
+    Raises:
+        OSError: nobody answers in time, or who does is neither this user nor root.
+    """
+    end = time.monotonic() + _ANSWER_SECONDS
+
+    def left() -> float:
+        if (seconds := end - time.monotonic()) <= 0:
+            raise TimeoutError(f"{path}: no complete answer in time")
+        return seconds
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(left())
+        connection.connect(str(path))
+        # Who listens, as the kernel knows it: whatever name or link led there, and whoever replaced it meanwhile.
+        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if not trusted(uid):
+            _log.warning("%s is of user %d and is not asked for the bandwidth of the paths", path, uid)
+            raise PermissionError(f"{path} is of user {uid}")
+        connection.sendall(json.dumps(message).encode() + b"\n")
+        answer = b""
+        while not answer.endswith(b"\n") and len(answer) <= _MOST_BYTES:
+            connection.settimeout(left())
+            if not (part := connection.recv(_MOST_BYTES)):
+                break
+            answer += part
+        return answer
+
+
+def _usable(shares: list[float]) -> list[float] | None:
+    # What a manifest can say, too.
+    return shares if all(1e-30 <= share <= 1e30 for share in shares) else None
 
 
 def _from_cache(names: Sequence[str], runtime: Path) -> list[float] | None:
     try:
-        shares = json.loads((runtime / CACHE_NAME).read_text())["|".join(names)]
-        return [float(share) for share in shares] if len(shares) == len(names) and min(shares) > 0 else None
-    except (OSError, ValueError, KeyError, TypeError):
+        shares = _remembered(runtime)["|".join(names)]
+        return _usable([float(share) for share in shares]) if len(shares) == len(names) else None
+    except _UNUSABLE:
         return None
 
 
+def _remembered(runtime: Path) -> dict[str, list[float]]:
+    tree = json.loads(read_own(runtime / CACHE_NAME, _MOST_BYTES))
+    if not isinstance(tree, dict):
+        raise ValueError(f"{CACHE_NAME} is no object")
+    return tree
+
+
 def _remember(names: Sequence[str], shares: Sequence[float], runtime: Path) -> None:
-    file = runtime / CACHE_NAME
+    known: dict[str, list[float]] = {}
+    with contextlib.suppress(*_UNUSABLE):  # there is none, or it is worth nothing
+        known = _remembered(runtime)
     try:
-        known = json.loads(file.read_text()) if file.exists() else {}
-        runtime.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps({**known, "|".join(names): list(shares)}))
-        temporary.rename(file)
-    except (OSError, ValueError) as error:
-        _log.warning("the measured bandwidth could not be kept in %s: %s", file, error)
+        own_folder(runtime, parents=True)
+        write_own(runtime / CACHE_NAME, json.dumps({**known, "|".join(names): list(shares)}).encode())
+    except OSError as error:
+        _log.warning("the measured bandwidth could not be kept in %s: %s", runtime / CACHE_NAME, error.strerror)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,8 +59,10 @@ def read_version(file: Path, page: int, version: Version, name: str) -> memoryvi
 
 
 def _read(file: Path, offset: int, length: int) -> memoryview:
-    descriptor = os.open(file, os.O_RDONLY)
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe in its place is not waited for
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, "it is not a regular file")
         # What is cached is not what is stored, and it is not to push other things out of memory.
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
         data, done = memoryview(bytearray(length)), 0
@@ -120,7 +123,7 @@ class PageStore:
         self._warned = False
         self._files = [engine.open(os.fspath(file)) for file in files]
         self._commits = {step: dict(versions) for step, versions in sorted((committed or {}).items())}
-        self._retained = retained
+        self.retained = retained
         self._named = Counter(version for versions in self._commits.values() for version in versions.values())
         self._check_committed(slots)
         self._current = dict(self._commits[max(self._commits)]) if self._commits else {}
@@ -261,7 +264,7 @@ class PageStore:
 
     def retained_with(self, step: int) -> tuple[int, ...]:
         """Return the steps of the commits that are kept once `step` is adopted, the newest last."""
-        return tuple(sorted({*self._commits, step}))[-self._retained :]
+        return tuple(sorted({*self._commits, step}))[-self.retained :]
 
     def adopt(self, step: int, versions: Mapping[int, Version]) -> None:
         """Keep the versions of a published commit; free what only commits beyond the retained ones named.
@@ -273,8 +276,13 @@ class PageStore:
             self._named.update(versions.values())
             self._forget_commit(step)
             self._commits[step] = dict(versions)
-            while len(self._commits) > self._retained:
+            while len(self._commits) > self.retained:
                 self._forget_commit(min(self._commits))
+
+    def keep(self, versions: Mapping[int, Version]) -> None:
+        """Never write over these: something on the drive may name them for good."""
+        with self._lock:
+            self._named.update(versions.values())
 
     def _forget_commit(self, step: int) -> None:
         for page, old in self._commits.pop(step, {}).items():

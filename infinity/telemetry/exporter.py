@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -24,8 +28,15 @@ from infinity.telemetry.page import Snapshot
 Source = Callable[[], Iterable[Snapshot]]
 Buckets = tuple[list[tuple[str, float]], float]
 
-_CLIENT_TIMEOUT_SECONDS: Final = 10
+LOOPBACK: Final = "127.0.0.1"
+"""Where a server listens if nothing else is asked for: it has no authentication."""
+
+_REQUEST_SECONDS: Final = 5.0
+"""How long a client may take until its request is there, however it sends it."""
+_ANSWER_SECONDS: Final = 30.0
+"""How long a client may take, in all."""
 _MAX_CLIENTS: Final = 16
+_LOOK_SECONDS: Final = 0.1
 
 
 def select_pages(pages: Iterable[Snapshot]) -> tuple[list[Snapshot], list[Snapshot]]:
@@ -100,21 +111,40 @@ def _buckets(metric: Metric, page: Snapshot, values: tuple[str, ...]) -> Buckets
 
 
 class _Request(WSGIRequestHandler):
-    timeout = _CLIENT_TIMEOUT_SECONDS  # of every read from the client
+    def parse_request(self) -> bool:
+        """Read the rest of a request; from then on the client is one that is being served."""
+        complete = super().parse_request()
+        if complete and isinstance(self.server, _Server):
+            self.server.request_is_here(self.connection)
+        return complete
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: a line per scrape is noise."""
 
 
+@dataclass
+class _Client:
+    """Since when (monotonic seconds) a client is connected, and whether its request is complete."""
+
+    since: float
+    asked: bool = False
+
+
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A WSGI server with a thread per client and a limit on clients; one above it is hung up on."""
+    """A WSGI server with a thread per client, a limit on clients, and one on the time that each may take.
+
+    Where all places are taken, the client goes that has been connected longest without a complete request, so that
+    those who send nothing, or a byte now and then, keep nobody out.
+    """
 
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
 
     def __init__(self, address: tuple[str, int]) -> None:
-        self._places = threading.BoundedSemaphore(_MAX_CLIENTS)
+        self._clients: dict[socket.socket, _Client] = {}
+        """Those that have a place, in the order in which they came."""
+        self._lock = threading.Lock()
         super().__init__(address, _Request)
 
     def server_bind(self) -> None:
@@ -124,7 +154,13 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
+        with self._lock:
+            silent = next((other for other, client in self._clients.items() if not client.asked), None)
+            if len(self._clients) >= _MAX_CLIENTS and silent is not None:
+                self._hang_up(silent)
+            if place := len(self._clients) < _MAX_CLIENTS:
+                self._clients[request] = _Client(time.monotonic())
+        if place:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -133,7 +169,28 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            with self._lock:
+                self._clients.pop(request, None)
+
+    def request_is_here(self, request: socket.socket) -> None:
+        """Note that a client has sent all of its request."""
+        with self._lock:
+            if request in self._clients:
+                self._clients[request].asked = True
+
+    def service_actions(self) -> None:
+        """Hang up on those who take too long; called by the thread that accepts, all the time."""
+        now = time.monotonic()
+        with self._lock:
+            for request, client in list(self._clients.items()):
+                if now - client.since > (_ANSWER_SECONDS if client.asked else _REQUEST_SECONDS):
+                    self._hang_up(request)
+
+    def _hang_up(self, request: socket.socket) -> None:
+        """Take a client's place and end its connection, which ends its thread."""
+        self._clients.pop(request, None)
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a client that hangs up in the middle is its own affair."""
@@ -144,7 +201,9 @@ class ExporterServer:
 
     def __init__(self, server: _Server) -> None:
         self._server = server
-        self._thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="infinity-exporter", daemon=True)
+        self._thread = threading.Thread(
+            target=server.serve_forever, args=(_LOOK_SECONDS,), name="infinity-exporter", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -166,12 +225,12 @@ class ExporterServer:
         self.close()
 
 
-def serve(port: int, source: Source, host: str = "") -> ExporterServer:
+def serve(port: int, source: Source, host: str = LOOPBACK) -> ExporterServer:
     """Serve the pages that `source` gives, from a thread of this process.
 
     `source` is called for every scrape: ``lambda: [stats.snapshot()]`` serves this rank,
-    ``lambda: read_pages(folder)`` every rank of the node. Port 0 takes any free one; an empty host means all
-    addresses.
+    ``lambda: read_pages(folder)`` every rank of the node. Port 0 takes any free one. Whoever reaches `host` may read;
+    empty means all addresses.
 
     Raises:
         ConfigError: the port is taken or may not be used.
@@ -182,7 +241,7 @@ def serve(port: int, source: Source, host: str = "") -> ExporterServer:
 
 
 def serve_registry(
-    port: int, registry: CollectorRegistry, health: Callable[[], Mapping[str, object]], host: str = ""
+    port: int, registry: CollectorRegistry, health: Callable[[], Mapping[str, object]], host: str = LOOPBACK
 ) -> ExporterServer:
     """Serve a registry as `serve` does; `health` adds to the JSON object of ``/healthz``.
 

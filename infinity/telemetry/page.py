@@ -25,13 +25,13 @@ import json
 import math
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from infinity.access import open_own, open_regular
 from infinity.errors import ConfigError, InfinityError
 from infinity.telemetry.cells import CLOSED_CELL, check_values, layout_of
 from infinity.telemetry.metrics import BY_NAME, Metric
@@ -171,14 +171,16 @@ def read_page(path: str | os.PathLike[str]) -> Snapshot:
     """Return a snapshot of a stats page; nothing about the file is taken on trust.
 
     Raises:
-        StatsPageError: the file is missing, unreadable, no regular file, truncated, malformed or written by
-            a version with another table of metrics.
+        StatsPageError: the file is missing, unreadable, no regular file, of another user (except for root),
+            truncated, malformed or written by a version with another table of metrics.
     """
     name = os.fspath(path)
     try:
-        # O_NONBLOCK: opening a FIFO that lies in the folder must not wait for its other end.
-        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
+        # Root reads the pages of all users.
+        descriptor = open_own(name, os.O_RDONLY) if os.geteuid() else open_regular(name, os.O_RDONLY)
+    except OSError as error:
+        raise StatsPageError(f"{name}: cannot be opened: {error.strerror}") from error
+    except ValueError as error:
         raise StatsPageError(f"{name}: cannot be opened: {error}") from error
     try:
         return _read_open_page(descriptor)
@@ -190,8 +192,6 @@ def read_page(path: str | os.PathLike[str]) -> Snapshot:
 
 def _read_open_page(descriptor: int) -> Snapshot:
     about = os.fstat(descriptor)
-    if not stat.S_ISREG(about.st_mode):
-        raise ValueError("not a regular file")
     if not _PREAMBLE.size <= about.st_size <= _MAX_PAGE:
         raise ValueError(f"{about.st_size} bytes is no size of a stats page")
     magic, version, length = _PREAMBLE.unpack(_read_exactly(descriptor, _PREAMBLE.size, 0))

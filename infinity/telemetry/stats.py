@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from infinity.access import own_folder
 from infinity.errors import ConfigError
 from infinity.telemetry.cells import CLOSED_CELL, layout_of
 from infinity.telemetry.metrics import BY_NAME, Kind, Metric
@@ -122,10 +123,10 @@ class Stats:
         """Make the page of this rank with every label set at 0.
 
         `path` is the *runtime folder*; the page becomes ``<run_id>.rank<k>.stats`` in it, readable by its
-        owner only, and replaces an earlier one of that name. The folder is made if it is missing. With None
-        the page is anonymous memory and only this process sees it. `devices` are the values of the label
-        ``device`` (``nvme0``, ``nvme1``, … in the order of the configured paths); `info` takes ``version``,
-        ``torch_version``, ``io_engine`` and ``paths`` (a JSON list).
+        owner only, and replaces an earlier one of that name. The folder is made if it is missing, and must not
+        be others' to write. With None the page is anonymous memory and only this process sees it. `devices` are
+        the values of the label ``device`` (``nvme0``, ``nvme1``, … in the order of the configured paths);
+        `info` takes ``version``, ``torch_version``, ``io_engine`` and ``paths`` (a JSON list).
 
         Raises:
             ConfigError: a malformed argument, or a folder in which no file can be made; naming the setting
@@ -148,8 +149,8 @@ class Stats:
         size = len(head) + 8 * layout_of(header.devices).length
         if path is None:
             return cls(header, mmap.mmap(-1, size), len(head), None, -1)
-        file, place = _new_file(Path(path), page_name(run_id, rank), head, size)
-        return cls(header, mmap.mmap(file, size), len(head), place, file)
+        file, memory, place = _new_file(Path(path), page_name(run_id, rank), head, size)
+        return cls(header, memory, len(head), place, file)
 
     @property
     def path(self) -> Path | None:
@@ -227,20 +228,21 @@ def _nearest(value: object, choices: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, Path]:
-    """Make a page's file, complete and locked before it has its name, and return its descriptor."""
+def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mmap.mmap, Path]:
+    """Make a page's file, complete, mapped and locked before it has its name; return descriptor, memory and name."""
     if folder.suffix == SUFFIX:
         raise ConfigError(f"{folder} looks like a stats page; give the runtime folder instead")
     draft = folder / f".{name}.{os.getpid()}"
     file = -1
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_folder(folder, parents=True)
         draft.unlink(missing_ok=True)
         file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         # The blocks are taken now: a store to a hole of a full disk would end the process with SIGBUS.
         os.posix_fallocate(file, 0, size)
         os.pwrite(file, head, 0)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        memory = mmap.mmap(file, size)
         os.rename(draft, folder / name)
     except OSError as error:
         if file >= 0:
@@ -249,9 +251,9 @@ def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, Pat
                 draft.unlink(missing_ok=True)
         raise ConfigError(
             f"no stats page can be made in {str(folder)!r} ({error.strerror}); set "
-            "telemetry.runtime_dir to a folder that you may write to"
+            "telemetry.runtime_dir to a folder that you, and nobody else, may write to"
         ) from error
-    return file, folder / name
+    return file, memory, folder / name
 
 
 def _same_file(file: int, path: Path) -> bool:

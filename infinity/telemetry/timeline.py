@@ -6,6 +6,7 @@ Timestamps are microseconds of the node's monotonic clock, so timelines of the r
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections import deque
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from infinity.access import replacing
 
 _TRACKS = {"phase": "steps and phases", "thread": "training thread"}
 
@@ -62,13 +65,11 @@ class Timeline:
     def write(self) -> None:
         """Write the file; it is there completely or not at all. Raises `OSError`."""
         spans = sorted(self._spans, key=lambda span: (span.start, -span.end))
-        draft = self.file.with_name(self.file.name + ".tmp")
         dropped = max(0, self._seen - len(spans))
-        with draft.open("w") as out:
+        with replacing(self.file, 0o666) as file, io.TextIOWrapper(file) as out:
             out.write(f'{{"otherData": {{"dropped": {dropped}}}, "traceEvents": [\n')
             out.write(",\n".join(map(json.dumps, self._events(spans))))
             out.write("\n]}\n")
-        draft.replace(self.file)
 
     def _events(self, spans: list[_Span]) -> Iterator[dict[str, Any]]:
         """Yield events; transfers that overlap lie in lanes of their track, so that spans of a thread nest."""

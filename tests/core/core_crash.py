@@ -3,17 +3,18 @@
     python tests/core/core_crash.py --trials 1000 --power 200
 
 A *life* is one process per rank: it resumes, checks every bit of the state it finds against a run that nobody
-disturbs, trains and commits every step until one of its ranks is killed, or loses power as a node of its own does; the
-others are killed a moment later, as torchrun does. Lives are forked from a process that has loaded torch, so one
-takes a fraction of a second.
+disturbs, trains and commits every step, some steps twice, until one of its ranks is killed, or loses power as a node of
+its own does; the others are killed a moment later, as torchrun does. Now and then a life has pages of another size than
+the one before it, and goes on as another run. Lives are forked from a process that has loaded torch, so one takes a
+fraction of a second.
+
+Between them, commands are ended in the same way: exports, `store gc` and `store rm` (core_crash_commands.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import importlib
 import os
 import random
 import shutil
@@ -25,81 +26,24 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._dynamo  # what every life needs is loaded before they are forked
 import torch.distributed as dist
+from core_crash_commands import COMMANDS, Commands
+from core_ends import End, ended
 from core_session import Session
-from core_train import local, state_on_nvme
+from core_train import KIB, MIB, local, state_on_nvme
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from infinity.checkpoint.manifest import complete_steps, published_in
-from infinity.config import StorageConfig
-from infinity.io import VolatileEngine
+from infinity.checkpoint.manifest import complete_commits, published_in
 
 STEPS = 8
 RETAINED = 2
-_CALLS = ("fsync", "rename", "unlink", "mkdir", "posix_fallocate", "truncate")
-"""System calls before or after which a life may end: the named points of the publish protocol, and of start and end."""
 _PATIENCE = 60.0
 _GRACE = 0.05
 """Seconds at most for which the other ranks outlive the one that is killed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """How a life ends: after so many seconds, or at the so-manieth of `_CALLS`, or not at all."""
-
-    seconds: float | None = None
-    call: int | None = None
-    after: bool = False
-    power: bool = False
-    """At that call the power goes as well."""
-
-    def __str__(self) -> str:
-        if self.seconds is not None:
-            return f"SIGKILL after {self.seconds:.3f} s"
-        if self.call is None:
-            return "no end"
-        what = "loss of power" if self.power else "SIGKILL"
-        return f"{what} {'after' if self.after else 'before'} call {self.call}"
-
-
-class Folder:
-    """Renames and removals in a folder, which a loss of power undoes as long as the folder is not synced."""
-
-    def __init__(self, keep: Path) -> None:
-        self._keep = keep
-        self._undo: list[tuple[Path, Callable[[], None]]] = []
-
-    def renaming(self, source: Path, target: Path) -> None:
-        replaced = self._copy(target) if target.exists() else None
-
-        def undo() -> None:
-            os.replace(target, source)
-            if replaced is not None:
-                os.replace(replaced, target)
-
-        self._undo.append((target.parent, undo))
-
-    def removing(self, file: Path) -> None:
-        copy = self._copy(file)
-        self._undo.append((file.parent, lambda: os.replace(copy, file)))
-
-    def _copy(self, file: Path) -> Path:
-        copy = self._keep / f"{len(self._undo)}-{os.getpid()}-{file.name}"
-        shutil.copy2(file, copy)
-        return copy
-
-    def synced(self, folder: Path) -> None:
-        self._undo = [entry for entry in self._undo if entry[0] != folder]
-
-    def lose_power(self, rng: random.Random) -> None:
-        """Undo the latest changes, as many as chance wants: file systems keep the order of changes to a folder."""
-        for _ in range(rng.randrange(len(self._undo) + 1)):
-            self._undo.pop()[1]()
 
 
 def digest(session: Session) -> str:
@@ -116,7 +60,7 @@ def digest(session: Session) -> str:
     return found.hexdigest()[:16]
 
 
-def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False) -> None:
+def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False, other_pages: bool = False) -> None:
     """Run one rank of a life; what it saw goes line by line into the file `log`, which outlives it.
 
     Digests are of the state that it begins and ends with; of every step in the `reference`.
@@ -125,86 +69,37 @@ def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False
     def say(*words: object) -> None:
         os.write(log, (" ".join(map(str, words)) + "\n").encode())
 
-    volatile: list[VolatileEngine] = []
-    with _ended(end, seed, folder, volatile) as calls:
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    with ended(end, seed, folder, "" if alone else f"rank{dist.get_rank():05d}") as calls:
         exists = _has_commit(folder / "nvme0")
         if dist.is_initialized():
             dist.barrier()  # all have looked before one begins
         run = {"resume": "latest" if exists else "", "retained_commits": RETAINED}
-        with Session(folder, arena="small", run=run) as session:
-            say("resumed" if exists else "started", session.optimizer.steps, digest(session))
+        memory = {"memory": {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}} if other_pages else {}
+        with Session(folder, arena="small", run=run, **memory) as session:
+            note = session.optimizer.resumed_extra.get("note", 0)
+            say("resumed" if exists else "started", session.optimizer.steps, digest(session), note)
+            say("begun", calls())
             if not exists:
-                session.commit()
-                say("committed", 0)
+                commit(session, say)
             while session.optimizer.steps < STEPS:
                 session.step()
                 if reference or session.optimizer.steps == STEPS:
-                    say("trained", session.optimizer.steps, digest(session))
-                session.commit()
-                say("committed", session.optimizer.steps)
+                    say("trained", session.optimizer.steps, digest(session), 0)
+                commit(session, say)
         say("calls", calls())
 
 
+def commit(session: Session, say: Callable[..., None]) -> None:
+    """Commit a step, every other one twice; what is told apart is only `extra`."""
+    steps = session.optimizer.steps
+    for note in range(1, 2 + steps % 2):
+        session.optimizer.commit({"scheduler": session.scheduler.state_dict(), "note": note})
+        say("committed", steps, note)
+
+
 def _has_commit(path: Path) -> bool:
-    return any(complete_steps(published_in(run / "commits")) for run in path.glob("*") if run.is_dir())
-
-
-@contextlib.contextmanager
-def _ended(end: End, seed: int, folder: Path, engines: list[VolatileEngine]) -> Iterator[Callable[[], int]]:
-    """Let the life end at a system call; yields what tells how many there were."""
-    if end.call is None:
-        yield lambda: 0
-        return
-    rng = random.Random(seed)
-    keep = folder / "undo"
-    keep.mkdir(exist_ok=True)
-    changes = Folder(keep)
-    count = 0
-
-    def die() -> None:
-        if end.power:
-            for engine in engines:
-                engine.lose_power(rng)
-            changes.lose_power(rng)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def wrapped(name: str) -> Callable[..., Any]:
-        original = getattr(os, name)
-
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal count
-            mine, count = count, count + 1
-            if mine == end.call and not end.after:
-                die()
-            if end.power and name == "rename":
-                changes.renaming(*map(Path, arguments[:2]))
-            elif end.power and name == "unlink" and Path(arguments[0]).parent.name == "commits":
-                with contextlib.suppress(FileNotFoundError):
-                    changes.removing(Path(arguments[0]))
-            try:
-                result = original(*arguments, **keywords)
-                if end.power and name == "fsync":
-                    changes.synced(Path(os.readlink(f"/proc/self/fd/{arguments[0]}")))
-            finally:
-                if mine == end.call:
-                    die()
-            return result
-
-        return call
-
-    module = importlib.import_module("infinity.run")
-    original_open = module.open_engine
-
-    def open_engine(config: StorageConfig) -> tuple[Any, str]:
-        inner, reason = original_open(config)
-        engines.append(VolatileEngine(inner))
-        return engines[-1], reason
-
-    for name in _CALLS:
-        setattr(os, name, wrapped(name))
-    if end.power:
-        module.open_engine = open_engine
-    yield lambda: count  # nothing is put back: the process ends
+    return any(complete_commits(published_in(run / "commits")) for run in path.glob("*") if run.is_dir())
 
 
 class Life:
@@ -213,7 +108,9 @@ class Life:
     def __init__(self, folder: Path, ranks: int) -> None:
         self._folder, self._ranks = folder, ranks
 
-    def run(self, ends: dict[int, End], seed: int, *, reference: bool = False) -> tuple[list[list[list[str]]], int]:
+    def run(
+        self, ends: dict[int, End], seed: int, *, reference: bool = False, other_pages: bool = False
+    ) -> tuple[list[list[list[str]]], int]:
         """Let the life run to its end.
 
         Returns:
@@ -223,7 +120,8 @@ class Life:
         for file in (*logs, self._folder / "store", *self._folder.glob("trace*")):
             file.unlink(missing_ok=True)
         began = time.monotonic()
-        children = {self._fork(rank, ends.get(rank, End()), seed, reference): rank for rank in range(self._ranks)}
+        options = {"reference": reference, "other_pages": other_pages}
+        children = {self._fork(rank, ends.get(rank, End()), seed, options): rank for rank in range(self._ranks)}
         timed = [(began + end.seconds, rank) for rank, end in ends.items() if end.seconds is not None]
         deadline, victim = min(timed, default=(began + _PATIENCE, 0))
         first: int | None = None
@@ -244,7 +142,7 @@ class Life:
         words = [[line.split() for line in log.read_text().splitlines()] if log.exists() else [] for log in logs]
         return words, first or 0
 
-    def _fork(self, rank: int, end: End, seed: int, reference: bool) -> int:
+    def _fork(self, rank: int, end: End, seed: int, options: dict[str, bool]) -> int:
         child = os.fork()
         if child:
             return child
@@ -255,7 +153,7 @@ class Life:
                 store = dist.FileStore(str(self._folder / "store"), self._ranks)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=self._ranks)
             log = os.open(self._folder / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            live(self._folder, log, end, seed, reference=reference)
+            live(self._folder, log, end, seed, **options)
             if dist.is_initialized():
                 dist.destroy_process_group()
             status = 0
@@ -274,6 +172,8 @@ class Report:
     power_losses: int = 0
     resumes: int = 0
     runs: int = 0
+    reshards: int = 0
+    commands: int = 0
     failures: list[str] | None = None
 
 
@@ -285,9 +185,11 @@ class Harness:
         self.life = Life(folder, ranks)
         self.report = Report(failures=[])
         self.expected: list[dict[int, str]] = []
-        self.calls = 0
+        self.calls = self.start = 0  # of a whole life, and of its start
         self.seconds = 1.0
-        self._committed = -1
+        self._committed = (-1, 0)
+        self._other_pages = False
+        self.commands: Commands
 
     def reference(self) -> None:
         """Run a life that nobody disturbs: what every other one must equal, how long it takes, how many calls it makes.
@@ -299,59 +201,96 @@ class Harness:
         ends = dict.fromkeys(range(self.ranks), End(call=1 << 30))
         words, status = self.life.run(ends, 0, reference=True)
         self.seconds = time.monotonic() - began
-        self.expected = [{int(word[1]): word[2] for word in said if len(word) == 3} for said in words]
+        self.expected = [{int(word[1]): word[2] for word in said if len(word) == 4} for said in words]
         if status or any(len(set(digests.values())) != STEPS + 1 for digests in self.expected):
             raise RuntimeError(f"the undisturbed run ended with {status}: {words}{self._traces()}")
         self.calls = min(int(said[-1][1]) for said in words)
+        self.start = min(int(word[1]) for said in words for word in said if word[0] == "begun")
+        self.commands = Commands(self.folder / "nvme0", self.folder.parent / f"{self.folder.name}-commands")
         self._reset()
 
     def trial(self, *, power: bool) -> None:
-        """End one life, and check what it found."""
+        """End one life, and check what it found; or a command, and check what it left."""
+        if self.rng.random() < 0.25:
+            self._command(power)
+            return
         end, victim = self._end(power), self.rng.randrange(self.ranks)
         seed = self.rng.randrange(1 << 30)
-        words, status = self.life.run({victim: end}, seed)
-        self.report.trials += 1
-        self.report.ends += status == -signal.SIGKILL
-        self.report.power_losses += power and status == -signal.SIGKILL
+        before = self._other_pages
+        self._other_pages ^= self.rng.random() < 0.15
+        words, status = self.life.run({victim: end}, seed, other_pages=self._other_pages)
+        self.report.reshards += before != self._other_pages and any(said and said[0][0] == "resumed" for said in words)
+        self._count(power, status)
         problems = list(self._problems(words, status))
         if problems:
-            assert self.report.failures is not None
-            place = f"trial {self.report.trials} (rank {victim} of {self.ranks}: {end}, seed {seed})"
-            self.report.failures += [f"{place}: {text}" for text in problems]
+            self._failed(f"rank {victim} of {self.ranks}: {end}, seed {seed}", problems)
             self._reset()
         elif status == 0:
             self.report.runs += 1
             self._reset()
 
-    def _end(self, power: bool) -> End:
-        left = 1 - max(0, self._committed) / STEPS  # a life that resumes is shorter
-        if power or self.rng.random() < 0.5:
-            call = int(self.calls * left * self.rng.random())
-            return End(call=call, after=self.rng.random() < 0.5, power=power)
+    def _command(self, power: bool) -> None:
+        name = self.rng.choice(sorted(COMMANDS))
+        seed, end = self.rng.randrange(1 << 30), self._end(power, self.commands.calls[name])
+        status, problems = self.commands.trial(name, end, seed)
+        if status == -signal.SIGKILL and not problems and self.rng.random() < 0.2:  # what it left is resumed, too
+            folder = self.commands.place.parent
+            words, ended = Life(folder, self.ranks).run({}, seed)
+            found = [said[0][:3] for said in words if said]
+            wanted = [["resumed", str(STEPS), digests[STEPS]] for digests in self.expected]
+            if ended or found != wanted:
+                problems.append(f"the run beside it is resumed as {found} with status {ended}, not {wanted}")
+        self.report.commands += 1
+        self._count(power, status)
+        if problems:
+            self._failed(f"{name} of {self.ranks} ranks: {end}, seed {seed}", problems)
+
+    def _count(self, power: bool, status: int) -> None:
+        self.report.trials += 1
+        self.report.ends += status == -signal.SIGKILL
+        self.report.power_losses += power and status == -signal.SIGKILL
+
+    def _failed(self, place: str, problems: list[str]) -> None:
+        assert self.report.failures is not None
+        self.report.failures += [f"trial {self.report.trials} ({place}): {text}" for text in problems]
+
+    def _end(self, power: bool, calls: int | None = None) -> End:
+        """Draw the end of a life, or of a command with so many calls."""
+        after, kind = self.rng.random() < 0.5, self.rng.random()
+        if calls is not None:
+            return End(call=int(calls * kind), after=after, power=power)
+        left = 1 - max(0, self._committed[0]) / STEPS  # a life that resumes is shorter
+        if kind < 0.15:  # in its start
+            return End(call=self.rng.randrange(self.start), after=after, power=power)
+        if power or kind < 0.6:
+            call = self.start + int((self.calls - self.start) * left * self.rng.random())
+            return End(call=call, after=after, power=power)
         return End(seconds=self.seconds * (0.3 + 0.7 * left * self.rng.random()))
 
     def _problems(self, words: list[list[list[str]]], status: int) -> Iterator[str]:
         if status not in (0, -signal.SIGKILL):
             yield f"ended with {status}{self._traces()}"
-        begun = {int(said[0][1]) for said in words if said}
+        begun = {(int(said[0][1]), int(said[0][3])) for said in words if said}
         if len(begun) > 1:
-            yield f"the ranks went on from different steps: {sorted(begun)}"
+            yield f"the ranks went on from different commits (step, which of the step): {sorted(begun)}"
         for rank, said in enumerate(words):
             for word in said:
-                if word[0] in ("started", "resumed") and int(word[1]) < self._committed:
-                    yield f"step {self._committed} was committed, but rank {rank} {word[0]} at {word[1]}"
-                if word[0] != "committed" and len(word) == 3 and self.expected[rank][int(word[1])] != word[2]:
+                where = (int(word[1]), int(word[3])) if len(word) == 4 else (0, 0)
+                if word[0] in ("started", "resumed") and where < self._committed:
+                    yield f"{self._committed} was committed, but rank {rank} {word[0]} at {where}"
+                if word[0] != "committed" and len(word) == 4 and self.expected[rank][int(word[1])] != word[2]:
                     yield f"rank {rank} {word[0]} step {word[1]} with other bits than the undisturbed run"
         self.report.resumes += any(said and said[0][0] == "resumed" for said in words)
         self._committed = max(
-            (int(word[1]) for said in words for word in said if word[0] == "committed"), default=self._committed
+            ((int(word[1]), int(word[2])) for said in words for word in said if word[0] == "committed"),
+            default=self._committed,
         )
 
     def _traces(self) -> str:
         return "".join(f"\n{file.name}: {file.read_text()}" for file in sorted(self.folder.glob("trace*")))
 
     def _reset(self) -> None:
-        self._committed = -1
+        self._committed = (-1, 0)
         for entry in self.folder.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
@@ -395,12 +334,14 @@ def main() -> int:
                 bar.refresh()
 
             with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-                report = run(*mine, options.seed, ranks, Path(folder), advance)
+                (Path(folder) / "lives").mkdir()
+                report = run(*mine, options.seed, ranks, Path(folder) / "lives", advance)
             trials += report.trials
             failures += report.failures or []
             bar.console.print(
                 f"{ranks} rank{'s' * (ranks > 1)}: {report.resumes} resumes, {report.ends} lives killed, of which "
-                f"{report.power_losses} lost power, {report.runs} that reached their end"
+                f"{report.power_losses} lost power, {report.runs} that reached their end; {report.reshards} went on "
+                f"with other pages, {report.commands} were commands"
             )
     for failure in failures:
         console.print(failure, markup=False, soft_wrap=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class Case:
     storage: dict[str, Any] = field(default_factory=dict)
     damages: bool = False
     """The last commit may be hit."""
+    prepare: Callable[[], None] | None = None
+    """Called on every rank before it begins."""
 
     def peer_says(self, rank: int) -> str:
         """Return the pattern for the other ranks when it happens to `rank`."""
@@ -55,6 +58,13 @@ class Case:
 
 def _kill(session: Session) -> None:
     session.model.blocks[1].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _refuse_pidfd() -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    os.pidfd_open = refuse
 
 
 def _leave(session: Session) -> None:
@@ -136,6 +146,8 @@ CASES = {
 KILLED = Case(
     act=_kill, says="", peer=r"LostRankError: rank {rank} \(process \d+\) has ended without a word: killed, out of"
 )
+KILLED_UNSEEN = replace(KILLED, prepare=_refuse_pidfd)
+"""Where a seccomp profile forbids to hold a descriptor of another process."""
 LEFT = Case(act=_leave, says="", peer="RuntimeError: .*by peer")
 """Closed in order, though the others go on: no failure, but the end of their collectives."""
 
@@ -202,6 +214,8 @@ def _live(case: Case, struck: bool, rank: int, folder: str, swallowed: bool) -> 
     torch.set_num_threads(1)
     logging.basicConfig(filename=f"{folder}/log{rank}", format="%(message)s")
     peers.GRACE_SECONDS = 2.0
+    if case.prepare is not None:
+        case.prepare()
     store = dist.FileStore(f"{folder}/group", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
     try:

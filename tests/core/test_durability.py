@@ -122,8 +122,8 @@ def test_the_newest_run_with_a_commit_is_resumed(undisturbed: list[float], tmp_p
     for number, names in enumerate([[], [manifest.name.replace("of-00001", "of-00002")]]):
         later = committed.with_name(f"29991231-00000{number}-000000") / "commits"
         later.mkdir(parents=True)
-        for name in ["layout.rank00000.json", *names]:
-            (later / name).write_bytes((committed / "commits" / "layout.rank00000.json").read_bytes())
+        for name in names:
+            (later / name).write_bytes(manifest.read_bytes())
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
@@ -478,6 +478,7 @@ def test_the_publish_protocol_flushes_before_it_names(tmp_path: Path, monkeypatc
     with Session(tmp_path) as session:
         session.run(EVERY)
         spy(commits.PageStore, "sync", "data")
+        spy(commits, "write_durably", "file")
         spy(commits.files, "write_durably", "file")
         spy(commits.PageStore, "adopt", "free")
         session.run(EVERY + 1, every=1)

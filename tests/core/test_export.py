@@ -13,8 +13,8 @@ from core_ranks import RankPool
 from core_train import Paging, Recipe, in_memory, make_optimizer, offloaded, train
 from safetensors import safe_open
 
-from infinity.checkpoint.description import description_name
 from infinity.checkpoint.export import export_safetensors
+from infinity.checkpoint.manifest import published_in
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, ConfigError, CorruptPageError
 from infinity.store.folder import RunFolder
@@ -112,7 +112,7 @@ def test_another_dtype(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    """A flipped byte, a damaged or missing description, missing folders, a folder that is full, no such step."""
+    """A flipped byte, a damaged or missing manifest, missing folders, a folder that is full, no such step."""
     stored = committed(Recipe(model="toy", steps=1), tmp_path)
     with pytest.raises(CommitError, match=r"no commit of step 7 .*\(steps with a commit: 1\)"):
         CommitReader(stored, 7)
@@ -124,12 +124,13 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
     with pytest.raises(CorruptPageError, match="update"):
         export_safetensors(CommitReader(stored), tmp_path / "out", config=None, file_bytes=MIB)
-    file = stored.commits / description_name(0)
+    (name,) = published_in(stored.commits)
+    file = stored.commits / name.file_name
     good = file.read_bytes()
     for damaged in (good[:100], b"", b"{}", good.replace(b"blocks", b"blacks", 1)):
         file.write_bytes(damaged)
         with pytest.raises(CommitError, match=file.name):
             CommitReader(stored)
     file.unlink()
-    with pytest.raises(CommitError, match="No such file"):
+    with pytest.raises(CommitError, match=r"has no commit of all its ranks \(steps with a commit: none\)"):
         CommitReader(stored)

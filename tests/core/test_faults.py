@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from core_faults import CASES, KILLED, LEFT, DyingRanks, damaged_pages, describe, put_back
+from core_faults import CASES, KILLED, KILLED_UNSEEN, LEFT, DyingRanks, damaged_pages, describe, put_back
 from core_ranks import RankPool
 from core_session import EVERY, Session, reference
 from core_train import faulty
@@ -92,6 +92,15 @@ def test_a_rank_is_killed(
     assert re.match(KILLED.peer_says(rank), peer.said), peer.said
     assert abs(peer.when - struck.when) < SECONDS
     assert pair.run(resumed, tmp_path) == [(EVERY, losses[EVERY:]) for losses in undisturbed_pair]
+
+
+def test_a_rank_is_killed_where_pidfd_open_is_refused(dying: DyingRanks, tmp_path: Path) -> None:
+    """The other one looks whether it is there; that this is so is said once."""
+    struck, peer = dying.run(KILLED_UNSEEN, 1, tmp_path)[::-1]
+    assert (struck.status, peer.status) == (-9, 1)
+    assert re.match(KILLED_UNSEEN.peer_says(1), peer.said), peer.said
+    assert peer.logged.count("pidfd_open is refused (Operation not permitted)") == 1
+    assert abs(peer.when - struck.when) < SECONDS
 
 
 def test_a_rank_that_closes_first_has_not_failed(dying: DyingRanks, tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ from safetensors.torch import load, save
 from typer.testing import CliRunner
 
 from infinity.checkpoint import commit, state
-from infinity.checkpoint.description import description_name, read_description
-from infinity.checkpoint.manifest import Published, checksum_of, published_in, read_manifest, read_state_file, using
+from infinity.checkpoint.manifest import checksum_of, published_in, read_manifest, read_state_file, using
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, StorageError
 from infinity.ranks import Ranks
@@ -61,8 +60,7 @@ class Stored:
             self.losses = session.run(NEWEST + 1, every=0)
         (self.root,) = (entry for entry in (place / "nvme0").iterdir() if entry.is_dir())
         self.folder = RunFolder(self.root.name, (self.root,))
-        self.manifest = self.folder.commits / Published(NEWEST, 0, 1).file_name
-        self.description = self.folder.commits / description_name(0)
+        self.older, self.manifest = (self.folder.commits / name.file_name for name in published_in(self.folder.commits))
         self.state = self.folder.commits / read_manifest(self.manifest).state_file
         self.values = self.read(CommitReader(self.folder))
 
@@ -75,7 +73,7 @@ class Stored:
         ]
 
     def body(self, file: Path) -> dict[str, Any]:
-        """Return what a manifest or description says."""
+        """Return what a manifest says."""
         return json.loads(json.loads(file.read_text())["body"])
 
 
@@ -110,7 +108,6 @@ def sealed(body: str) -> bytes:
 
 def decoded(stored: Stored) -> None:
     """The files, and the plain data in them."""
-    read_description(stored.folder.commits, 0)
     for name in published_in(stored.folder.commits):
         found = read_manifest(stored.folder.commits / name.file_name)
         state.load_scalars(found.scalars)
@@ -128,7 +125,8 @@ def exported(stored: Stored) -> None:
 
 def resumed(stored: Stored) -> None:
     """What resuming reads."""
-    found = commit.find_commits(stored.folder, ALONE, stored.layout, "AdamW", -1)
+    commits = commit.list_commits(stored.folder, ALONE, -1)
+    found = commit.find_commits(stored.folder, ALONE, stored.layout, "AdamW", commits)
     assert [manifest.step for manifest in found] in ([OLDER, NEWEST], [NEWEST])
     groups: list[dict[str, Any]] = [{} for _ in found[-1].groups]
     commit.restore(found[-1], stored.folder, stored.model, groups)
@@ -186,7 +184,7 @@ def damaged(draw: st.DrawFn, good: bytes) -> bytes:
     return draw(st.binary(max_size=200))
 
 
-FILES = ("manifest", "description", "state")
+FILES = ("manifest", "state")
 
 
 @pytest.mark.parametrize("which", FILES)
@@ -249,36 +247,37 @@ def deform(draw: st.DrawFn, tree: Any) -> None:
         parent[key] = copy.deepcopy(draw(JUNK))  # what is sampled is always the same object
 
 
+PARTS = ("all", "description")
+
+
 @st.composite
-def lies(draw: st.DrawFn, body: dict[str, Any]) -> bytes:
-    """Draw a file that says something else."""
+def lies(draw: st.DrawFn, body: dict[str, Any], part: str) -> bytes:
+    """Draw a file that says something else, in any part or in one."""
     tree = json.loads(json.dumps(body))
     try:
         for _ in range(draw(st.sampled_from([1, 1, 1, 2, 4]))):
-            deform(draw, tree)
+            deform(draw, tree if part == "all" else tree[part])
         written = json.dumps(tree)
     except (ValueError, IndexError, RecursionError):  # nothing is left of it, or it contains itself
         written = "{}"
     return sealed(written.replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000))
 
 
-@pytest.mark.parametrize("which", FILES[:2])
+@pytest.mark.parametrize("part", PARTS)
 @bounded(200)
 @given(data=st.data())
-def test_lies_do_no_harm(which: str, stored: Stored, data: st.DataObject) -> None:
+def test_lies_do_no_harm(part: str, stored: Stored, data: st.DataObject) -> None:
     """A wrong body with a right checksum: an error that names it, or the values that were committed."""
-    file: Path = getattr(stored, which)
-    with replaced(file, data.draw(lies(stored.body(file)))):
-        used(stored, file)
+    with replaced(stored.manifest, data.draw(lies(stored.body(stored.manifest), part))):
+        used(stored, stored.manifest)
 
 
-@pytest.mark.parametrize("which", FILES[:2])
+@pytest.mark.parametrize("part", PARTS)
 @bounded(10)
 @given(data=st.data())
-def test_the_command_line_reads_lies(which: str, stored: Stored, data: st.DataObject) -> None:
+def test_the_command_line_reads_lies(part: str, stored: Stored, data: st.DataObject) -> None:
     """`infinity store` lists, checks and tidies up what is wrong like everything else."""
-    file: Path = getattr(stored, which)
-    with replaced(file, data.draw(lies(stored.body(file)))):
+    with replaced(stored.manifest, data.draw(lies(stored.body(stored.manifest), part))):
         listed(stored)
 
 
@@ -358,14 +357,14 @@ def _overlap(body: dict[str, Any]) -> None:
 
 
 MANIFEST_LIES = {
-    "a path out of the folder": (_set("state_file", to="../../../../etc/passwd"), "state_file.*is not a text like"),
-    "an absolute path": (_set("state_file", to="/etc/passwd"), "state_file"),
-    "the state file of another step": (_set("state_file", to=lambda name: name.replace("6", "3", 1)), "state_file"),
+    "another commit": (_set("identity", to="0" * 24), "it is of rank 0 of 1 at step 6, commit 0000"),
+    "no identity": (_set("identity", to="../../../../etc/passwd"), "identity.*is not a text like"),
+    "another layout": (_set("layout", to="0" * 16), "its description is of layout .*, its pages are of 0000"),
     "another rank": (_set("rank", to=1), "it is of rank 1 of 1"),
     "another step": (_set("step", to=3), "at step 3"),
     "more ranks": (_set("world_size", to=2), "it is of rank 0 of 2"),
     "another run": (_set("run_id", to="20260101-000000-000000"), "it is of run"),
-    "another format": (_set("format", to=2), "has format 2, this version reads 1"),
+    "another format": (_set("format", to=1), "has format 1, this version reads 2; use the version that wrote it"),
     "true as the format": (_set("format", to=True), "has format True"),
     "a path that is none": (_set("pages", "0", 0, to=1), "page 0 cannot be .* of path 1"),
     "no alignment": (_set("pages", "0", 1, to=512), "pages: 0: 1: 512 is not .* a multiple of 4096"),
@@ -418,9 +417,8 @@ DESCRIPTION_LIES = {
         "'nothing' cannot be stored as 8bit",
     ),
     "fewer tensors": (lambda body: body["tensors"].pop(), "tensors of .* shards"),
-    "another rank": (_set("rank", to=1), "it is of rank 1 of 1"),
-    "ranks without end": (_set("world_size", to=1 << 60), "rank00001.json cannot be read"),
-    "pages cut otherwise": (_set("page_bytes", to=1 << 20), "is of another layout than the run"),
+    "pages cut otherwise": (_set("page_bytes", to=1 << 20), "its description is of layout"),
+    "another name": (_set("units", 0, "name", to="other"), "its description is of layout"),
 }
 
 
@@ -428,10 +426,12 @@ DESCRIPTION_LIES = {
 def test_what_is_said_of_a_description(lie: str, stored: Stored) -> None:
     """The field and what is wrong with it."""
     change, said = DESCRIPTION_LIES[lie]
-    body = stored.body(stored.description)
-    change(body)
-    with replaced(stored.description, sealed(json.dumps(body))), pytest.raises(CommitError, match=said):
-        exported(stored)
+    body = stored.body(stored.manifest)
+    change(body if lie in ("pages too small", "pages cut otherwise") else body["description"])
+    with replaced(stored.manifest, sealed(json.dumps(body))):
+        for use in (exported, resumed):
+            with pytest.raises(CommitError, match=said):
+                use(stored)
 
 
 def test_a_key_that_is_there_twice(stored: Stored) -> None:
@@ -492,7 +492,7 @@ def test_data_files_that_are_gone_or_short(size: int | None, stored: Stored) -> 
 
 def test_commits_that_share_a_slot_are_refused(stored: Stored) -> None:
     """An older commit that names what the newest holds would give away its slots."""
-    older = stored.folder.commits / Published(OLDER, 0, 1).file_name
+    older = stored.older
     body, newest = stored.body(older), stored.body(stored.manifest)
     page = next(page for page in body["pages"] if body["pages"][page] != newest["pages"][page])
     body["pages"] = {**newest["pages"], page: [*newest["pages"][page][:3], "0" * 16]}

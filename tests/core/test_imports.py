@@ -15,7 +15,7 @@ import infinity
 PACKAGE = Path(infinity.__file__).parent
 ROOT = PACKAGE.parent
 LEVELS = {
-    "config": 0, "errors": 0, "units": 0, "hugepages": 0,
+    "config": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0,
     "io": 1, "memory": 1, "telemetry": 1, "layout": 1, "ranks": 1, "peers": 1,
     "store": 2, "schedule": 2,
     "fsdp": 3, "optim": 3, "checkpoint": 3, "budget": 3,
@@ -27,6 +27,8 @@ NO_TORCH = (
     "errors",
     "units",
     "hugepages",
+    "access",
+    "ending",
     "layout",
     "io",
     "telemetry",
@@ -34,7 +36,7 @@ NO_TORCH = (
     "schedule.trace",
     "schedule.planner",
 )
-DAEMON_MAY = {"config", "errors", "units", "hugepages", "io", "telemetry"}
+DAEMON_MAY = {"config", "errors", "units", "hugepages", "access", "io", "telemetry"}
 
 
 def modules(folder: Path, package: str) -> dict[str, Path]:

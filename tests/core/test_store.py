@@ -25,7 +25,8 @@ from infinity.io import Fault, FaultEngine, FaultKind, ThreadEngine
 from infinity.layout import Layout, Page, Role
 from infinity.store import folder as folders
 from infinity.store.extents import Extent, ExtentAllocator, SlotClass, file_sizes, plan_slots, spread
-from infinity.store.folder import FolderLock, describe_holder, live_run, new_run_id, reserve
+from infinity.store.folder import FolderLock, describe_holder, live_run, reserve
+from infinity.store.marker import new_run_id
 from infinity.store.pages import PageStore, checksum
 
 KIB = 1 << 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import importlib.util
 import os
@@ -145,6 +146,33 @@ def test_threads_where_io_uring_is_refused(code: int, monkeypatch: pytest.Monkey
     assert f"io_uring refused: {errno.errorcode[code]}" in reason
     assert open_descriptors() <= before  # fewer: another test's engine may end meanwhile
     with pytest.raises(ConfigError, match=r"storage\.engine = 'io_uring'"):
+        open_engine(StorageConfig(engine="io_uring"))
+
+
+def test_threads_where_a_ring_may_be_made_but_not_entered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under a seccomp profile that forgot one of the calls: found out before the first transfer, and said once."""
+    real = ring_module._syscall
+
+    def refuse(number: int, *arguments: object) -> int:
+        if number == ring_module._SYS_ENTER:
+            ctypes.set_errno(errno.EPERM)
+            return -1
+        return real(number, *arguments)
+
+    make_engine("io_uring").close()
+    monkeypatch.setattr(ring_module, "_syscall", refuse)
+    select_module._say_once.cache_clear()
+    before = open_descriptors()
+    for _ in range(2):
+        engine, reason = open_engine(StorageConfig(engine="auto"))
+        engine.close()
+        assert engine.name == "threads"
+        assert "io_uring_enter refused: EPERM" in reason
+    assert open_descriptors() <= before
+    assert caplog.text.count("io_uring_enter refused") == 1
+    with pytest.raises(ConfigError, match=r"storage\.engine = 'io_uring', but io_uring_enter refused"):
         open_engine(StorageConfig(engine="io_uring"))
 
 

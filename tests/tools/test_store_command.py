@@ -17,7 +17,7 @@ from tools_command import SMALL, run_here
 from typer.testing import CliRunner
 
 from infinity.checkpoint.manifest import checksum_of, read_manifest
-from infinity.store.folder import FolderLock
+from infinity.store.folder import FolderLock, RunFolder
 from infinity_tools.cli import app
 from infinity_tools.runs import BadPage, Check, good_step, stored_runs
 from infinity_tools.store import _advice
@@ -91,7 +91,7 @@ def test_list_verify_remove(committed):
 
 def test_live_run_is_neither_removed_nor_verified(tmp_path):
     for run_id in ("20260101-000000-aaaaaa", "20260102-000000-bbbbbb"):
-        (tmp_path / run_id / "commits").mkdir(parents=True)
+        RunFolder.of([tmp_path], run_id).create()
     lock = tmp_path / "infinity.lock.0"
     owner = {"run_id": "20260102-000000-bbbbbb", "pid": os.getpid(), "host": "here", "since": time.time()}
     lock.write_text(json.dumps(owner))
@@ -149,7 +149,7 @@ def test_an_earlier_commit_is_named(committed):
     first, second, _ = committed
     (found,) = stored_runs((first, second))
     (commit,) = found.commits
-    two = replace(found, commits=(commit, replace(commit, step=7)))
+    two = replace(found, commits=(commit, replace(commit, name=replace(commit.name, step=7))))
     bad = BadPage(step=7, rank=0, page=0, path="x", offset=0, length=1, reason="")
     assert good_step(two, []) == 7
     assert good_step(two, [bad]) == 1
@@ -166,15 +166,15 @@ def test_what_a_commit_holds(committed):
     assert commit["bytes"] == commit["own_bytes"] > 8 * listed["parameters"]
     (manifest,) = (first / run_id / "commits").glob("step*.json")
     body = json.loads(json.loads(manifest.read_text())["body"])
-    extent = next(iter(body["pages"].values()))
-    body["pages"] = {"0": extent}
-    body["step"], body["state_file"] = 2, body["state_file"].replace("1", "2", 1)
+    extent = body["pages"]["0"]
+    body["step"], body["pages"]["0"] = 2, [extent[0], 1 << 40, *extent[2:]]  # one page is another version
     later = manifest.with_name(manifest.name.replace("1", "2", 1))
     text = json.dumps(body)
     later.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
     older, newer = json.loads(_command("ls", first, second, "--json")[1])[0]["commits"]
-    assert newer["own_bytes"] == 0
-    assert older["own_bytes"] == commit["bytes"] - extent[2]
+    (state_file,) = manifest.parent.glob("*.safetensors")
+    assert newer["own_bytes"] == extent[2], "its state file is not here"
+    assert older["own_bytes"] == extent[2] + state_file.stat().st_size
     for columns in ("80", "100"):
         lines = CliRunner().invoke(app, ["store", "ls", str(first), str(second)], env={"COLUMNS": columns}).output
         assert max(map(len, lines.splitlines())) <= int(columns)
@@ -193,9 +193,8 @@ def test_gc_removes_what_nobody_can_use(committed):
     (commits / "layout.rank00000.json.tmp").write_bytes(b"x")
     (commits / manifest.name.replace("of-00001", "of-00002")).write_bytes(b"x")  # rank 1 may be on another node
     dead = first / "20260101-000000-aaaaaa"
-    (dead / "commits").mkdir(parents=True)
+    RunFolder.of(folders, dead.name).create()
     (dead / "rank00000.pages").write_bytes(b"x")
-    (second / dead.name).mkdir()
     (second / dead.name / "rank00000.pages").write_bytes(b"x")
     (first / "infinity.lock.0").write_text("{}")
     everything = sorted(first.rglob("*"))
@@ -229,11 +228,11 @@ def test_gc_removes_a_commit_that_not_all_ranks_published(committed):
     before = sorted(commits.iterdir())
     for step, world_size in ((2, 2), (3, 3)):
         body = json.loads(json.loads(manifest.read_text())["body"])
-        state = commits / f"step{step:012d}.rank00000.00000000.safetensors"
+        state = commits / f"step{step:012d}.rank00000.{body['identity']}.safetensors"
         state.write_bytes(b"x")
-        body |= {"step": step, "world_size": world_size, "state_file": state.name}
+        body |= {"step": step, "world_size": world_size}
         text = json.dumps(body)
-        partial = commits / f"step{step:012d}.rank00000-of-{world_size:05d}.json"
+        partial = commits / f"step{step:012d}.rank00000-of-{world_size:05d}.{body['identity']}.json"
         partial.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
     other = first / run_id / "rank00001.pages"
     other.touch()
@@ -247,7 +246,7 @@ def _waste(folders):
 
 
 def _scrubbed(run_id, run):
-    return json.dumps({"runs": [run_id], "pages": Check(run).pages, "bad": []}) + "\n"
+    return json.dumps({"runs": [run_id], "pages": Check(run).pages, "bad": [], "incomplete": []}) + "\n"
 
 
 @contextmanager

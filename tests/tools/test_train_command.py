@@ -109,7 +109,7 @@ def test_resumed_run_repeats_the_uninterrupted_one_to_the_bit():
     assert second["run_id"] == first["run_id"]
     assert first["losses"] + second["losses"] == straight["losses"]
     again = run_here(*SMALL, "--steps", "6", "--resume", "--out", "b")
-    assert again.status == 2
+    assert again.status == 0, "nothing is wrong with a run that has finished"
     assert "at step 6 already" in again.errors
 
 

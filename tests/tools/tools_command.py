@@ -36,7 +36,9 @@ class Finished:
 
 def environment(runtime: Path) -> dict[str, str]:
     """Return an environment in which this checkout is imported and stats pages are kept apart."""
-    inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    inherited = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "XDG_RUNTIME_DIR")
+    }
     paths = [str(ROOT), str(ROOT / "tools"), inherited.get("PYTHONPATH", "")]
     return {
         **inherited,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import socket
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from infinity.telemetry.page import Snapshot, StatsPageError, page_files
 from infinity.units import format_size
 from infinity_tools.data import Batches, Corpus, tokenizer_of
 from infinity_tools.measure import KernelCounts, report
+from infinity_tools.messages import lasting_messages
 from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype, count_parameters, find_model, on_meta, shard
 from infinity_tools.progress import StepView, View, open_view, short
@@ -60,6 +62,7 @@ class TrainOptions:
     activation_checkpointing: bool
     threads: int
     metrics_port: int | None
+    metrics_host: str
     metrics_linger: float
     json: bool
 
@@ -84,12 +87,13 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     _route_logs(console, ranks, quiet=options.json)
     torch.manual_seed(settings.run.seed + ranks.rank)
     with ExitStack() as stack:
+        stack.enter_context(lasting_messages())
         stop = stack.enter_context(StopRequest())
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
         pages = LocalPages(runtime_dir(settings.telemetry))
         if options.metrics_port is not None and ranks.local_rank == 0:
-            server = stack.enter_context(serve(options.metrics_port, pages))
-            view.say(f"metrics: http://localhost:{server.port}/metrics")
+            server = stack.enter_context(serve(options.metrics_port, pages, options.metrics_host))
+            view.say(f"metrics: http://{options.metrics_host or socket.gethostname()}:{server.port}/metrics")
         dtype = best_dtype() if options.dtype == "auto" else options.dtype
         model = on_meta(source)
         parameters = count_parameters(model)
@@ -115,6 +119,12 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             model, paged, scheduler, batches, options, ranks, view, stop, torch.device(mesh.device_type), out
         )
         source.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        if training.finished:
+            if ranks.rank == 0:
+                _show_finished(training, options)
+            stack.close()
+            _leave(ranks)
+            return 0
         training.resume(
             data=_data_facts(options, settings, corpus), model_config=json.loads(source.config.to_json_string())
         )
@@ -130,9 +140,13 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         status = 128 + training.stopped_by if training.stopped_by else 0
     if ranks.rank == 0:
         _show(summary, out, options)
+    _leave(ranks)
+    return status
+
+
+def _leave(ranks: Ranks) -> None:
     if ranks.world_size > 1:
         dist.destroy_process_group()
-    return status
 
 
 def _offload(
@@ -194,14 +208,17 @@ class Training:
         self._extra: dict[str, Any] = {}
         self._committed = optimizer.steps
 
+    @property
+    def finished(self) -> bool:
+        """Whether the commit that the run was resumed from is that of its last step, or of a later one."""
+        return bool(self.optimizer.resumed_extra) and self.optimizer.steps >= self.options.steps
+
     def resume(self, *, data: dict[str, Any], model_config: dict[str, Any]) -> None:
         """Take up the schedule of the commit that the run was resumed from, if it was."""
         found = self.optimizer.resumed_extra
         self._extra = {"data": data, "model_config": model_config}
         if not found:
             return
-        if self.optimizer.steps >= self.options.steps:
-            raise ConfigError(f"the run is at step {self.optimizer.steps} already; to go on, raise --steps above it")
         if changed := [key for key, value in data.items() if found.get("data", {}).get(key) != value]:
             logging.getLogger("infinity").warning(
                 "not what the run was begun with: %s; it goes on with other batches than it would have had",
@@ -411,6 +428,15 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
         interrupted=bool(training.stopped_by),
     )
     return summarise(facts, [found for found in reports if found.node == mine])
+
+
+def _show_finished(training: Training, options: TrainOptions) -> None:
+    """Say that there is nothing to do, which is no mistake: who restarts runs until they end is told that it has."""
+    step, run_id = training.optimizer.steps, training.optimizer.run.folder.run_id
+    if options.json:
+        Console().file.write(json.dumps({"run_id": run_id, "finished": True, "steps": 0, "last_step": step}) + "\n")
+        return
+    training.view.say(f"run {run_id} is at step {step} already: finished; to go on, raise --steps above it")
 
 
 def _show(summary: dict[str, Any], out: Path, options: TrainOptions) -> None:

@@ -7,21 +7,30 @@ still names it; if not, the run has gone on in between and the page is passed ov
 
 from __future__ import annotations
 
-import shutil
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from infinity.checkpoint.description import description_name, read_description
-from infinity.checkpoint.manifest import Manifest, Published, complete_steps, published_in, read_manifest
+from infinity.checkpoint.manifest import (
+    CommitName,
+    Manifest,
+    Published,
+    complete_commits,
+    left_over,
+    published_in,
+    read_manifest,
+)
 from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.errors import CommitError, ConfigError, StorageError
-from infinity.store.folder import LOCK_NAME, Owner, RunFolder, live_run, remove_stale_lock
+from infinity.store.folder import Owner, RunFolder, live_run, remove_stale_lock, stale_locks
+from infinity.store.marker import MARKER_NAME, FoundRun, look_for_runs
 from infinity.store.pages import Version, read_version
 
 _READERS = 4
@@ -30,19 +39,28 @@ _BATCH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The manifests of one step, one per rank; `problem` says why it cannot be used.
+    """The manifests of one commit, one per rank; `problem` says why it cannot be used.
 
     `nbytes` are those of its pages and state files, `own_bytes` those of them that no other commit of the run names:
     what its end gives back to the run.
     """
 
-    step: int
+    name: CommitName
     created: float
-    world_size: int
     manifests: dict[int, Path]
     nbytes: int
     own_bytes: int
     problem: str = ""
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.name.step
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that made it."""
+        return self.name.world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +68,13 @@ class StoredRun:
     """One run on the given paths; `owner` is the process that has it open, if there is one.
 
     `ranks` is the number of those that have data files here, `parameters` the number of elements of the model, 0 where
-    the run's description is not here; `nbytes` is what the run takes on the drives.
+    no commit says it; `nbytes` is what the run takes on the drives. `paths` is how many folders the run has in all, and
+    `first` says whether that of its commits is among those that are here.
     """
 
     folder: RunFolder
+    paths: int
+    first: bool
     ranks: int
     parameters: int
     nbytes: int
@@ -64,6 +85,11 @@ class StoredRun:
     def run_id(self) -> str:
         """The run's id."""
         return self.folder.run_id
+
+    @property
+    def identity(self) -> tuple[RunFolder, tuple[tuple[int, float], ...]]:
+        """Which run it is, with which commits."""
+        return self.folder, tuple((commit.step, commit.created) for commit in self.commits)
 
     @property
     def usable(self) -> tuple[Commit, ...]:
@@ -84,45 +110,58 @@ class BadPage:
     reason: str
 
 
-def stored_runs(paths: Sequence[Path]) -> list[StoredRun]:
-    """Return the runs on `paths`, oldest first; folders that are not runs are passed over.
+def stored_runs(paths: Sequence[Path], passed: dict[Path, str] | None = None) -> list[StoredRun]:
+    """Return the runs on `paths`, oldest first, whatever the order of `paths`; other folders are passed over.
+
+    Args:
+        paths: the folders of storage.paths.
+        passed: is given those that are named as a run but are passed over, each with the reason.
 
     Raises:
-        ConfigError: a path is not a folder.
+        ConfigError: a path is not a folder that can be read.
     """
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"{str(path)!r} is not a folder")
-    roots: dict[str, list[Path]] = {}
-    for path in paths:
-        for root in sorted(path.iterdir()):
-            if root.is_dir() and not root.is_symlink() and _is_run(root):
-                roots.setdefault(root.name, []).append(root)
-    return [_stored_run(run_id, tuple(roots[run_id])) for run_id in sorted(roots)]
+    try:
+        found, odd = look_for_runs(paths)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+    runs = []
+    for run in found:
+        try:
+            runs.append(_stored_run(run))
+        except OSError as error:  # of another user, or on a drive that fails: the others are not hidden by it
+            odd[Path(error.filename or run.in_order[0])] = str(error.strerror)
+    if passed is not None:
+        passed.update(odd)
+    return runs
 
 
-def _is_run(root: Path) -> bool:
-    return (root / "commits").is_dir() or any(root.glob("rank*.pages"))
-
-
-def _stored_run(run_id: str, roots: tuple[Path, ...]) -> StoredRun:
-    # The manifests are on the first path of the run, whatever the order in which paths are given here.
-    roots = tuple(sorted(roots, key=lambda root: not (root / "commits").is_dir()))
-    folder = RunFolder(run_id, roots)
+def _stored_run(run: FoundRun) -> StoredRun:
+    folder = RunFolder(run.run_id, run.in_order)
+    if 0 in run.roots and folder.commits.is_dir():
+        os.listdir(folder.commits)  # a folder that cannot be read is not one without commits
+    read = _read_commits(folder)
     return StoredRun(
         folder=folder,
+        paths=run.paths,
+        first=0 in run.roots,
         ranks=len(_local_ranks(folder)),
-        parameters=_parameters(folder),
-        nbytes=sum(_disk_bytes(file) for root in roots for file in root.rglob("*")),
-        commits=tuple(_commits(folder)),
+        parameters=max((_parameters(manifest) for found in read.values() for manifest in found.manifests), default=0),
+        nbytes=sum(_disk_bytes(file) for root in folder.roots for file in root.rglob("*")),
+        commits=tuple(_commits(folder, read)),
         owner=_owner(folder),
     )
 
 
 def _owner(folder: RunFolder) -> Owner | None:
-    """Return who has a run open; who holds a path but cannot be read may have any run open."""
-    owners = [owner for root in folder.roots if (owner := live_run(root.parent))]
-    return next((owner for owner in owners if owner.run_id in (folder.run_id, "unknown")), None)
+    """Return who has a run open; whoever holds a path and cannot be read may have any run of that user open."""
+    for root in folder.roots:
+        owner = live_run(root.parent)
+        if owner and (owner.run_id == folder.run_id or (not owner.known and owner.uid == root.lstat().st_uid)):
+            return owner
+    return None
 
 
 def _local_ranks(folder: RunFolder) -> set[str]:
@@ -130,13 +169,8 @@ def _local_ranks(folder: RunFolder) -> set[str]:
     return {file.name for root in folder.roots for file in root.glob("rank*.pages")}
 
 
-def _parameters(folder: RunFolder) -> int:
-    if not (folder.commits / description_name(0)).is_file():
-        return 0
-    try:
-        return sum(tensor.parameters for tensor in read_description(folder.commits, 0).tensors)
-    except CommitError:  # `verify` says so
-        return 0
+def _parameters(manifest: Manifest) -> int:
+    return sum(tensor.parameters for tensor in manifest.description.tensors)
 
 
 def _disk_bytes(file: Path) -> int:
@@ -153,27 +187,27 @@ def _length(file: Path) -> int:
         return 0
 
 
-def _commits(folder: RunFolder) -> Iterator[Commit]:
-    published = published_in(folder.commits)
-    groups: dict[tuple[int, int], list[Published]] = {}
-    for name in published:
-        groups.setdefault((name.step, name.world_size), []).append(name)
-    read = {key: _manifests(folder, names) for key, names in groups.items()}
+def _read_commits(folder: RunFolder) -> dict[CommitName, _Read]:
+    groups: dict[CommitName, list[Published]] = {}
+    for name in published_in(folder.commits):
+        groups.setdefault(name.commit, []).append(name)
+    return {commit: _Read(names, *_manifests(folder, names)) for commit, names in groups.items()}
+
+
+def _commits(folder: RunFolder, read: Mapping[CommitName, _Read]) -> Iterator[Commit]:
     named: Counter[tuple[int, Version]] = Counter()
-    for manifests, _ in read.values():
-        named.update((manifest.rank, version) for manifest in manifests for version in manifest.pages.values())
-    for (step, world_size), (manifests, problem) in read.items():
+    for found in read.values():
+        named.update((manifest.rank, version) for manifest in found.manifests for version in manifest.pages.values())
+    for commit, (names, manifests, problem) in read.items():
         if not manifests and not problem:  # a live run has removed it just now
             continue
-        names = groups[step, world_size]
-        if len(names) < world_size:
-            problem = f"{len(names)} of {world_size} ranks"
+        if len(names) < commit.world_size:
+            problem = f"{len(names)} of {commit.world_size} ranks"
         pages = [(manifest.rank, version) for manifest in manifests for version in manifest.pages.values()]
         states = sum(_length(folder.commits / manifest.state_file) for manifest in manifests)
         yield Commit(
-            step=step,
+            name=commit,
             created=max((manifest.created for manifest in manifests), default=0.0),
-            world_size=world_size,
             manifests={name.rank: folder.commits / name.file_name for name in names},
             nbytes=states + sum(version.extent.length for _, version in pages),
             own_bytes=states + sum(version.extent.length for rank, version in pages if named[rank, version] == 1),
@@ -194,6 +228,14 @@ def _manifests(folder: RunFolder, names: Sequence[Published]) -> tuple[list[Mani
     return found, problem
 
 
+class _Read(NamedTuple):
+    """What can be read of a commit: names and manifests that are here, and why another cannot be read."""
+
+    names: list[Published]
+    manifests: list[Manifest]
+    problem: str
+
+
 class Check:
     """Reads what the commits of a run name, every page once, and collects what is not what was committed in `bad`.
 
@@ -209,19 +251,22 @@ class Check:
         self.bad: list[BadPage] = []
         self._folder = run.folder
         self._work: dict[tuple[int, int, Version], list[Path]] = {}
+        self._require(run, run.paths)
         for step, rank, file in ((c.step, rank, file) for c in run.commits for rank, file in c.manifests.items()):
             manifest = self._manifest(step, rank, file)
             if manifest is None:
                 continue
-            if len(manifest.weights) != len(run.folder.roots):
-                raise ConfigError(
-                    f"run {run.run_id} lies on {len(manifest.weights)} folders, {len(run.folder.roots)} of them "
-                    "were named; name them all, in the order of storage.paths"
-                )
+            self._require(run, len(manifest.weights))
             for page, version in sorted(manifest.pages.items()):
                 self._work.setdefault((manifest.rank, page, version), []).append(file)
         self.pages = len(self._work)
         self.nbytes = sum(version.extent.length for _, _, version in self._work)
+
+    def _require(self, run: StoredRun, paths: int) -> None:
+        if len(run.folder.roots) != paths:
+            raise ConfigError(
+                f"run {run.run_id} lies on {paths} folders, {len(run.folder.roots)} of them were named; name them all"
+            )
 
     def _manifest(self, step: int, rank: int, file: Path) -> Manifest | None:
         """Return a manifest whose state file is good; a run that is live may have removed it."""
@@ -305,8 +350,18 @@ def good_step(run: StoredRun, bad: Sequence[BadPage]) -> int | None:
     return max((commit.step for commit in run.usable if commit.step not in spoilt), default=None)
 
 
+def incomplete(run: StoredRun) -> list[Commit]:
+    """Return what not all ranks have published, where all ranks are here; else other nodes may have the rest."""
+    return [c for c in run.commits if len(c.manifests) < c.world_size and _all_local(run, c.world_size)]
+
+
+def without_manifest(run: StoredRun) -> list[Path]:
+    """Return the state files of commits that are none, of a run that has ended."""
+    return [] if run.owner else left_over(run.folder.commits, published_in(run.folder.commits))
+
+
 def remove(run: StoredRun) -> None:
-    """Remove a run from its folders, commits first.
+    """Remove a run from its folders, commits first; to be called where nothing starts (`no_starts`).
 
     Raises:
         ConfigError: the run is live, or a file cannot be removed.
@@ -314,10 +369,7 @@ def remove(run: StoredRun) -> None:
     if owner := _owner(run.folder):
         raise ConfigError(f"{owner} is running; it is not removed")
     try:
-        if run.folder.commits.is_dir():
-            shutil.rmtree(run.folder.commits)
-        for root in run.folder.roots:
-            shutil.rmtree(root)
+        run.folder.remove()
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from error
 
@@ -336,24 +388,28 @@ class Waste:
         """Run, or file."""
         return self.run.run_id if self.run is not None and not self.files else str(self.files[0])
 
+    @property
+    def identity(self) -> tuple[str, str, tuple[Path, ...]]:
+        """What it is, to tell it from other waste at another time."""
+        return self.what, self.run.run_id if self.run else "", self.files
+
     def remove(self) -> None:
-        """Remove it, in order.
+        """Remove it, in order; to be called where nothing starts (`no_starts`).
 
         Raises:
             ConfigError: the run is live by now, or a file cannot be removed.
         """
-        if self.run is None:
-            for file in self.files:
-                remove_stale_lock(file)
-            return
-        if not self.files:
+        if self.run is not None and not self.files:
             remove(self.run)
             return
-        if owner := _owner(self.run.folder):
+        if self.run is not None and (owner := _owner(self.run.folder)):
             raise ConfigError(f"{owner} is running; nothing of it is removed")
         for file in self.files:
             try:
-                file.unlink(missing_ok=True)
+                if self.run is None:
+                    remove_stale_lock(file)
+                else:
+                    file.unlink(missing_ok=True)
             except OSError as error:
                 raise ConfigError(f"{file} cannot be removed: {error.strerror}") from error
 
@@ -361,29 +417,29 @@ class Waste:
 def waste(paths: Sequence[Path]) -> list[Waste]:
     """Return what can be removed without loss, as far as these folders show.
 
-    Only runs that have ended are looked at, and only where the folder of their commits is among `paths`. Whether a
-    commit is of all ranks is judged only where all its ranks have their data files here: on private drives the
-    manifests of other ranks are on other nodes. A run of which this node has no manifest at all has no commit anywhere.
+    Only runs that have ended are looked at, and only where the first of their folders, that of their commits, is among
+    `paths`. Whether a commit is of all ranks is judged only where all its ranks have their data files here: on private
+    drives the manifests of other ranks are on other nodes. A run of which this node has no manifest at all has no
+    commit anywhere.
 
     Raises:
         ConfigError: a path is not a folder.
     """
     found: list[Waste] = []
     for run in stored_runs(paths):
-        if run.owner is None and run.folder.commits.is_dir():
+        if run.owner is None and run.first:
             found += _waste_of(run)
     for path in paths:
-        if live_run(path) is None:
-            locks = sorted(path.glob(f"{LOCK_NAME}.*"))
-            found += [Waste(what="lock of nobody", run=None, files=(file,), nbytes=_disk_bytes(file)) for file in locks]
+        locks = stale_locks(path) if live_run(path) is None else []
+        found += [Waste(what="lock of nobody", run=None, files=(file,), nbytes=_disk_bytes(file)) for file in locks]
     return found
 
 
 def _waste_of(run: StoredRun) -> Iterator[Waste]:
     folder = run.folder.commits
     published = published_in(folder)
-    complete = set(complete_steps(published))
-    partial = [commit for commit in run.commits if commit.step not in complete]
+    complete = set(complete_commits(published))
+    partial = [commit for commit in run.commits if commit.name not in complete]
     if not complete and all(_all_local(run, commit.world_size) for commit in partial):
         yield Waste(what="run without a commit", run=run, files=(), nbytes=run.nbytes)
         return
@@ -396,21 +452,11 @@ def _waste_of(run: StoredRun) -> Iterator[Waste]:
         if _all_local(run, commit.world_size):
             gone.update(commit.manifests.values())
             yield files(f"commit of step {commit.step} of {commit.problem}", *commit.manifests.values())
-    for file in sorted(folder.glob("*.tmp")):
+    drafts = (file for root in run.folder.roots for file in root.glob(f".{MARKER_NAME}.*"))
+    for file in sorted([*folder.glob("*.tmp"), *drafts]):
         yield files("temporary file", file)
-    # A manifest that cannot be read may name any state file of its rank and step.
-    named, unknown = set(), set()
-    for name in published:
-        file = folder / name.file_name
-        if file in gone:
-            continue
-        try:
-            named.add(read_manifest(file).state_file)
-        except CommitError:
-            unknown.add(f"step{name.step:012d}.rank{name.rank:05d}")
-    for file in sorted(folder.glob("step*.safetensors")):
-        if file.name not in named and ".".join(file.name.split(".")[:2]) not in unknown:
-            yield files("state file of no commit", file)
+    for file in left_over(folder, [name for name in published if folder / name.file_name not in gone]):
+        yield files("state file of no commit", file)
 
 
 def _all_local(run: StoredRun, world_size: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from types import FrameType, TracebackType
@@ -33,5 +34,6 @@ class StopRequest:
         if self.received or not self.patient:
             raise SystemExit(128 + number)
         self.received = number
-        # Not through the console: it may be in the middle of a line.
-        os.write(2, b"\nending after this step; once more ends it now\n")
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            # Not through the console: it may be in the middle of a line.
+            os.write(2, b"\nending after this step; once more ends it now\n")

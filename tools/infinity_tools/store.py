@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json as json_format
-import re
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from infinity_tools.runs import BadPage, Commit, StoredRun, Waste
 
 app = typer.Typer(help="List, check and remove the runs on NVMe folders.", no_args_is_help=True)
-_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _PATHS = Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")]
 _YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -39,7 +38,9 @@ def ls(paths: _PATHS, json: _JSON = False) -> None:
     with failures():
         from infinity_tools.runs import stored_runs
 
-        runs = stored_runs(paths)
+        passed: dict[Path, str] = {}
+        runs = stored_runs(paths, passed)
+        _say_passed(passed)
         if json:
             typer.echo(json_format.dumps([_described(run) for run in runs]))
             return
@@ -69,7 +70,9 @@ def verify(
     with failures():
         from infinity_tools.runs import stored_runs
 
-        chosen = _choose(stored_runs(paths), [run] if run else [], paths)
+        passed: dict[Path, str] = {}
+        chosen = _choose(stored_runs(paths, passed), [run] if run else [], paths)
+        _say_passed(passed)
         if run and chosen[0].owner:
             raise ConfigError(
                 f"{chosen[0].owner} is running; verify it when it has ended, or use `infinity store scrub`"
@@ -92,19 +95,22 @@ def scrub(
     with failures():
         from infinity_tools.runs import stored_runs
 
+        passed: dict[Path, str] = {}
         limit = parse_size(rate, name="--rate") if rate else 0
         if rate and not limit:
             raise ConfigError("--rate 0 would never end; leave it out for no limit")
-        found = _check("scrubbing", stored_runs(paths), paths, limit, json=json)
+        runs = stored_runs(paths, passed)
+        _say_passed(passed)
+        found = _check("scrubbing", runs, paths, limit, json=json)
     raise typer.Exit(1 if found else 0)
 
 
 def _check(doing: str, runs: list[StoredRun], paths: list[Path], rate: int, *, json: bool) -> bool:
     """Read what the commits of the runs name, report, and return whether something is bad."""
-    from infinity_tools.runs import Check, good_step
+    from infinity_tools.runs import Check, good_step, incomplete, without_manifest
 
     console = Console(highlight=False)
-    pages, bad_pages = 0, []
+    pages, bad_pages, partial, unusable = 0, [], [], False
     for run in runs:
         check = Check(run)
         pages += check.pages
@@ -113,13 +119,24 @@ def _check(doing: str, runs: list[StoredRun], paths: list[Path], rate: int, *, j
             bad = check.run(lambda nbytes, bar=bar, task=task: bar.advance(task, nbytes), rate)  # type: ignore[misc]
         advice = _advice(run, bad, good_step(run, bad), paths)
         bad_pages += [{"run_id": run.run_id, **asdict(page), "advice": advice} for page in bad]
+        passed = incomplete(run)
+        partial += [{"run_id": run.run_id, "step": commit.step, "problem": commit.problem} for commit in passed]
+        none_left = bool(passed) and not run.usable and run.owner is None
+        unusable |= none_left
         if not json:
             _report(console, run, check.pages, bad, advice)
+            for commit in passed:
+                console.print(f"  step {commit.step}, {commit.problem}: this is no commit and is passed over")
+            for file in without_manifest(run):
+                console.print(f"  {file} has no manifest: what it was of is no commit", soft_wrap=True, markup=False)
+            if none_left and not bad:
+                console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
     if json:
-        typer.echo(json_format.dumps({"runs": [run.run_id for run in runs], "pages": pages, "bad": bad_pages}))
+        found = {"runs": [run.run_id for run in runs], "pages": pages, "bad": bad_pages, "incomplete": partial}
+        typer.echo(json_format.dumps(found))
     elif not runs:
         console.print(f"nothing to do in {', '.join(map(str, paths))}")
-    return bool(bad_pages)
+    return bool(bad_pages) or unusable
 
 
 def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Path]) -> str:
@@ -149,20 +166,27 @@ def gc(
     """Remove what nobody can use and nobody owns, of runs that have ended.
 
     Runs without a commit; commits that not all ranks have published, where all ranks are here; temporary files; state
-    files of no commit; locks that nobody holds. Name all folders of the runs.
+    files of no commit; locks that nobody holds. Name all folders of the runs. Only folders that are named as a run and
+    marked as one (`infinity.run`) are touched. No run starts on these folders until the command ends.
     """
     with failures():
+        from infinity.store.folder import no_starts
         from infinity_tools.runs import waste
 
-        found = waste(paths)
-        size = sum(item.nbytes for item in found)
-        if not json:
-            for item in found:
-                typer.echo(f"{item.name}  {format_size(item.nbytes)}  {item.what}")
-        going = not dry_run and _confirmed(found, f"remove {_counted(len(found), 'thing')}", size, yes=yes, json=json)
-        if going:
-            for item in found:
-                item.remove()
+        with nullcontext() if dry_run else no_starts(paths):
+            found = waste(paths)
+            size = sum(item.nbytes for item in found)
+            if not json:
+                for item in found:
+                    typer.echo(f"{item.name}  {format_size(item.nbytes)}  {item.what}")
+            question = f"remove {_counted(len(found), 'thing')}"
+            going = not dry_run and _confirmed(found, question, size, yes=yes, json=json)
+            if going:
+                agreed = {item.identity for item in found}
+                found = [item for item in waste(paths) if item.identity in agreed]
+                size = sum(item.nbytes for item in found)
+                for item in found:
+                    item.remove()
         if json:
             listed = [_waste(item) for item in found]
             typer.echo(json_format.dumps({"waste": listed, "bytes": size, "removed": going}))
@@ -198,34 +222,48 @@ def rm(
     yes: _YES = False,
     json: _JSON = False,
 ) -> None:
-    """Remove runs that have ended. A live run is refused."""
+    """Remove runs that have ended. A live run is refused; no run starts on these folders until the command ends."""
     with failures():
+        from infinity.store.folder import no_starts
+        from infinity.store.marker import is_run_id
         from infinity_tools import runs as stored
 
         # By its form, not by what exists: in a folder of runs, the id of a run is a folder too.
-        names = [text for text in arguments if _RUN_ID.fullmatch(text)]
+        names = [text for text in arguments if is_run_id(text)]
         paths = [Path(text) for text in arguments if text not in names]
         if not paths:
             raise ConfigError("name the folders on which the runs are, as well as the runs")
         if not (names or dead):
             raise ConfigError("name the runs to remove, or --dead for all that have ended")
-        found = stored.stored_runs(paths)
-        chosen = _choose(found, names, paths) if names else []
-        if live := [run for run in chosen if run.owner]:
-            raise ConfigError(f"{live[0].owner} is running; nothing is removed")
-        chosen += [run for run in found if dead and run.owner is None and run not in chosen]
-        size = sum(run.nbytes for run in chosen)
-        if not json:
+        with no_starts(paths):
+            found = stored.stored_runs(paths)
+            chosen = _choose(found, names, paths) if names else []
+            if live := [run for run in chosen if run.owner]:
+                raise ConfigError(f"{live[0].owner} is running; nothing is removed")
+            chosen += [run for run in found if dead and run.owner is None and run not in chosen]
+            size = sum(run.nbytes for run in chosen)
+            if not json:
+                for run in chosen:
+                    steps = ", ".join(str(commit.step) for commit in run.commits) or "none"
+                    typer.echo(f"{run.run_id}  {format_size(run.nbytes)}  commits: {steps}")
+            _confirmed(chosen, f"remove {_counted(len(chosen), 'run')}", size, yes=yes, json=json)
+            agreed = {run.identity for run in chosen}
+            chosen = [run for run in stored.stored_runs(paths) if run.identity in agreed]
+            size = sum(run.nbytes for run in chosen)
             for run in chosen:
-                steps = ", ".join(str(commit.step) for commit in run.commits) or "none"
-                typer.echo(f"{run.run_id}  {format_size(run.nbytes)}  commits: {steps}")
-        _confirmed(chosen, f"remove {_counted(len(chosen), 'run')}", size, yes=yes, json=json)
-        for run in chosen:
-            stored.remove(run)
+                stored.remove(run)
         if json:
             typer.echo(json_format.dumps({"removed": [run.run_id for run in chosen], "bytes": size}))
         else:
             typer.echo(f"removed {_counted(len(chosen), 'run')}, {format_size(size)}")
+
+
+def _say_passed(passed: dict[Path, str]) -> None:
+    """Say on stderr which folders look like runs and are none."""
+    from infinity.store.marker import passed_over
+
+    if passed:
+        typer.echo(passed_over(passed), err=True)
 
 
 def _choose(runs: list[StoredRun], names: list[str], paths: list[Path]) -> list[StoredRun]:

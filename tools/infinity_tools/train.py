@@ -172,6 +172,10 @@ def train(
         int | None,
         typer.Option(help="Serve Prometheus metrics of this node's ranks; 0: any port.", rich_help_panel=_OUTPUT),
     ] = None,
+    metrics_host: Annotated[
+        str,
+        typer.Option(help="Address to serve them on, without authentication; 0.0.0.0 is all.", rich_help_panel=_OUTPUT),
+    ] = "127.0.0.1",
     metrics_linger: Annotated[
         float,
         typer.Option(help="Seconds to go on serving them after the summary is written.", rich_help_panel=_OUTPUT),
@@ -247,6 +251,7 @@ def train(
             activation_checkpointing=activation_checkpointing,
             threads=threads,
             metrics_port=metrics_port,
+            metrics_host=metrics_host,
             metrics_linger=metrics_linger,
             json=json,
         )

@@ -1,0 +1,30 @@
+"""The end of what holds resources: everything is released, and the first thing that went wrong is what is said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+_log = logging.getLogger("infinity")
+
+
+def end_all(*steps: Callable[[], object], cause: BaseException | None = None) -> None:
+    """Call everything, one after the other, also where one before it fails.
+
+    Args:
+        cause: why it ends. It is what counts then: what fails here is logged and not raised.
+
+    Raises:
+        Exception: the first that was raised, if there is no `cause`; later ones are logged.
+    """
+    first = cause
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            if first is None:
+                first = error
+            else:
+                _log.error("at the end: %s: %s", type(error).__name__, error)
+    if first is not None and cause is None:
+        raise first

@@ -1,0 +1,484 @@
+"""Which folders are runs, who may have them, and that whoever plants something there gets nothing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import core_models
+import pytest
+from core_session import EVERY, RECIPE, STEPS, Session, reference
+from core_train import MIB, Paging, make_optimizer, settings
+
+import infinity
+from infinity.access import open_own, own_folder, read_own, replacing, write_own
+from infinity.checkpoint.manifest import complete_commits, published_in
+from infinity.errors import CommitError, ConfigError, FolderBusyError, InfinityError, StorageError
+from infinity.store import folder as folders
+from infinity.store.folder import FolderLock, RunFolder, live_run, no_starts, remove_stale_lock, stale_locks
+from infinity.store.marker import MARKER_NAME, look_for_runs, new_run_id, read_marker
+
+OTHER_USER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user, or mount")
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[Path]:
+    """Have a folder a second time, on a read-only mount; skip where mounting is not allowed."""
+    place = folder.with_name(f"{folder.name}-read-only")
+    place.mkdir()
+    done = subprocess.run(["mount", "--bind", str(folder), str(place)], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(place)], check=True)
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def make_run(*paths: Path) -> RunFolder:
+    """Make the folders of a run without a commit."""
+    for path in paths:
+        path.mkdir(exist_ok=True)
+    run = RunFolder.of(paths, new_run_id())
+    run.create()
+    return run
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Return everything in a folder, with the content of files."""
+    return {
+        str(entry.relative_to(folder)): entry.read_bytes() if entry.is_file() else None for entry in folder.rglob("*")
+    }
+
+
+# What is a run #
+
+
+def test_a_run_is_a_name_and_a_marker(tmp_path: Path) -> None:
+    """Everything else is passed over: with a reason where it is named as a run."""
+    run = make_run(tmp_path)
+    (root,) = run.roots
+    (tmp_path / ".git" / "commits").mkdir(parents=True)
+    (tmp_path / "photos" / "commits").mkdir(parents=True)
+    (tmp_path / "photos" / "rank00000.pages").touch()
+    subprocess.run(["cp", "-r", root, f"{root}.bak"], check=True)
+    odd = tmp_path / "20260101-000000-aaaaaa"
+    (odd / "commits").mkdir(parents=True)
+    renamed = tmp_path / "20260102-000000-aaaaaa"
+    subprocess.run(["cp", "-r", root, renamed], check=True)
+    link = tmp_path / "20260103-000000-aaaaaa"
+    link.symlink_to(root)
+    (tmp_path / "20260104-000000-aaaaaa").touch()
+    runs, passed = look_for_runs([tmp_path])
+    assert [run.run_id for run in runs] == [run.run_id for run in [run]]
+    assert passed == {
+        odd: "it has no infinity.run",
+        renamed: f"its infinity.run is of run {run.run_id}",
+        link: "it is a link",
+        tmp_path / "20260104-000000-aaaaaa": "it is not a folder",
+    }
+
+
+def test_a_flipped_bit_does_not_hide_a_run(tmp_path: Path) -> None:
+    """The marker is there twice; a start that resumes the run makes it whole again."""
+    run = make_run(tmp_path)
+    file = run.roots[0] / MARKER_NAME
+    content = file.read_bytes()
+    for index in range(len(content)):
+        file.write_bytes(content[:index] + bytes([content[index] ^ 4]) + content[index + 1 :])
+        assert read_marker(run.roots[0]).run_id == run.run_id
+    run.create()
+    assert file.read_bytes() == content
+    for damaged in (b"", b"[]\n", b"x" * 100, content.replace(b"checksum", b"checksam"), b"[" * 60000):
+        file.write_bytes(damaged)
+        assert look_for_runs([tmp_path]) == ([], {run.roots[0]: "its infinity.run is damaged"})
+
+
+def test_folders_are_found_in_any_order(tmp_path: Path) -> None:
+    """They know their numbers; a part of them is known to be one."""
+    paths = [tmp_path / name for name in "abc"]
+    run = make_run(*paths)
+    for order in (paths, paths[::-1], [*paths[1:], paths[0], paths[1]]):
+        (found,) = look_for_runs(order)[0]
+        assert (found.in_order, found.complete) == (run.roots, True)
+    (part,) = look_for_runs(paths[1:])[0]
+    assert (part.roots, part.complete) == ({1: run.roots[1], 2: run.roots[2]}, False)
+
+
+@as_root
+def test_a_folder_of_another_user_is_not_written_to(tmp_path: Path) -> None:
+    """Whoever owns it could put links to files of ours into it."""
+    run = make_run(tmp_path)
+    os.chown(run.roots[0], OTHER_USER, -1)
+    with pytest.raises(ConfigError, match=f"it belongs to user {OTHER_USER}"):
+        run.create()
+    os.chown(run.roots[0], 0, -1)
+    run.roots[0].chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write to it"):
+        run.create()
+
+
+def test_removal_leaves_a_run_until_the_last_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is cut off anywhere, what is left is still known to be a run, so that it can be removed again."""
+    steps = 0
+    while True:
+        run = make_run(tmp_path / "a", tmp_path / "b")
+        (run.commits / "step").touch()
+        for root in run.roots:
+            (root / "rank00000.pages").touch()
+        count = 0
+
+        def stop(name: str, original: Any, limit: int = steps) -> Any:
+            def wrapped(*arguments: Any, **keywords: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count > limit:
+                    raise OSError(errno.EIO, "cut off")
+                return original(*arguments, **keywords)
+
+            return wrapped
+
+        with monkeypatch.context() as patch:
+            for name in ("unlink", "rmdir"):
+                patch.setattr(os, name, stop(name, getattr(os, name)))
+            try:
+                run.remove()
+                break
+            except OSError:
+                pass
+        runs, passed = look_for_runs([tmp_path / "a", tmp_path / "b"])
+        assert passed == {}
+        for found in runs:
+            RunFolder(found.run_id, found.in_order).remove()
+        for root in tmp_path.glob("*/*"):
+            root.rmdir()  # what is no run any more is empty
+        steps += 1
+    assert steps > 5
+    assert not list(tmp_path.glob("*/*"))
+
+
+# Locks #
+
+
+def test_a_planted_lock_is_refused(tmp_path: Path) -> None:
+    """A link is not followed, a pipe not waited for, a second name not overwritten: nothing is written anywhere."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    path = tmp_path / "nvme"
+    path.mkdir()
+    lock = path / "infinity.lock.0"
+    plants = {
+        "it is a link": lambda: lock.symlink_to(victim),
+        "it is not a regular file": lambda: os.mkfifo(lock),
+        "it has a second name": lambda: os.link(victim, lock),
+        "Is a directory": lock.mkdir,
+    }
+    for reason, plant in plants.items():
+        plant()
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match=reason):
+            FolderLock.acquire([path], new_run_id(), 0)
+        assert live_run(path) is None
+        assert time.monotonic() - began < 5
+        lock.rmdir() if lock.is_dir() else lock.unlink()
+    lock.symlink_to(tmp_path / "new")
+    with pytest.raises(ConfigError, match="it is a link"):
+        FolderLock.acquire([path], new_run_id(), 0)
+    assert not (tmp_path / "new").exists()
+    assert victim.read_text() == "precious"
+
+
+@as_root
+def test_a_lock_of_another_user_is_named(tmp_path: Path) -> None:
+    """It is not taken over; its owner or root removes it."""
+    lock = tmp_path / "infinity.lock.0"
+    lock.touch()
+    os.chown(lock, OTHER_USER, -1)
+    with pytest.raises(ConfigError, match=rf"it belongs to user {OTHER_USER}.*infinity store gc"):
+        FolderLock.acquire([tmp_path], new_run_id(), 0)
+    assert stale_locks(tmp_path) == [lock]
+    assert remove_stale_lock(lock)
+
+
+def test_other_errors_of_a_lock_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks is not "in use by another run"."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(folders.fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match=r"cannot be locked: ENOLCK \(No locks available\)"):
+        FolderLock.acquire([tmp_path], new_run_id(), 0)
+    monkeypatch.undo()
+    (tmp_path / "infinity.lock.0").touch()
+    monkeypatch.setattr(folders.fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match="ENOLCK"):
+        live_run(tmp_path)
+
+
+def test_who_only_looks_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    """Not even if somebody looks at a stale lock all the time."""
+    ended = threading.Event()
+    asked = 0
+
+    def look() -> None:
+        nonlocal asked
+        while not ended.is_set():
+            (tmp_path / "infinity.lock.0").touch()
+            live_run(tmp_path)
+            asked += 1
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(30):
+            lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
+            lock.release()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert asked > 100
+
+
+def test_nothing_starts_while_runs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start waits for it, and then says what it waits for; and the other way round."""
+    monkeypatch.setattr(folders, "_START_SECONDS", 0.1)
+    monkeypatch.setattr(folders, "_REMOVE_SECONDS", 0.1)
+    with no_starts([tmp_path, tmp_path]):
+        with pytest.raises(FolderBusyError, match=r"infinity store gc.*wait"):
+            FolderLock.acquire([tmp_path], new_run_id(), 0)
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(FolderBusyError, match="being removed there"), no_starts([tmp_path]):
+            pass
+    lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
+    with no_starts([tmp_path]):
+        assert live_run(tmp_path) is not None, "a live run goes on, and is seen"
+    lock.release()
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    with pytest.raises(FolderBusyError, match="a run is starting"), no_starts([tmp_path]):
+        pass
+    os.close(descriptor)
+
+
+def test_what_a_lock_file_says_is_not_trusted(tmp_path: Path) -> None:
+    """Any content: a holder without a name."""
+    lock = tmp_path / "infinity.lock.0"
+    for content in ('{"run_id": 1, "pid": 1, "host": "x", "since": 1e999}', "[" * 9999, "x" * 100_000, '{"pid": 1}'):
+        lock.write_text(content)
+        with open(lock) as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert "a run of user" in str(live_run(tmp_path))
+            with pytest.raises(FolderBusyError, match="another run"):
+                FolderLock.acquire([tmp_path], new_run_id(), 0)
+
+
+def test_a_lock_that_cannot_be_removed_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
+    monkeypatch.setattr(Path, "unlink", _fails)
+    lock.release()
+    monkeypatch.undo()
+    assert "could not be removed: Input/output error" in caplog.text
+    assert live_run(tmp_path) is None
+
+
+def _fails(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+# Files of one's own #
+
+
+def test_files_of_ones_own(tmp_path: Path) -> None:
+    """Made, replaced and read; nothing that was planted is touched, and nothing is waited for."""
+    file, victim = tmp_path / "cache", tmp_path / "victim"
+    write_own(file, b"one")
+    write_own(file, b"two")
+    assert (read_own(file, 3), file.stat().st_mode & 0o777) == (b"two", 0o600)
+    with pytest.raises(OSError, match="longer than 2 bytes"):
+        read_own(file, 2)
+    file.unlink()
+    victim.write_text("precious")
+    file.symlink_to(victim)
+    with pytest.raises(PermissionError, match="it is a link"):
+        read_own(file, 100)
+    write_own(file, b"three")
+    assert (victim.read_text(), file.is_symlink()) == ("precious", False)
+    with pytest.raises(ZeroDivisionError), replacing(file, 0o600) as half:
+        half.write(bytes(1 // len("")))
+    assert file.read_bytes() == b"three"
+    file.unlink()
+    os.mkfifo(file)
+    for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
+        with pytest.raises(PermissionError, match="not a regular file"):
+            open_own(file, flags)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"cache", "victim"}
+
+
+def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+    """Made private; a link, and a folder that others may write to, are refused."""
+    own_folder(tmp_path / "a" / "b", parents=True)
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(PermissionError, match="it is a link"):
+        own_folder(tmp_path / "link", parents=False)
+    (tmp_path / "a").chmod(0o770)
+    with pytest.raises(PermissionError, match="others may write to it"):
+        own_folder(tmp_path / "a", parents=False)
+    if os.geteuid() == 0:
+        (tmp_path / "a").chmod(0o700)
+        os.chown(tmp_path / "a", OTHER_USER, -1)
+        with pytest.raises(PermissionError, match="belongs to user"):
+            own_folder(tmp_path / "a", parents=False)
+
+
+# Starts and ends #
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Return the steps that the run in a session's folder has committed."""
+    (found,) = look_for_runs([folder / "nvme0"])[0]
+    return [commit.step for commit in complete_commits(published_in(found.in_order[0] / "commits"))]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a run that nobody disturbs."""
+    return reference(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.mark.parametrize("where", ["reserve", "restore", "open_engine", "commit_bytes", "Peers"])
+def test_a_start_that_fails_removes_nothing_that_was_there(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
+) -> None:
+    """Neither the run, with `keep = "never"`, nor commits later than the one that was to be resumed from."""
+    kept = {"retained_commits": 3}
+    with Session(tmp_path, run=kept) as session:
+        session.run(STEPS)
+    before, files = steps_of(tmp_path), tree(tmp_path / "nvme0")
+    assert before == [EVERY, 2 * EVERY, STEPS]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"infinity.run.{where}", _fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            Session(tmp_path, run={"resume": "latest", "resume_step": EVERY, "keep": "never", **kept})
+    assert tree(tmp_path / "nvme0") == files
+    assert live_run(tmp_path / "nvme0") is None
+    with Session(tmp_path, run={"resume": "latest", "resume_step": EVERY, **kept}) as session:
+        assert steps_of(tmp_path) == [EVERY], "it has begun: later ones are gone now"
+        assert session.run() == undisturbed[EVERY:]
+
+
+@pytest.mark.parametrize("where", ["reserve", "PageStore", "open_engine", "commit_bytes", "Peers"])
+def test_a_new_run_that_does_not_start_leaves_nothing(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvme0").mkdir()
+    (tmp_path / "nvme0" / "precious").write_text("not ours")
+    monkeypatch.setattr(f"infinity.run.{where}", _fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        Session(tmp_path, arena="all", run={"keep": "always"})
+    assert tree(tmp_path / "nvme0") == {"precious": b"not ours"}
+
+
+def test_a_process_of_few_files_leaves_nothing(tmp_path: Path) -> None:
+    """Wherever the limit strikes, the start is refused with the limit's name or goes through, and cleans up."""
+    with Session(tmp_path, arena="all") as session:  # everything that is loaded on demand is loaded now
+        session.step()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    refused: list[str] = []
+    started = 0
+    for more in range(1, 40):
+        model = core_models.build(RECIPE.model)
+        optimizer = make_optimizer(RECIPE, model)
+        config = settings(tmp_path, Paging(), 64 * MIB)
+        taken = {int(name) for name in os.listdir("/proc/self/fd")}
+        free = [number for number in range(soft) if number not in taken]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], hard))
+        try:
+            infinity.offload(model, optimizer, config).close()
+            started += 1
+        except (InfinityError, OSError) as error:
+            refused.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert tree(tmp_path / "nvme0") == {}, more
+        if started > 2:
+            break
+    assert len(refused) >= 3
+    assert all("open" in reason for reason in refused), refused
+    assert started
+
+
+def test_the_first_cause_is_what_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the file system is gone at the end, too: what cannot be closed is logged, and everything is given back."""
+    monkeypatch.setattr("infinity.run.PageStore.close", _fails)
+    session = Session(tmp_path)
+    session.run(EVERY)
+    monkeypatch.setattr(Path, "unlink", _fails)
+    with pytest.raises(StorageError, match="read of 1 bytes"), session:
+        raise StorageError("read", "somewhere", 0, 1, errno.EIO)
+    monkeypatch.undo()
+    assert "at the end: OSError: [Errno 5] Input/output error" in caplog.text
+    assert live_run(tmp_path / "nvme0") is None
+    monkeypatch.setattr("infinity.run.PageStore.close", _fails)
+    with Session(tmp_path, run={"resume": "latest"}) as session:
+        assert session.optimizer.steps == EVERY
+        with pytest.raises(OSError, match="Input/output error"):
+            session.optimizer.close()
+    assert live_run(tmp_path / "nvme0") is None
+
+
+def test_paths_in_another_order_are_the_same_run(tmp_path: Path, undisturbed: list[float]) -> None:
+    """It is resumed where it lies, bit for bit."""
+    (tmp_path / "nvme1").mkdir()
+    paths = [str(tmp_path / "nvme0"), str(tmp_path / "nvme1")]
+    with Session(tmp_path, storage={"paths": paths}) as session:
+        session.run(EVERY)
+    copies = subprocess.run(f"cd {paths[0]} && for run in 2*; do cp -r $run $run.bak; done", shell=True, check=True)
+    assert copies.returncode == 0
+    with Session(tmp_path, storage={"paths": paths[::-1]}, run={"resume": "latest"}) as session:
+        assert session.run() == undisturbed[EVERY:]
+    runs, passed = look_for_runs(paths)
+    assert (len(runs), passed) == (1, {})
+
+
+def test_a_marker_that_is_gone_is_said(tmp_path: Path) -> None:
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+    (root,) = look_for_runs([tmp_path / "nvme0"])[0][0].in_order
+    (root / MARKER_NAME).unlink()
+    with pytest.raises(CommitError, match=rf"{root} is passed over: it has no infinity\.run"):
+        Session(tmp_path, run={"resume": "latest"})
+
+
+@as_root
+def test_a_run_on_a_read_only_mount_goes_on_elsewhere(tmp_path: Path, undisturbed: list[float]) -> None:
+    """What a drive that fails looks like; nothing is opened for writing there, and a stale lock is no obstacle."""
+    with Session(tmp_path) as session:
+        session.run(EVERY)
+    (tmp_path / "nvme0" / "infinity.lock.0").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    with read_only(tmp_path / "nvme0") as place:
+        with pytest.raises(ConfigError, match="not writable"):
+            Session(tmp_path, arena="all", storage={"paths": [str(place)]}, run={"resume": "latest"})
+        run = {"resume": "latest", "resume_paths": [str(place)]}
+        with Session(tmp_path, storage={"paths": [str(tmp_path / "elsewhere")]}, run=run) as session:
+            assert session.optimizer.steps == EVERY
+            assert session.run() == undisturbed[EVERY:]

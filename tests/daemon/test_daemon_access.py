@@ -1,0 +1,265 @@
+"""Who gets something from the daemon, and what planted files and foreign sockets do to it and to ranks: nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from test_daemon_process import daemon, start_second, talk
+
+from infinity.config import TelemetryConfig, runtime_dir
+from infinity.errors import ConfigError
+from infinity.store import bandwidth
+from infinity.telemetry import Stats, read_page
+from infinity.telemetry.exporter import serve
+from infinity.telemetry.page import StatsPageError
+from infinity_daemon.bandwidth import FILE_NAME
+from infinity_daemon.service import SOCKET_NAME
+
+OTHER_USER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+
+def make_stats(folder: Path) -> Stats:
+    return Stats.create(folder, run_id="r", rank=0, local_rank=0, world_size=1, devices=[], info={})
+
+
+def listeners(port: int) -> list[str]:
+    """Return the addresses that a TCP port is listened on, as the kernel writes them."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return [line[1] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"]
+
+
+def test_it_listens_on_this_machine_only(tmp_path):
+    """Its pages have no authentication; so with the exporter of a run."""
+    with daemon(tmp_path) as process:
+        assert listeners(process.port) == [f"0100007F:{process.port:04X}"]
+    with serve(0, lambda: []) as server:
+        assert listeners(server.port) == [f"0100007F:{server.port:04X}"]
+
+
+def test_clients_that_drip_keep_nobody_out(tmp_path):
+    """However many there are, and however often they come back."""
+    with daemon(tmp_path) as process:
+        ended = threading.Event()
+
+        def drip():
+            while not ended.is_set():
+                try:
+                    with socket.create_connection(("127.0.0.1", process.port), timeout=5) as peer:
+                        peer.sendall(b"GET /metrics HTTP/1.0\r\n")
+                        while not ended.wait(0.3):
+                            peer.sendall(b"x")
+                except OSError:
+                    ended.wait(0.2)
+
+        threads = [threading.Thread(target=drip) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        try:
+            time.sleep(1)
+            for _ in range(5):
+                began = time.monotonic()
+                with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=5) as answer:
+                    assert b"infinity_daemon" in answer.read()
+                assert time.monotonic() - began < 3
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+
+
+def drip_into(peer, seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        peer.sendall(b"G")
+        time.sleep(0.05)
+
+
+def test_a_client_has_a_time_limit(monkeypatch):
+    """For its whole request, not for each byte; and for taking the answer."""
+    monkeypatch.setattr("infinity.telemetry.exporter._REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr("infinity.telemetry.exporter._ANSWER_SECONDS", 1.0)
+    with serve(0, lambda: []) as server, socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
+        began = time.monotonic()
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            drip_into(peer, 5)
+        assert 0.3 < time.monotonic() - began < 3
+    blocked = threading.Event()
+    with serve(0, lambda: blocked.wait(3) and []) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
+            peer.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            began = time.monotonic()
+            assert peer.recv(10) == b""
+            assert 0.8 < time.monotonic() - began < 2.5
+        blocked.set()
+
+
+def plant_pipe(file: Path, victim: Path) -> None:
+    os.mkfifo(file)
+
+
+def plant_link(file: Path, victim: Path) -> None:
+    file.symlink_to(victim)
+
+
+def plant_foreign(file: Path, victim: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file away")
+    file.write_text(json.dumps({"/a|/b": [9.0, 1.0], "drives": {}}))
+    os.chown(file, OTHER_USER, -1)
+
+
+@pytest.mark.parametrize("plant", [plant_pipe, plant_link, plant_foreign])
+def test_what_is_planted_in_the_runtime_folder_is_not_used(tmp_path, plant):
+    """It hangs neither daemon nor rank, is not believed, and what a link leads to is not overwritten."""
+    victim = tmp_path / "victim"
+    victim.write_text(json.dumps({"/a|/b": [9.0, 1.0], "drives": {}}))
+    precious = victim.read_bytes()
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    for name in (bandwidth.CACHE_NAME, FILE_NAME, "x.rank0.stats"):
+        plant(runtime / name, victim)
+    names = ["/a", "/b"]
+    assert bandwidth._from_cache(names, runtime) is None
+    bandwidth._remember(names, [1.0, 3.0], runtime)
+    assert bandwidth._from_cache(names, runtime) == [1.0, 3.0]
+    with daemon(runtime):
+        found = talk(runtime, {"op": "record_bandwidth", "path": str(tmp_path), "read": 1e9, "write": 1e9})
+        assert found[0]["ok"]
+        assert json.loads((runtime / FILE_NAME).read_text())["drives"]
+        (status,) = talk(runtime, {"op": "status"})
+        assert status["broken_pages"] == 1
+    assert victim.read_bytes() == precious
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"/a|/b": [1e999, 1]}', '{"/a|/b": [NaN, 1]}', f'{{"/a|/b": [1, {10**400}]}}', '{"/a|/b": [0, 1]}', "[]"],
+)
+def test_a_cache_of_no_bandwidths_is_not_used(tmp_path, content):
+    (tmp_path / bandwidth.CACHE_NAME).write_text(content)
+    assert bandwidth._from_cache(["/a", "/b"], tmp_path) is None
+    bandwidth._remember(["/a", "/b"], [1.0, 3.0], tmp_path)
+    assert bandwidth._from_cache(["/a", "/b"], tmp_path) == [1.0, 3.0]
+
+
+def listen(folder: Path, uid: int, answer: str) -> subprocess.Popen[bytes]:
+    """Start a process of another user that listens where the daemon would; it answers slowly, or never."""
+    code = (
+        "import os, socket, sys, time\n"
+        "server = socket.socket(socket.AF_UNIX); os.umask(0)\n"
+        f"os.setuid({uid}); server.bind(sys.argv[1]); server.listen()\n"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    peer, _ = server.accept()\n"
+        "    try:\n"
+        "        asked = peer.recv(999)\n"
+        "        for byte in sys.argv[2].encode(): peer.sendall(bytes([byte])); time.sleep(0.2 if asked else 0)\n"
+        "    except OSError: pass\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder / SOCKET_NAME), answer], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+@as_root
+def test_a_socket_of_another_user_is_not_asked(tmp_path, caplog):
+    """Whoever listens there: the kernel says who it is."""
+    shared = Path(tempfile.mkdtemp(dir="/tmp"))
+    shared.chmod(0o1777)
+    process = listen(shared, OTHER_USER, "{}\n")
+    try:
+        assert bandwidth._from_daemon(["/a", "/b"], shared) is None
+        assert f"is of user {OTHER_USER} and is not asked" in caplog.text
+        assert "is held by a live process" in start_second(shared, "--port", "0").stderr
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        for file in shared.iterdir():
+            file.unlink()
+        shared.rmdir()
+
+
+def test_a_socket_that_drips_is_left_in_time(tmp_path):
+    process = listen(tmp_path, os.getuid(), "x" * 1000)
+    try:
+        began = time.monotonic()
+        assert bandwidth._from_daemon(["/a", "/b"], tmp_path) is None
+        assert time.monotonic() - began < bandwidth._ANSWER_SECONDS + 1
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_runtime_folder_that_is_not_ones_own_is_refused(tmp_path):
+    """By the daemon, and by ranks, which go on without."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(shared)
+    (tmp_path / "private").mkdir(mode=0o700)
+    shared.chmod(0o777)
+    for folder, reason in ((shared, "others may write to it"), (link, "it is a link")):
+        done = start_second(folder, "--port", "0")
+        assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
+        with pytest.raises(ConfigError, match=reason):
+            make_stats(folder)
+    assert list(shared.iterdir()) == []
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "private", OTHER_USER, -1)
+        assert f"belongs to user {OTHER_USER}" in start_second(tmp_path / "private", "--port", "0").stderr
+
+
+@as_root
+def test_a_page_of_another_user_is_read_by_root_only(tmp_path):
+    stats = make_stats(tmp_path)
+    os.chown(stats.path, OTHER_USER, -1)
+    assert read_page(stats.path).alive
+    os.chown(stats.path, OTHER_USER - 1, -1)
+    stats.path.chmod(0o644)
+    tmp_path.chmod(0o755)
+    for above in tmp_path.parents:
+        if "pytest" in str(above):
+            above.chmod(0o755)
+    child = os.fork()
+    if not child:
+        os.setuid(OTHER_USER)
+        try:
+            read_page(stats.path)
+        except StatsPageError as error:
+            os._exit("belongs to user" not in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_where_the_runtime_folder_is(tmp_path, monkeypatch):
+    """In the session's, if that is the user's own; else in the temporary folder, under the user's number."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"infinity-{os.geteuid()}"
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert runtime_dir(TelemetryConfig()) == own
+    session = tmp_path / "session"
+    for wrong in ("relative", str(session), ""):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", wrong)
+        assert runtime_dir(TelemetryConfig()) == own
+    session.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    assert runtime_dir(TelemetryConfig()) == session / "infinity"
+    assert runtime_dir(TelemetryConfig(runtime_dir="/named")) == Path("/named")
+    session.chmod(0o777)
+    assert runtime_dir(TelemetryConfig()) == own
+    make_stats(own)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700

@@ -1,0 +1,236 @@
+"""`infinity store` removes runs that nobody uses and nothing else, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tools_command import SMALL, environment, run_here
+
+from infinity.store.folder import FolderLock, RunFolder, no_starts
+from infinity.store.marker import MARKER_NAME
+from infinity_tools.runs import Check, stored_runs
+
+OTHER_USER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount, or be another user")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one commit; not to be changed."""
+    place = tmp_path_factory.mktemp("trained")
+    nvme = place / "nvme"
+    nvme.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(place))
+        run_here(*SMALL, "--nvme", nvme, "--out", place / "out", "--steps", "1", "--commit-every", "1")
+    return nvme
+
+
+@pytest.fixture
+def nvme(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "nvme"))
+
+
+def listed(folder: Path) -> list[Path]:
+    """Return everything in a folder."""
+    return sorted(folder.rglob("*"))
+
+
+def plant_what_is_no_run(nvme: Path, run: Path) -> None:
+    """Put beside a run what only looks like one."""
+    for name in (".git", "project", "20260101-000000-aaaaaa"):
+        (nvme / name / "commits").mkdir(parents=True)
+        (nvme / name / "commits" / "precious").touch()
+        (nvme / name / "rank00000.pages").touch()
+    shutil.copytree(run, f"{run}.bak")
+    (nvme / "20260102-000000-aaaaaa").symlink_to(run)
+
+
+def test_what_is_no_run_is_never_touched(nvme: Path) -> None:
+    """Not by `gc`, not by `rm --dead`, and not by naming it."""
+    (run,) = stored_runs([nvme])
+    (root,) = run.folder.roots
+    plant_what_is_no_run(nvme, root)
+    mine = {root, *root.rglob("*")}
+    others = [entry for entry in listed(nvme) if entry not in mine]
+    assert run_here("store", "gc", nvme, "--yes").status == 0
+    assert run_here("store", "rm", nvme, "20260101-000000-aaaaaa", "--yes").status == 2
+    assert run_here("store", "rm", nvme, "20260102-000000-aaaaaa", "--yes").status == 2
+    done = run_here("store", "ls", nvme)
+    assert "20260101-000000-aaaaaa is passed over: it has no infinity.run" in done.errors
+    assert "20260102-000000-aaaaaa is passed over: it is a link" in done.errors
+    assert [found.run_id for found in stored_runs([nvme])] == [run.run_id]
+    assert run_here("store", "rm", nvme, "--dead", "--yes").status == 0
+    assert listed(nvme) == others
+
+
+def test_a_run_without_a_folder_of_commits_is_collected(tmp_path: Path) -> None:
+    """If that of its first path is here: elsewhere its commits may be."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    run = RunFolder.of([first, second], "20260101-000000-aaaaaa")
+    run.create()
+    run.commits.rmdir()
+    assert run_here("store", "gc", second, "--yes").status == 0
+    assert len(stored_runs([first, second])) == 1
+    assert json.loads(run_here("store", "gc", second, first, "--yes", "--json").output)["removed"]
+    assert listed(first) == listed(second) == []
+
+
+ASK = """
+import sys
+from infinity_tools.cli import main
+sys.argv[0] = "infinity"
+main()
+"""
+
+
+@pytest.mark.parametrize("command", [("gc",), ("rm", "--dead")])
+def test_nothing_starts_while_it_is_asked(nvme: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+    """A run that would resume waits; what was not there when it was asked is not removed."""
+    dead = RunFolder.of([nvme], "20260101-000000-aaaaaa")
+    dead.create()
+    with subprocess.Popen(
+        [sys.executable, "-c", ASK, "store", command[0], str(nvme), *command[1:]],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(tmp_path),
+    ) as asking:  # fmt: skip
+        assert asking.stdin is not None
+        assert asking.stdout is not None
+        while dead.run_id not in asking.stdout.readline():
+            assert asking.poll() is None
+        late = RunFolder.of([nvme], "20260103-000000-aaaaaa")
+        late.create()
+        starter = subprocess.Popen(
+            [sys.executable, "-c", START, str(nvme)], stdout=subprocess.PIPE, text=True, env=environment(tmp_path)
+        )
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == "starting\n"
+        time.sleep(0.5)
+        assert starter.poll() is None, "it waits"
+        asking.stdin.write("y\n")
+        asking.stdin.close()
+        assert asking.wait(30) == 0
+        assert starter.communicate(timeout=30)[0] == "started\n"
+    left = {run.run_id for run in stored_runs([nvme])}
+    assert dead.run_id not in left
+    assert late.run_id in left
+
+
+START = """
+import sys
+from infinity.store.folder import FolderLock
+print("starting", flush=True)
+lock = FolderLock.acquire([sys.argv[1]], "20260101-000000-aaaaaa", 0)
+print("started", flush=True)
+lock.release()
+"""
+
+
+def test_a_removal_waits_for_nobody_for_long(nvme: Path) -> None:
+    """Two at a time: the second one is told."""
+    with no_starts([nvme]):
+        done = run_here("store", "gc", nvme, "--yes")
+    assert done.status == 2
+    assert "runs are being removed there" in done.errors
+    assert run_here("store", "gc", nvme, "--dry-run").status == 0
+
+
+@pytest.fixture
+def on_read_only_mount(nvme: Path) -> Iterator[Path]:
+    """The run on a read-only mount, with the lock that its machine left."""
+    (nvme / "infinity.lock.0").write_text("{}")
+    place = nvme.with_name("read-only")
+    place.mkdir()
+    done = subprocess.run(["mount", "--bind", nvme, place], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+@as_root
+def test_a_read_only_mount_can_be_read(on_read_only_mount: Path, tmp_path: Path) -> None:
+    """As a drive is mounted that fails."""
+    place = on_read_only_mount
+    (run,) = json.loads(run_here("store", "ls", place, "--json").output)
+    assert (run["live"], len(run["commits"])) == (False, 1)
+    for command in ("verify", "scrub"):
+        done = run_here("store", command, place, "--json")
+        assert (done.status, done.summary["bad"]) == (0, [])
+    for to in ("safetensors", "dcp"):
+        assert run_here("export", place, "--out", tmp_path / to, "--to", to).status == 0
+    assert run_here("store", "gc", place, "--dry-run").status == 0
+    done = run_here("store", "rm", place, "--dead", "--yes")
+    assert done.status == 2
+    assert "cannot be removed: Read-only file system" in done.errors
+    options = ["--resume", "--resume-path", place, "--nvme", tmp_path / "new", "--out", tmp_path / "out", "--json"]
+    (tmp_path / "new").mkdir()
+    assert run_here(*SMALL, *options, "--steps", "2").summary["first_step"] == 2
+
+
+@as_root
+def test_a_run_of_another_user_does_not_hide_ones_own(nvme: Path) -> None:
+    """Neither its folder, which is private, nor its lock, which cannot be asked."""
+    foreign = RunFolder.of([nvme], "20260101-000000-aaaaaa")
+    foreign.create()
+    (nvme / "infinity.lock.1").write_text("{}")
+    (nvme / "infinity.lock.1").chmod(0o600)
+    (mine,) = (run for run in stored_runs([nvme]) if run.run_id != foreign.run_id)
+    for entry in [nvme, mine.folder.roots[0], *mine.folder.roots[0].rglob("*")]:
+        os.chown(entry, OTHER_USER, OTHER_USER)
+    nvme.parent.chmod(0o711)
+    for above in nvme.parent.parents:
+        if above.owner() == "root" and "pytest" in str(above):
+            above.chmod(0o711)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.setresuid(OTHER_USER, OTHER_USER, OTHER_USER)
+            passed: dict[Path, str] = {}
+            (run,) = stored_runs([nvme], passed)
+            assert run.run_id == mine.run_id
+            assert run.owner is None, "the lock is of somebody who cannot have this run open"
+            assert passed == {foreign.roots[0]: "Permission denied"}
+            assert Check(run).run(lambda _: None) == []
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_verify_asks_for_all_folders(tmp_path: Path) -> None:
+    """Also where those that are named have no commit."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    RunFolder.of(paths, "20260101-000000-aaaaaa").create()
+    done = run_here("store", "verify", paths[1])
+    assert done.status == 2
+    assert "lies on 2 folders, 1 of them were named" in done.errors
+    assert (paths[0] / "20260101-000000-aaaaaa" / MARKER_NAME).is_file()
+
+
+def test_a_held_run_is_not_removed_by_name(nvme: Path) -> None:
+    (run,) = stored_runs([nvme])
+    lock = FolderLock.acquire([nvme], run.run_id, 0)
+    try:
+        done = run_here("store", "rm", nvme, run.run_id, "--yes")
+        assert done.status == 2
+        assert "is running; nothing is removed" in done.errors
+    finally:
+        lock.release()
+    assert len(stored_runs([nvme])) == 1

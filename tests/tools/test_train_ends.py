@@ -1,0 +1,49 @@
+"""How `infinity train` ends where nobody listens, and where there is nothing to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tools_command import SMALL, environment, run_here
+
+
+def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
+    """And ends with 0, so that who restarts a run until it has ended can stop."""
+    train = [*SMALL, "--out", "out", "--steps", "2", "--commit-every", "2"]
+    first = run_here(*train, "--json").summary
+    before = (tmp_path / "out/summary.json").read_bytes()
+    again = run_here(*train, "--resume")
+    assert again.status == 0
+    assert f"run {first['run_id']} is at step 2 already: finished" in again.errors
+    asked = run_here(*train, "--resume", "--json")
+    assert (asked.status, asked.summary["finished"], asked.summary["last_step"]) == (0, True, 2)
+    assert (tmp_path / "out/summary.json").read_bytes() == before
+    assert run_here(*train[:-4], "--steps", "3", "--resume", "--json").summary["first_step"] == 3
+
+
+def test_a_reader_of_stderr_that_goes_does_not_end_training(tmp_path: Path) -> None:
+    """Nor does a signal then, which asks for an end in order."""
+    train = [*SMALL, "--out", "out", "--steps", "400", "--commit-every", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infinity_tools", *train],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(tmp_path / "tmp"),
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline()
+    process.stderr.close()
+    log = tmp_path / "out/steps.jsonl"
+    deadline = time.monotonic() + 60
+    while not log.exists() or len(log.read_text().splitlines()) < 5:
+        assert process.poll() is None, "it has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert json.loads((tmp_path / "out/summary.json").read_text())["interrupted"]
