@@ -61,7 +61,7 @@ bench-formats: install
 docs: install
 	$(BIN)/python -W ignore -m infinity.config > docs/settings.md
 	$(BIN)/python -W ignore -m infinity.telemetry.metrics > docs/metrics.md
-	cd tests/wide && ../../$(BIN)/python -W ignore wide_page.py > ../../docs/compatibility.md
+	PYTHONPATH=tests/core $(BIN)/python -W ignore tests/wide/wide_page.py > docs/compatibility.md
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import wide_habits
+import wide_models
+import wide_optimizers
 from wide_rows import EQUAL, Row
 
 HEAD = """# Compatibility
@@ -16,7 +19,11 @@ all of them. This page is made from their tables by `make docs`.
 
 def tables() -> dict[str, Sequence[Row]]:
     """Return the rows of every table by its title."""
-    return {}
+    return {
+        "Optimizers": wide_optimizers.ROWS,
+        "Model families of transformers": wide_models.ROWS,
+        "Habits of training loops": wide_habits.ROWS,
+    }
 
 
 def page() -> str:
@@ -26,8 +33,13 @@ def page() -> str:
         equal = sum(row.outcome == EQUAL for row in rows)
         parts.append(f"\n## {title}\n\n{len(rows)} tried: {equal} equal, {len(rows) - equal} refused.\n\n")
         parts.append("| | outcome | |\n|---|---|---|\n")
-        parts += [f"| {row.name} | {row.outcome} | {row.note} |\n" for row in rows]
+        parts += [f"| {row.name} | {row.outcome} | {_note(row)} |\n" for row in rows]
     return "".join(parts)
+
+
+def _note(row: Row) -> str:
+    """Return what a reader should know: of a refusal without a note, the words of its error."""
+    return row.note or (f"*… {row.words} …*" if row.words and row.words.replace(" ", "").isalnum() else "")
 
 
 if __name__ == "__main__":
