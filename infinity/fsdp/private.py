@@ -313,6 +313,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def backward_number() -> int:
+    """Return the number of the backward that runs on this thread; -1 if none does."""
+    return int(torch._C._current_graph_task_id())
+
+
 def reuse_reduce_buffers(groups: Iterable[Any]) -> None:
     """Let groups on the CPU reduce gradients in memory that is used again, instead of fresh memory for every unit.
 

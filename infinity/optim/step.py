@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
+from infinity.fsdp import private
 from infinity.fsdp.gradient import PagedGradient
 from infinity.layout import Layout, Page, Segment
 from infinity.optim.gradients import SECOND, USED_IN_BACKWARD, Gradients, OneGradient
@@ -105,6 +106,7 @@ class StepState:
         self.events.clear()
         self._begun: dict[int, Update] = {}  # unit -> its update in backward
         self._reduced = -1  # the unit whose update in backward is to come next
+        self._backward = -1  # number of the backward in which gradients arrived last
         self._skip = False
 
     # Gradients #
@@ -112,7 +114,10 @@ class StepState:
     def gathering(self, unit: int) -> None:
         """Note that a training pass begins to gather a unit; update it if that is still to be done."""
         self.close_arrivals()
-        self.check_weights(unit)
+        # After a forward that was not followed by a backward, FSDP2 gathers units ahead in the next one that are done
+        # with. A unit that it does use again in the same backward gets a second gradient, which is refused.
+        if not private.in_backward() or private.backward_number() != self._backward:
+            self.check_weights(unit)
         self.events.append(Event(EventKind.GATHER, unit))
         if unit in self._pending:
             self._apply_pending(unit)
@@ -146,6 +151,8 @@ class StepState:
         Returns:
             What is to be in `p.grad` from now on, if that is something else.
         """
+        if private.in_backward():
+            self._backward = private.backward_number()
         found = None
         if local is None:
             self.gradients.drop(shard)

@@ -464,3 +464,15 @@ def test_a_step_without_hooks_is_the_step() -> None:
         assert (calls, float(param)) == (["all", "own"], -2.0)
     finally:
         handle.remove()
+
+
+def test_each_backward_has_a_number() -> None:
+    """-1 outside of all."""
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(private.backward_number()))
+    for _ in range(2):
+        (2 * x).backward()
+    assert len(set(seen)) == 2
+    assert -1 not in seen
+    assert private.backward_number() == -1

@@ -752,7 +752,7 @@ def functional(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a layer called by itself", placements=("in_forward", "after_backward"), slow=True)
+@habit("a layer called by itself", slow=True)
 def layer_alone(loop: Loop) -> None:
     """For example to warm up a part, or for a loss on features."""
     model, optimizer = loop.begin()
@@ -763,20 +763,6 @@ def layer_alone(loop: Loop) -> None:
         optimizer.zero_grad()
         with torch.no_grad():
             loop.see("features", model.blocks[1](x))
-
-
-habit(
-    "a layer called by itself; updates run in backward, one rank", placements=("auto", *EARLY), ranks=(1,), slow=True
-)(layer_alone)
-habit(
-    "a layer called by itself; updates run in backward, several ranks",
-    REFUSED,
-    PLACEMENT,
-    note="FSDP2 gathers the layer once more in the next backward",
-    placements=("auto",),
-    ranks=(2,),
-    slow=True,
-)(layer_alone)
 
 
 class Normed(core_models.Toy):

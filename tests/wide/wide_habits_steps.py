@@ -540,7 +540,9 @@ def clear_state(loop: Loop) -> None:
 
 
 @habit(
-    "a new optimizer made over the model in the middle of training", REFUSED, "offload|step\\(\\) has not been called"
+    "a new optimizer of torch made over the model in the middle of training",
+    placements=("in_forward", "after_backward"),
+    note="it updates weights one by one, in memory",
 )
 def new_optimizer(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -548,6 +550,14 @@ def new_optimizer(loop: Loop) -> None:
         loop.step(model, optimizer, step)
         if step == 2:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+habit(
+    "a new optimizer of torch made over the model in the middle of training; updates run in backward",
+    REFUSED,
+    r"step\(\) has not been|used up",
+    placements=("auto", *EARLY),
+)(new_optimizer)
 
 
 @habit("optimizer.state_dict()", REFUSED, "commit")
