@@ -114,7 +114,8 @@ def offload(
 
     Args:
         model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
-        optimizer: any element-wise `torch.optim` optimizer over its parameters, without state yet.
+        optimizer: of any class, over its parameters, without state yet. What it does must not depend on how parameters
+            are cut into pages; that is tried out on small copies of it before anything is written.
         config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
         weights: folder to load a model on the meta device from, as a stream. Either of safetensors, as
             `save_pretrained` writes it (or one such file or index, to name a variant): names are found, and tensors
@@ -124,8 +125,8 @@ def offload(
             over. A run that resumes does not read it.
         strict: refuse `weights` of safetensors that lack tensors of the model or have others. Otherwise the former are
             initialised as without `weights`, the latter passed over; a warning names both. Another shape is refused.
-        init: initialises one module of a model on the meta device in place; by default the model's own
-            `_init_weights`, else each module's `reset_parameters`.
+        init: sets, in place, what the own code of a model on the meta device does not: called with every module after
+            its `_init_weights`, `reset_parameters` and what else the model begins with in memory.
 
     Raises:
         ConfigError: a setting is wrong, or `weights` are not those of the model, with a list of what differs.

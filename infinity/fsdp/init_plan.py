@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.init_steps import InitFunction, Step, build_again, init_steps, left_out, tie_targets
+from infinity.fsdp.init_steps import InitFunction, Step, build_again, init_steps, left_out, not_repeated, tie_targets
 
 _FILLS = frozenset(
     ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "log_normal_")
@@ -59,6 +59,8 @@ class InitPlan:
             _seed_generators(module_seed(seed, "model"))
             twins = build_again(model)
         self._steps = init_steps(model, twins, function)
+        self.not_repeated = not_repeated(model, twins) if function is None else []
+        """Names of classes whose constructors may set what nothing sets here."""
         self.left_out = {id(module._parameters[key]) for module, key in left_out(model, twins)}
         """Identities of parameters on a real device of which it is not known whether they have got a value."""
         self._thrown_away = {(id(module), key) for module, key in tie_targets(model)}

@@ -96,6 +96,23 @@ def left_out(model: nn.Module, twins: Twins) -> Iterator[Holder]:
             yield from ((module, key) for module, key, param in own if not param.is_meta)
 
 
+def not_repeated(model: nn.Module, twins: Twins) -> list[str]:
+    """Return the names of classes whose constructors may have set more than is run again, sorted.
+
+    On the meta device what a constructor sets leaves no trace. torch's own modules have it in `reset_parameters`, a
+    model that is built again from its config is constructed anew, and peft's adapters have their own function.
+    """
+    known = ("torch", "transformers", "peft")
+    return sorted(
+        {
+            cls.__name__
+            for module in model.modules()
+            if id(module) not in twins.counterparts and any(param.is_meta for param in module.parameters())
+            if (cls := private.original_class(module)).__module__.partition(".")[0] not in known
+        }
+    )
+
+
 def _by_transformers_model(model: nn.Module, twins: Twins) -> dict[nn.Module, list[nn.Module]]:
     """Return the modules of every model of transformers: those that have no other such model around them."""
     found: dict[nn.Module, list[nn.Module]] = {}

@@ -7,6 +7,7 @@ nor the division into units.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -21,6 +22,7 @@ from infinity.layout import MASTER, Layout
 
 __all__ = ["InitFunction", "ModuleInitialiser"]
 
+_log = logging.getLogger("infinity")
 REMEDY = (
     "give the model `_init_weights` or its modules `reset_parameters`, or pass init=function to infinity.offload, "
     "which is called with every module and sets what they do not"
@@ -66,6 +68,13 @@ class ModuleInitialiser(FirstValues):
                 )
         if unset := [m.names[0] for m in members if not self._plan.sets(m.param.sharded_param)]:
             raise UnsupportedError(_unset(unset))
+        if classes := self._plan.not_repeated:
+            _log.warning(
+                "first values come from `_init_weights` and `reset_parameters` of the model's modules; what "
+                "constructors (%s) set otherwise leaves no trace on the meta device: pass init=function to "
+                "infinity.offload for that",
+                ", ".join(classes),
+            )
 
     def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
         """Return what the model's own code sets the parameters of a unit to; those on a real device stay as they are.

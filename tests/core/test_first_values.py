@@ -349,3 +349,34 @@ def test_weights_need_no_initialisers(tmp_path: Path) -> None:
     found = values(Bare, tmp_path, weights=tmp_path / "saved")
     for name, value in (*source.named_parameters(), *source.named_buffers()):
         assert torch.equal(found[name], value), name
+
+
+class Rescaled(nn.Linear):
+    """Its constructor changes what `reset_parameters` has set."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        with torch.no_grad():
+            self.weight.mul_(0.1)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_what_constructors_set_is_not_repeated_and_said(
+    given: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the meta device it leaves no trace: the class is named once, unless a function is given."""
+
+    def rescale(module: nn.Module) -> None:
+        if isinstance(module, Rescaled):
+            module.weight.mul_(0.1)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Rescaled(), nn.Linear(8, 8))
+    fully_shard(model, mesh=infinity.mesh("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tree = settings(tmp_path, Paging(), 4 << 20)
+    with infinity.offload(model, optimizer, tree, init=rescale if given else None):
+        assert (whole(model[0].weight).abs().max() < 0.04) == given
+    said = [record.getMessage() for record in caplog.records if "constructors" in record.getMessage()]
+    assert len(said) == (not given)
+    assert all("(Rescaled)" in message for message in said)

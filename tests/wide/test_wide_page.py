@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from wide_page import page, tables
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
 
 
 def test_the_page_is_made_from_the_tables() -> None:
@@ -19,3 +21,9 @@ def test_no_row_is_there_twice() -> None:
     for title, rows in tables().items():
         names = [row.name for row in rows]
         assert len(names) == len(set(names)), title
+
+
+def test_readme_counts_the_rows() -> None:
+    """Each table is named once with the number of its rows."""
+    named = [int(number) for number in re.findall(r"(\d+) rows (?:of|there)", (ROOT / "README.md").read_text())]
+    assert named == [len(rows) for rows in tables().values()]
