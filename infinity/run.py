@@ -517,11 +517,14 @@ class _Run:
 
     def _keep_companions(self, model: nn.Module, source: FirstValues | None) -> None:
         """Put beside the commits what exports need besides them."""
-        if self._old is not None:
-            carry_companions(self._old.reader.folder.commits, self.folder.commits)
-        else:
-            files = source.files if isinstance(source, PretrainedFolder) else None
-            keep_companions(self.folder.commits, model, files)
+        try:
+            if self._old is not None:
+                carry_companions(self._old.reader.folder.commits, self.folder.commits)
+            else:
+                files = source.files if isinstance(source, PretrainedFolder) else None
+                keep_companions(self.folder.commits, model, files)
+        except OSError as error:
+            raise StorageError("write", error.filename or str(self.folder.commits), 0, 0, error.errno) from error
 
     def _known_buffers(self, source: FirstValues | None, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the buffers that the first values or the commit have, by their names in the model."""

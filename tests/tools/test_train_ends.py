@@ -47,3 +47,24 @@ def test_a_reader_of_stderr_that_goes_does_not_end_training(tmp_path: Path) -> N
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert json.loads((tmp_path / "out/summary.json").read_text())["interrupted"]
+
+
+def test_a_full_output_folder_does_not_end_training(tmp_path: Path) -> None:
+    """Lines and summary that cannot be written are said, once each; the commit is there, and the status is that."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/steps.jsonl").symlink_to("/dev/full")
+    (tmp_path / "out/summary.json.tmp").mkdir()
+    ended = run_here(*SMALL, "--out", "out", "--steps", "3", "--commit-every", "3")
+    assert ended.status == 0
+    said = " ".join(ended.errors.split())
+    assert said.count("steps.jsonl has no lines from step 1 on: No space left on device") == 1
+    assert said.count("the summary cannot be written to out: Is a directory; the run itself is complete") == 1
+    assert run_here(*SMALL, "--out", "out", "--steps", "3", "--resume", "--json").summary["finished"]
+
+
+def test_an_output_folder_that_takes_nothing_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """With the file's name."""
+    (tmp_path / "out/steps.jsonl").mkdir(parents=True)
+    ended = run_here(*SMALL, "--out", "out", "--steps", "3")
+    assert ended.status == 2
+    assert "out/steps.jsonl cannot be written: Is a directory; name another folder with --out" in ended.errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import socket
 import time
 from contextlib import ExitStack
@@ -34,8 +35,9 @@ from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype, count_parameters, find_model, on_meta, shard
 from infinity_tools.progress import StepView, View, open_view, short
 from infinity_tools.signals import StopRequest
-from infinity_tools.summary import RunFacts, summarise, summary_table, write_summary
+from infinity_tools.summary import RunFacts, StepLog, summarise, summary_table, write_summary
 
+_log = logging.getLogger("infinity")
 _BYTE_VALUES = 256
 _FINAL_LR = 0.1
 
@@ -133,8 +135,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         training.train()
         summary = _summarise(training, source.name, dtype, parameters)
         if ranks.rank == 0:
-            write_summary(out, summary)
-            write_picture(out, summary)
+            _write_results(out, summary)
         if ranks.local_rank == 0 and options.metrics_port is not None and not stop.received:
             time.sleep(options.metrics_linger)
         status = 128 + training.stopped_by if training.stopped_by else 0
@@ -142,6 +143,15 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         _show(summary, out, options)
     _leave(ranks)
     return status
+
+
+def _write_results(out: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json and summary.png; a folder that takes no more is no reason to fail a run that has ended."""
+    try:
+        write_summary(out, summary)
+        write_picture(out, summary)
+    except OSError as error:
+        _log.warning("the summary cannot be written to %s: %s; the run itself is complete", out, error.strerror)
 
 
 def _leave(ranks: Ranks) -> None:
@@ -240,12 +250,11 @@ class Training:
         self.view.begin(optimizer.steps, options.steps)
         self.stop.patient = True
         mode = "a" if self.first_step > 1 else "w"
-        with open(self.out / "steps.jsonl" if self.ranks.rank == 0 else "/dev/null", mode) as log:
+        with StepLog(self.out / "steps.jsonl" if self.ranks.rank == 0 else Path(os.devnull), mode) as log:
             self.kernel.begin()
             while optimizer.steps < options.steps and not self.stopped_by:
                 self._step()
-                log.write(json.dumps(self._shown()) + "\n")
-                log.flush()
+                log.write(self._shown())
                 if options.commit_every and optimizer.steps % options.commit_every == 0:
                     self._commit()
             if options.commit_every and self._committed != optimizer.steps:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -12,11 +15,15 @@ from typing import Any
 
 from rich.table import Table
 
+from infinity.checkpoint.durable import write_durably
+from infinity.errors import ConfigError
 from infinity.telemetry.ledger import StepRecord
 from infinity.telemetry.metrics import PARTS
 from infinity.units import format_size
 from infinity_tools.measure import WARM_STEPS, RankReport, steady
 from infinity_tools.progress import rate, short
+
+_log = logging.getLogger("infinity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +101,48 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
 
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.json`; it is there completely or not at all."""
-    draft = out / "summary.json.tmp"
-    draft.write_text(json.dumps(summary, indent=2) + "\n")
-    draft.replace(out / "summary.json")
+    """Write `summary.json`; it is there completely or not at all. Raises `OSError`."""
+    write_durably(out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+
+
+class StepLog:
+    """`steps.jsonl`: a line for every step, as soon as it has been taken.
+
+    A file that cannot be opened is refused before the first step. One that takes no more, because the drive is full,
+    does not end the training: that is said once, and the lines from then on are missing.
+    """
+
+    def __init__(self, file: Path, mode: str) -> None:
+        """Open the file.
+
+        Raises:
+            ConfigError: it cannot be written to.
+        """
+        self._lost = False  # whether a line could not be written
+        try:
+            self._descriptor = os.open(
+                file, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mode == "a" else os.O_TRUNC), 0o644
+            )
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written: {error.strerror}; name another folder with --out") from error
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Write one line."""
+        line = (json.dumps(row) + "\n").encode()
+        try:
+            if not self._lost and os.write(self._descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._lost = True
+            _log.warning("steps.jsonl has no lines from step %s on: %s", row.get("step"), error.strerror)
+
+    def __enter__(self) -> StepLog:
+        """Close at the end of a `with` block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        os.close(self._descriptor)
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
