@@ -406,12 +406,13 @@ def reserve(file: Path, size: int) -> None:
         BudgetError: the file system has no room; both sizes are named.
         StorageError: the file cannot be made.
     """
-    before = file.stat().st_size if file.exists() else 0
+    existed = os.path.lexists(file)
+    before = file.stat().st_size if existed and file.exists() else 0
     free = shutil.disk_usage(file.parent).free
     if size - before > free:  # asked first: a file system may fill itself up before it refuses
         raise _no_room(file, size, free, os.strerror(errno.ENOSPC))
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StorageError("open", str(file), 0, size, error.errno) from error
     try:
@@ -419,7 +420,7 @@ def reserve(file: Path, size: int) -> None:
             os.posix_fallocate(descriptor, 0, size)
         os.fsync(descriptor)
     except OSError as error:
-        if before == 0:
+        if not existed:
             file.unlink(missing_ok=True)
         raise _no_room(file, size, free, error.strerror or str(error)) from error
     finally:

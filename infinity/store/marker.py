@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from infinity.access import read_regular, write_own
+from infinity.access import read_regular, replacing
 
 MARKER_NAME = "infinity.run"
 _FORMAT = 1
@@ -74,8 +74,11 @@ def write_marker(root: Path, marker: Marker) -> None:
             return
     except OSError:
         pass
-    write_own(root / MARKER_NAME, content)
-    for name in (root / MARKER_NAME, root, root.parent):
+    with replacing(root / MARKER_NAME, 0o600) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())  # before it has its name: a loss of power must not leave a marker that says nothing
+    for name in (root, root.parent):
         sync_path(name)
 
 
