@@ -60,7 +60,7 @@ class InitPlan:
             twins = build_again(model)
         self._steps = init_steps(model, twins, function)
         self.not_repeated = not_repeated(model, twins) if function is None else []
-        """Names of classes whose constructors may set what nothing sets here."""
+        """Names of classes whose constructors set what nothing sets here."""
         self.left_out = {id(module._parameters[key]) for module, key in left_out(model, twins)}
         """Identities of parameters on a real device of which it is not known whether they have got a value."""
         self._thrown_away = {(id(module), key) for module, key in tie_targets(model)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -97,20 +98,46 @@ def left_out(model: nn.Module, twins: Twins) -> Iterator[Holder]:
 
 
 def not_repeated(model: nn.Module, twins: Twins) -> list[str]:
-    """Return the names of classes whose constructors may have set more than is run again, sorted.
+    """Return the names of classes whose constructors set tensors by themselves, which nothing runs again; sorted.
 
     On the meta device what a constructor sets leaves no trace. torch's own modules have it in `reset_parameters`, a
-    model that is built again from its config is constructed anew, and peft's adapters have their own function.
+    model that is built again from its config is constructed anew, and peft's adapters have their own function. Of other
+    classes the code of the constructor tells: whether it, or what it calls of its class or module, names a function
+    that changes tensors in place.
     """
-    known = ("torch", "transformers", "peft")
     return sorted(
         {
             cls.__name__
             for module in model.modules()
             if id(module) not in twins.counterparts and any(param.is_meta for param in module.parameters())
-            if (cls := private.original_class(module)).__module__.partition(".")[0] not in known
+            for cls in private.original_class(module).__mro__
+            if cls.__module__.partition(".")[0] not in _KNOWN and _sets_tensors(vars(cls).get("__init__"), cls, set())
         }
     )
+
+
+_KNOWN = frozenset(("torch", "transformers", "peft", "builtins"))
+_REPEATED = frozenset(("_init_weights", "reset_parameters", "_reset_parameters"))
+_SETTERS = frozenset(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")) | {
+    "normal_", "uniform_", "zero_", "fill_", "copy_", "mul_", "div_", "add_", "sub_", "clamp_", "fill_diagonal_",
+}  # fmt: skip
+
+
+def _sets_tensors(function: Any, cls: type, seen: set[Any]) -> bool:
+    """Whether a function, or what it calls by name of its class or module, names what changes tensors in place."""
+    code = getattr(function, "__code__", None)
+    if code is None or code in seen:
+        return False
+    seen.add(code)
+    codes, names = [code], set[str]()
+    for part in codes:  # grows: functions inside of it
+        names.update(part.co_names)
+        codes += [const for const in part.co_consts if isinstance(const, types.CodeType)]
+    if names & _SETTERS:
+        return True
+    called = [getattr(cls, name, None) or function.__globals__.get(name) for name in names - _REPEATED - {"__init__"}]
+    own = [f for f in called if getattr(f, "__module__", "").partition(".")[0] not in _KNOWN]
+    return any(_sets_tensors(f, cls, seen) for f in own if isinstance(f, types.FunctionType))
 
 
 def _by_transformers_model(model: nn.Module, twins: Twins) -> dict[nn.Module, list[nn.Module]]:

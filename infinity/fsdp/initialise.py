@@ -7,7 +7,6 @@ nor the division into units.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -22,7 +21,6 @@ from infinity.layout import MASTER, Layout
 
 __all__ = ["InitFunction", "ModuleInitialiser"]
 
-_log = logging.getLogger("infinity")
 REMEDY = (
     "give the model `_init_weights` or its modules `reset_parameters`, or pass init=function to infinity.offload, "
     "which is called with every module and sets what they do not"
@@ -69,11 +67,10 @@ class ModuleInitialiser(FirstValues):
         if unset := [m.names[0] for m in members if not self._plan.sets(m.param.sharded_param)]:
             raise UnsupportedError(_unset(unset))
         if classes := self._plan.not_repeated:
-            _log.warning(
-                "first values come from `_init_weights` and `reset_parameters` of the model's modules; what "
-                "constructors (%s) set otherwise leaves no trace on the meta device: pass init=function to "
-                "infinity.offload for that",
-                ", ".join(classes),
+            raise UnsupportedError(
+                f"the constructor of {', '.join(classes)} sets tensors by itself, which leaves no trace on the meta "
+                "device; pass init=function to infinity.offload, which is called with every module and does it again (or "
+                "nothing), or build the model on a real device"
             )
 
     def values(self, unit: str, members: Sequence[Member]) -> ValueOf:

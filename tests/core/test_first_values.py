@@ -360,23 +360,58 @@ class Rescaled(nn.Linear):
             self.weight.mul_(0.1)
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_what_constructors_set_is_not_repeated_and_said(
-    given: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On the meta device it leaves no trace: the class is named once, unless a function is given."""
+class Zeroed(nn.Module):
+    """Its constructor changes what it has built, by a function of its own."""
 
-    def rescale(module: nn.Module) -> None:
-        if isinstance(module, Rescaled):
-            module.weight.mul_(0.1)
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self._begin()
 
+    def _begin(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.weight)
+
+
+class Applied(nn.Module):
+    """What its constructor runs is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+
+
+def rescale(module: nn.Module) -> None:
+    """Do what the constructor of `Rescaled` does."""
+    if isinstance(module, Rescaled):
+        module.weight.mul_(0.1)
+
+
+def begun(kind: type[nn.Module], folder: Path, init: Any = None) -> torch.Tensor:
+    """Return the first matrix of a model on the meta device."""
     with torch.device("meta"):
-        model = nn.Sequential(Rescaled(), nn.Linear(8, 8))
+        model = nn.Sequential(kind(), nn.Linear(8, 8))
     fully_shard(model, mesh=infinity.mesh("cpu"))
     optimizer = torch.optim.AdamW(model.parameters())
-    tree = settings(tmp_path, Paging(), 4 << 20)
-    with infinity.offload(model, optimizer, tree, init=rescale if given else None):
-        assert (whole(model[0].weight).abs().max() < 0.04) == given
-    said = [record.getMessage() for record in caplog.records if "constructors" in record.getMessage()]
-    assert len(said) == (not given)
-    assert all("(Rescaled)" in message for message in said)
+    with infinity.offload(model, optimizer, settings(folder, Paging(), 4 << 20), init=init):
+        return whole(next(iter(model.parameters())))
+
+
+@pytest.mark.parametrize("kind", [Rescaled, Zeroed])
+def test_what_constructors_set_is_refused(kind: type[nn.Module], tmp_path: Path) -> None:
+    """On the meta device it leaves no trace: the class is named, and nothing is left behind."""
+    with pytest.raises(UnsupportedError, match=rf"constructor of {kind.__name__} sets .* init=function"):
+        begun(kind, tmp_path)
+    assert list((tmp_path / "nvme0").iterdir()) == []
+
+
+def test_a_function_does_what_constructors_do(tmp_path: Path) -> None:
+    """Given one, nothing is refused; nor is what a constructor does by `_init_weights`."""
+    assert begun(Rescaled, tmp_path, rescale).abs().max() < 0.04
+    assert (begun(Applied, tmp_path) == 0.5).all()
