@@ -69,8 +69,8 @@ class ModuleInitialiser(FirstValues):
         if classes := self._plan.not_repeated:
             raise UnsupportedError(
                 f"the constructor of {', '.join(classes)} sets tensors by itself, which leaves no trace on the meta "
-                "device; pass init=function to infinity.offload, which is called with every module and does it again (or "
-                "nothing), or build the model on a real device"
+                "device; pass init=function to infinity.offload, which is called with every module and does it again "
+                "(or nothing), or build the model on a real device"
             )
 
     def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
