@@ -43,7 +43,7 @@ def test_a_habit_is_as_its_row_says(name: str, placement: str) -> None:
 @pytest.mark.parametrize("name", [name for name, habit in HABITS.items() if 2 in habit.ranks])
 def test_a_habit_is_as_its_row_says_on_two_ranks(name: str, pair: RankPool) -> None:
     """With the first placement that it is tried with."""
-    assert pair.run(problems, name, HABITS[name].placements[0]) == [[], []]
+    assert pair.run(wide_habits.problems_of, name, HABITS[name].placements[0]) == [[], []]
 
 
 def test_the_table_is_long() -> None:
