@@ -18,6 +18,7 @@ from core_train import Paging, Recipe, batch, build, local, make_optimizer, offl
 from torch import nn
 
 import infinity
+from infinity.checkpoint.reader import CommitReader
 from infinity.errors import InfinityError, UnsupportedError
 
 RECIPE = Recipe(model="toy")
@@ -280,6 +281,16 @@ def test_what_is_set_counts_as_in_memory(change: Any, placement: str, before_ste
         assert given.param_groups is optimizer.param_groups
         optimizer.commit()
     assert all(map(torch.equal, expected, found))
+
+
+def test_a_commit_has_the_settings_that_hold(tmp_path: Path) -> None:
+    """Those of the groups that were put in the place of others."""
+    with offloaded(RECIPE, Paging(), tmp_path) as (model, optimizer):
+        step(model, optimizer)
+        replace_groups(optimizer)
+        optimizer.commit()
+        groups = CommitReader(optimizer.run.folder).groups
+        assert [group["lr"] for group in groups] == [0.03]
 
 
 @pytest.mark.parametrize("change", CHANGES)
