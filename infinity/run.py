@@ -439,10 +439,13 @@ class _Run:
         self._check_weights = attachment.check
         made_with_state = kernel.builds
         optimizer.state.clear()
-        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        groups = {
-            shard: group_of[id(param)] for shard, param in enumerate(attachment.parameters) if id(param) in group_of
+        numbers = {
+            id(param): number for number, group in enumerate(optimizer.param_groups) for param in group["params"]
         }
+
+        def group_of(shard: int) -> Mapping[str, Any]:  # looked up when it is needed: groups may be replaced
+            return optimizer.param_groups[numbers[id(attachment.parameters[shard])]]
+
         worker = UpdateWorker(
             self.settings.update.cores_beside(sharded.device.type, _idle_cores(self.ranks)), self.pager.fail
         )
@@ -452,7 +455,7 @@ class _Run:
             self.pager,
             kernel,
             parameters=attachment.parameters,
-            group_of=groups.__getitem__,
+            group_of=group_of,
             phase=self.ledger.phase,
             part=self.ledger.part,
             worker=worker,
@@ -471,7 +474,7 @@ class _Run:
             keep = [manifest.name.commit for manifest in self._commits]
             self.ranks.together("removing commits", lambda: remove_commits(self.folder, self.ranks, keep=keep))
         self._index_of = {id(param): index for index, param in enumerate(attachment.parameters)}
-        self._model, self._groups, self._kernel = sharded.model, optimizer.param_groups, kernel
+        self._model, self._optimizer, self._kernel = sharded.model, optimizer, kernel
         paged = PagedOptimizer(
             optimizer,
             list(sharded.model.parameters()),
@@ -550,7 +553,8 @@ class _Run:
             StorageError: its files cannot be written.
         """
         self._check_weights()
-        groups = [{**g, "params": [self._index_of[id(param)] for param in g["params"]]} for g in self._groups]
+        given = self._optimizer.param_groups
+        groups = [{**group, "params": [self._index_of[id(param)] for param in group["params"]]} for group in given]
         try:
             self._committer.publish(step, self._model, scalars, groups, extra, self._kernel.kept_own)
         except OSError as error:

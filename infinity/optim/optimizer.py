@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,9 @@ from infinity.fsdp.content import ShardContent, torch_dtype
 from infinity.fsdp.gradient import Gradient
 from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.layout import MASTER, Layout
-from infinity.optim.states import NO_ENTRIES, PagedStates, StateHome, StatesOfOne
+from infinity.optim.copies import attributes, is_plain
+from infinity.optim.kernel import Own
+from infinity.optim.states import NO_COPIES, NO_ENTRIES, PagedStates, StateHome, StatesOfOne
 from infinity.optim.step import StepState
 from infinity.optim.update import same_setting, snapshot
 from infinity.peers import Peers
@@ -93,6 +95,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         shards: dict[int, int],
         made_with_state: bool,
     ) -> None:
+        self._made = False  # whether this constructor has come to its end
         self._layout, self._frames, self._pager, self._content = layout, frames, pager, content
         self._step_state, self._ledger, self._run = state, ledger, run
         self._parameters, self._names = parameters, names
@@ -106,25 +109,45 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._plans: dict[str, Plan] = {}
         self._updated = 0
         self._states = PagedStates(self)
-        self._made = False  # whether the constructor of the base class has come to its end
         self._settings_in_backward: list[dict[str, Any]] | None = None  # of the groups, as gradients began to arrive
+        self._own_in_backward: Own = {}  # what the given optimizer kept on itself then
         self._looked_between = False  # whether the first step looked at weights between backward and step
         self._given = optimizer
-        self._groups: list[list[int]] = []
+        self._groups = self._members()  # ids of the parameters of each param group
+        self._watched = {name for name, value in attributes(optimizer).items() if is_plain(value)}
+        """Attributes of the given optimizer whose values updates take over."""
+        self._wrapped = [
+            inner
+            for inner in attributes(optimizer).values()
+            if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups
+        ]
+        """Optimizers inside the given one that have the same param groups."""
         self._closed = False
         self._committed = committed
-        self.steps = steps
+        self._steps = steps
         self.records: list[StepRecord] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._made = True
-        self.param_groups = optimizer.param_groups  # shared, so that schedulers made before still work
-        self._groups = self._members()
+        del vars(self)["defaults"]  # those of the given optimizer, as its other attributes
         private.share_step_hooks(self, optimizer)
         optimizer.register_step_pre_hook(_refuse_step)
-        optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
+        # Functions without a reference to this object: the given optimizer does not keep a closed run in memory.
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
+        optimizer.load_state_dict = _refuse_loading  # type: ignore[method-assign]
         optimizer.state = self.state  # type: ignore[assignment]
+        self._left_state = vars(optimizer).get("state")  # what lies there from now on
+        self._made = True
 
     # The torch.optim.Optimizer interface #
+
+    @property  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The param groups of the given optimizer, so that schedulers made before still work."""
+        return self._given.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._made:
+            self._given.param_groups = groups
 
     @property  # type: ignore[override]
     def state(self) -> PagedStates:  # type: ignore[override]
@@ -144,11 +167,11 @@ class PagedOptimizer(torch.optim.Optimizer):
             LostRankError: another rank failed; its reason is named.
             InfinityError: settings changed, or gradients were dropped, after updates had already run in backward; or
                 gradients are those of the step before.
-            UnsupportedError: parameters were added to a param group, a gradient was assigned that is no DTensor,
-                further arguments were given, or a closure whose loss the updates would depend on.
+            UnsupportedError: parameters were added to a param group, the state was replaced, a gradient was assigned
+                that is no DTensor, further arguments were given, or a closure whose loss the updates would depend on.
         """
         self._check_open()
-        self._check_groups()
+        self._check_given()
         if args or named or (closure is not None and self._step_state.kernel.uses_closure):
             what = "a closure" if not (args or named) else "arguments besides a closure"
             raise UnsupportedError(
@@ -176,13 +199,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._choose_placement(events, late)
         if not state.finish():
             self._ledger.skipped()
-        self.steps += 1
+        self._steps += 1
         self._follow(events)
         self._settings_in_backward = None
         updated, self._updated = state.updated_elements - self._updated, state.updated_elements
         pager = self._pager
         self.records.append(
-            self._ledger.end_step(self.steps, updated, pager.census(), pager.held_bytes(), pager.in_flight())
+            self._ledger.end_step(self._steps, updated, pager.census(), pager.held_bytes(), pager.in_flight())
         )
         del self.records[:-_KEPT_RECORDS]
         return loss
@@ -228,12 +251,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: always.
         """
-        if self._groups:
-            raise UnsupportedError(
-                "a param group cannot be added to an offloaded optimizer: its parameters have no pages; give the "
-                "optimizer all groups before infinity.offload"
-            )
-        super().add_param_group(param_group)
+        if self._made:  # before, the constructor of the base class asks for those that are there already
+            _refuse_group()
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: the state lies on NVMe.
@@ -252,7 +271,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError("the optimizer's state is on NVMe: set run.resume to continue from a commit")
+        _refuse_loading()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refused. Raises `UnsupportedError`."""
+        raise UnsupportedError(NO_COPIES)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: neither `copy.copy` nor `pickle`. Raises `UnsupportedError`."""
+        raise UnsupportedError(NO_COPIES)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the optimizer that was passed in, of those that torch's optimizers do not have.
@@ -265,6 +292,26 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         value = getattr(given, name)
         return partial(self._call, name) if inspect.ismethod(value) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the optimizer that was passed in, where it has it: updates from the next step on use it.
+
+        Raises:
+            UnsupportedError: updates would not know of it.
+        """
+        there = vars(self)
+        if not there.get("_made") or name in there or hasattr(type(self), name) or _is_left_by_torch(name, value):
+            super().__setattr__(name, value)
+        elif isinstance(getattr(type(self._given), name, None), property) or (
+            name in self._watched and is_plain(value)
+        ):
+            setattr(self._given, name, value)
+        else:
+            raise UnsupportedError(
+                f"{name} of {type(self._given).__name__} cannot be set after infinity.offload, since updates of pages "
+                "would not see it: set numbers, texts, small tensors, or lists of them that the optimizer has had "
+                "before, set it before infinity.offload, or keep it outside of the optimizer"
+            )
 
     def _call(self, name: str, *args: Any, **named: Any) -> None:
         self._check_open()
@@ -289,9 +336,11 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises:
             InfinityError: gradients are pending (call it after `step`), or another rank failed.
+            UnsupportedError: parameters were added to a param group, or the state was replaced.
             StorageError: a device or the folder refused; the commit before is intact.
         """
         self._check_open()
+        self._check_given()
         self._reconcile()
         if self._step_state.has_gradients:
             raise InfinityError("commit() between backward and step(): call it after step()")
@@ -299,10 +348,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         with self._ledger.phase("commit"):
             self.settle()
             self._pager.flush()
-            self._run.publish(self.steps, self._step_state.scalars, dict(extra or {}))
+            self._run.publish(self._steps, self._step_state.scalars, dict(extra or {}))
         self._committed = True
         self._ledger.committed(time.perf_counter() - started)
         self._ledger.restart_step()
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken, those before a resumed commit too."""
+        return self._steps
 
     @property
     def resumed_extra(self) -> dict[str, Any]:
@@ -396,7 +450,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: a state is larger than the limit for loading outside the plan.
         """
         if not self.has_state(param):
-            return {}
+            return StatesOfOne()
         shard = self._shards[id(param)]
         kinds = self._layout.format_of(shard).kinds
         states = {kind: private.sharded_like(param, self._stored_state(shard, kind, param.device)) for kind, _ in kinds}
@@ -477,7 +531,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         with self._ledger.part("python", name="gradient"):
             recording = not self._candidates
             if (recording or self._step_state.placement.in_backward) and self._settings_in_backward is None:
+                self._check_given()
                 self._settings_in_backward = self._settings()
+                self._own_in_backward = self._step_state.kernel.own()
             return self._step_state.gradient_arrived(shard, local)
 
     # Planning #
@@ -576,12 +632,16 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _members(self) -> list[list[int]]:
         return [[id(param) for param in group["params"]] for group in self.param_groups]
 
-    def _check_groups(self) -> None:
-        if self._members() != self._groups:
+    def _check_given(self) -> None:
+        """Check that what was replaced on this or on the given optimizer is what updates know of."""
+        groups = self.param_groups
+        if self._members() != self._groups or any(inner.param_groups is not groups for inner in self._wrapped):
             raise UnsupportedError(
                 "the parameters of a param group were changed after infinity.offload; give the optimizer all of them "
-                "before, and set lr to 0 for what is not to be trained"
+                "before, and set lr to 0 for what is not to be trained; settings can be changed in the groups"
             )
+        if vars(self._given).get("state") is not self._left_state:
+            raise UnsupportedError(NO_ENTRIES)
 
     def _settings(self) -> list[dict[str, Any]]:
         return [snapshot(group) for group in self.param_groups]
@@ -595,11 +655,15 @@ class PagedOptimizer(torch.optim.Optimizer):
             )
 
     def _changed_setting(self) -> str:
-        """Say which setting of a group was changed since the first gradient arrived; "" if none."""
+        """Say what was changed since the first gradient arrived, in groups or on the optimizer; "" if nothing."""
         for before, now in zip(self._settings_in_backward or (), self.param_groups, strict=False):
             for key, value in before.items():
+                if key not in now:
+                    return f"{key} was removed"
                 if not same_setting(now[key], value):
                     return f"{key} was changed from {value} to {now[key]}"
+        if self._settings_in_backward is not None and self._step_state.kernel.own() is not self._own_in_backward:
+            return f"an attribute of {type(self._given).__name__} was changed"
         return ""
 
     def _check_open(self) -> None:
@@ -614,3 +678,19 @@ def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         "this optimizer was given to infinity.offload and trains nothing any more: call step() of the optimizer that "
         "infinity.offload has returned"
     )
+
+
+def _refuse_group(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(
+        "a param group cannot be added to an offloaded optimizer: its parameters have no pages; give the "
+        "optimizer all groups before infinity.offload"
+    )
+
+
+def _refuse_loading(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError("the optimizer's state is on NVMe: set run.resume to continue from a commit")
+
+
+def _is_left_by_torch(name: str, value: Any) -> bool:
+    """Whether an attribute is one that torch's schedulers or `torch.amp.GradScaler` leave on an optimizer."""
+    return private.is_bookkeeping(name, value) or name in ("found_inf", "grad_scale")

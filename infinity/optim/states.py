@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedError
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.content import ShardContent
 
 
@@ -30,6 +30,11 @@ class StateReader(Protocol):
 NO_ENTRIES = (
     "the state of an offloaded optimizer has no entries that can be set or removed: write to its tensors, for example "
     'optimizer.state[p]["exp_avg"].zero_(), or offload a model anew for a fresh start'
+)
+
+NO_COPIES = (
+    "an offloaded optimizer cannot be copied or pickled, since its state is on NVMe: optimizer.commit() saves it, and "
+    "run.resume continues from there"
 )
 
 
@@ -69,6 +74,16 @@ class StatesOfOne(dict[str, Any]):
 
     clear = pop = popitem = update = __ior__ = _refuse  # type: ignore[assignment]
 
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return what is there. Raises `UnsupportedError` where nothing is."""
+        if key not in self:
+            self._refuse()
+        return self[key]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be copied and pickled as a plain dictionary, which nothing is written through."""
+        return dict, (dict(self),)
+
 
 class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
     """The states of the parameters that have been updated; of others, none: as the dictionary in memory has it.
@@ -78,7 +93,14 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
     """
 
     def __init__(self, reader: StateReader) -> None:
-        self._reader: StateReader = weakref.proxy(reader)
+        self._known = weakref.ref(reader)
+
+    @property
+    def _reader(self) -> StateReader:
+        reader = self._known()
+        if reader is None:
+            raise InfinityError("this optimizer was closed")
+        return reader
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
         """Return the states of a parameter."""
@@ -95,6 +117,20 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
     def clear(self) -> None:
         """Refused. Raises `UnsupportedError`."""
         raise UnsupportedError(NO_ENTRIES)
+
+    def setdefault(self, param: nn.Parameter, default: Any = None) -> Any:
+        """Return the states of a parameter. Raises `UnsupportedError` where it has none."""
+        if param not in self:
+            raise UnsupportedError(NO_ENTRIES)
+        return self[param]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refused, and with it a copy of the optimizer that was given. Raises `UnsupportedError`."""
+        raise UnsupportedError(NO_COPIES)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, and with it pickling of the optimizer that was given. Raises `UnsupportedError`."""
+        raise UnsupportedError(NO_COPIES)
 
     def __contains__(self, param: object) -> bool:
         """Whether a parameter has states."""

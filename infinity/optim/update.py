@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,11 @@ from typing import Any
 
 import torch
 
+from infinity.errors import UnsupportedError
 from infinity.fsdp.content import gradient_of, put, read_section, row_of, section, stored
 from infinity.fsdp.gradient import Edit
 from infinity.layout import HALVES, MASTER, RANGE_ALIGNMENT, SHARD_ALIGNMENT, Layout, Page, Role, Segment
+from infinity.optim import copies
 from infinity.optim.kernel import Own, Piece, Scalars, UpdateKernel
 from infinity.schedule.trace import Access
 from infinity.units import align_up
@@ -21,15 +24,43 @@ _DECODED = 64 * RANGE_ALIGNMENT
 
 
 def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a param group as they are now."""
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+    """Return the settings of a param group as they are now; what is changed in place later is not changed there.
+
+    Raises:
+        UnsupportedError: a setting cannot be copied.
+    """
+    return {key: _fixed(key, value) for key, value in group.items() if key != "params"}
+
+
+def _fixed(key: str, value: Any) -> Any:
+    if isinstance(value, tuple | list) and all(isinstance(item, float | int | str) for item in value):
+        return value if type(value) is tuple else copy.copy(value)  # such as betas, or the names of all parameters
+    try:
+        return copies.copied(value)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{key}, of type {type(value).__name__}, in a param group cannot be copied, and updates use the settings "
+            f"as the step has found them: {error}"
+        ) from error
 
 
 def same_setting(a: Any, b: Any) -> bool:
-    """Whether two values of a setting are the same; tensors of any size may be among them."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
+    """Whether a setting is the same as one of a `snapshot`; tensors of any size may be among them."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            return False
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(copies.bits(a.detach()), copies.bits(b))
+    if type(a) is not type(b):
+        return bool(a == b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same_setting, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_setting(value, b[key]) for key, value in a.items())
+    if copies.copied(b) is b:  # a number, a function, a dtype: what is never changed in place
+        return bool(a == b)
+    return bool(copies.content(a) == copies.content(b))
 
 
 class Opened:
