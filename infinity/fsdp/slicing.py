@@ -470,7 +470,8 @@ def _kind(leaf: Any) -> tuple[Any, ...] | None:
     """Return what of an argument may change how a layer is sliced; None if that cannot be told for later calls."""
     if isinstance(leaf, torch.Tensor):
         return leaf.ndim, leaf.dtype
-    if type(leaf).__hash__ is object.__hash__ and getattr(leaf, "__dict__", None) and not callable(leaf):
+    own_hash: Any = type(leaf).__hash__
+    if own_hash is object.__hash__ and getattr(leaf, "__dict__", None) and not callable(leaf):
         return None  # the same object, with other attributes perhaps
     try:
         hash(leaf)
