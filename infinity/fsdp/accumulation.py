@@ -36,9 +36,10 @@ def micro_batches(model: nn.Module, count: int, *, batch_dim: BatchDim = None) -
     Called after `fully_shard`, before or after `infinity.offload`; a later call changes the number. Batches given to
     the model are whole. In the first forward each layer is tried with one and two rows of its batch: which arguments
     are sliced, along which dimension outputs are joined, and whether rows are independent of each other (attention
-    along the batch, `BatchNorm` in training and packed sequences are refused). With gradients, each slice is computed
-    again in backward, with the random state that it had (buffers that its forward changes are changed twice). Without,
-    nothing is kept.
+    along the batch, `BatchNorm` in training, packed sequences, and scales, ranks, capacities or counts of all rows are
+    refused). It is tried again when it is called with other numbers or strings as arguments: in every call, which costs
+    time, once there have been 64 kinds (a counter of steps). With gradients, each slice is computed again in backward,
+    with the random state that it had (buffers that its forward changes are changed twice). Without, nothing is kept.
 
     Causal language models of transformers that are given `labels` run head and loss slice by slice too, divide the sum
     by the number of labels of the whole batch (or `num_items_in_batch`), and return no logits. In other models, put

@@ -6,10 +6,17 @@ positions can have as many rows as the batch has by accident. So all possibiliti
 layer runs with it on one row and on two, and returns twice as much for two. If several are possible and differ in what
 they return, or if the rows of the only one depend on each other, the layer is refused.
 
-[Note: whether rows depend on each other] The gradient of what is returned for one row with respect to another row is
-zero to the bit if nothing went from one to the other: attention along the wrong dimension, statistics over the batch
-and packed sequences are found so, whatever the numbers are. Where there are no gradients (tokens), a row is changed,
-and what is returned for the other must keep its bits.
+[Note: whether rows depend on each other] Three tests, each of which sees what the others do not:
+
+- Gradients: that of what is returned for one row with respect to another row is zero to the bit if nothing went from
+  one to the other. Attention along the wrong dimension, statistics over the batch and packed sequences are found so,
+  however little they change.
+- Values: one row is changed in several ways, so that maxima, signs and orders are others, and what is returned for the
+  other row keeps its bits. Tokens, detached scales, ranks and routing with a capacity are found so. If bits change by
+  no more than rounding does, the layer is taken: experts multiply the tokens of all rows that chose them, and round
+  according to how many there are.
+- Number: a row alone gives what it gives as one of two, up to rounding. `x.shape[0]` and indices of rows are found so.
+  Where random numbers are drawn, which are others for other shapes, this is asked in evaluation.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +37,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from infinity.errors import ConfigError, UnsupportedError
 
+_log = logging.getLogger("infinity")
+
 BatchDim = int | Mapping[str, int | None] | None
 _MOST_POSSIBILITIES = 243
+_MOST_KINDS = 64
 _ASK = (
     "say which with infinity.micro_batches(model, n, batch_dim={'argument': dimension, 'argument that is whole': None})"
 )
@@ -143,7 +154,11 @@ def _check_leaf(name: str, leaf: Any) -> None:
 
 
 class SlicingFinder:
-    """Finds how the calls of one layer are sliced; what has been found once is kept.
+    """Finds how the calls of one layer are sliced; what has been found once is kept for calls of the same kind.
+
+    A kind is numbers of dimensions and dtypes of tensors, and the values of all other arguments, since a layer may do
+    something else for another number or string. Of 64 kinds it is kept; calls of further ones (a counter of steps is
+    another number each time), and calls with objects that may change, are tried anew each time. A warning says so once.
 
     `batch_dim` is the user's: for the first tensor, or by the names of arguments.
     """
@@ -151,7 +166,8 @@ class SlicingFinder:
     def __init__(self, module: nn.Module, forward: Callable[..., Any], batch_dim: BatchDim) -> None:
         self._module, self._batch_dim = module, batch_dim
         self._default = _own_batch_dim(module, forward)
-        self._found: dict[Any, Slicing] = {}
+        self._found: dict[Any, Slicing] = {}  # by kind of call, `_MOST_KINDS` at most
+        self._warned = False  # that there are more kinds
 
     def find(self, function: Callable[..., Any], call: Call, count: int) -> Slicing:
         """Return how a call is sliced.
@@ -163,7 +179,7 @@ class SlicingFinder:
         candidates = self._candidates(call, count)
         training = tuple(module.training for module in self._module.modules())
         kinds = tuple(map(_kind, call.leaves))
-        key = (call.names, kinds, candidates, training)
+        key = None if None in kinds else (call.names, kinds, candidates, training)
         if key in self._found:
             return self._found[key]
         if torch.is_inference_mode_enabled():
@@ -189,11 +205,29 @@ class SlicingFinder:
             raise UnsupportedError(
                 f"micro_batches cannot slice {self._name} along dimension {self._dim_of_first(call)}: rows depend on "
                 "each other (sequences that come first, as in (S, B, D), need batch_dim=1; packed sequences, BatchNorm "
-                "in training and other statistics over the batch cannot be sliced)"
+                "in training and other statistics over the batch cannot be sliced, nor scales, ranks and capacities "
+                "that rows share)"
+            )
+        if not trial.same_alone(chosen):
+            raise UnsupportedError(
+                f"micro_batches cannot slice {self._name} along dimension {self._dim_of_first(call)}: what it returns "
+                "for a row depends on how many rows there are, or on which of them it is (x.shape[0], len(x), indices "
+                "of rows); take such numbers from outside of the layer"
             )
         if len(possible) == 1:  # else what was of no influence may be of some the next time
-            self._found[key] = chosen
+            self._keep(key, chosen)
         return chosen
+
+    def _keep(self, key: Any, slicing: Slicing) -> None:
+        if key is not None and len(self._found) < _MOST_KINDS:
+            self._found[key] = slicing
+        elif not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s is called with ever other values of arguments, such as a counter, or with an object that may "
+                "change; micro_batches tries each such call anew, which costs time",
+                self._name,
+            )
 
     @property
     def _name(self) -> str:
@@ -280,8 +314,38 @@ class _Trial:
         return found, reason
 
     def independent(self, slicing: Slicing) -> bool:
-        """Whether no row of what is returned depends on another row of an argument."""
+        """Whether no row of what is returned depends on another row of an argument, by gradients and by values."""
         rows = self._rows(slicing.inputs, 2)
+        return self._gradients_stay_in_rows(slicing, rows) and self._keeps_other_rows(slicing, rows)
+
+    def same_alone(self, slicing: Slicing) -> bool:
+        """Whether a row alone gives what it gives as one of two, but for rounding."""
+        rows = self._rows(slicing.inputs, 2)
+        two, drawn = self._returned(rows)
+        if not drawn:
+            return self._alike_alone(slicing, rows, two)
+        with self._in_evaluation():
+            try:
+                two, drawn = self._returned(rows)
+                return drawn or self._alike_alone(slicing, rows, two)
+            except Exception:  # evaluation is not what was asked for: a layer may be unable to do it
+                return True
+
+    def _alike_alone(self, slicing: Slicing, rows: list[Any], two: list[Any]) -> bool:
+        coarse = self._is_coarse(two)
+        for row in (0, 1):
+            alone, _ = self._returned(
+                [
+                    leaf if dim is None else _of_row(leaf, dim, row)
+                    for leaf, dim in zip(rows, slicing.inputs, strict=True)
+                ]
+            )
+            for a, b, dim in zip(alone, two, slicing.outputs, strict=True):
+                if dim is not None and not _alike(a, _of_row(b, dim, row), coarse):
+                    return False
+        return True
+
+    def _gradients_stay_in_rows(self, slicing: Slicing, rows: list[Any]) -> bool:
         given = [
             (leaf, dim)
             for leaf, dim in zip(rows, slicing.inputs, strict=True)
@@ -296,7 +360,7 @@ class _Trial:
                 if dim is not None and value.requires_grad
             ]
             if not given or not graded:
-                return self._keeps_other_rows(slicing, rows)
+                return True
             for row in (0, 1):
                 total = sum(
                     (_of_row(value, dim, row) * _weights(_of_row(value, dim, row))).sum() for value, dim in graded
@@ -311,21 +375,64 @@ class _Trial:
         return True
 
     def _keeps_other_rows(self, slicing: Slicing, rows: list[Any]) -> bool:
-        for row in (0, 1):
+        """Whether what is returned for a row stays as it is when the other row is changed."""
+        before, _ = self._returned(rows)
+        coarse = self._is_coarse(before)
+        for row, change in itertools.product((0, 1), _CHANGES):
             changed = [
-                leaf
-                if dim is None
-                else torch.cat([_of_row(leaf, dim, 1 - row)] * 2, dim)  # both are what the other one was
+                leaf if dim is None else _with_row(leaf, dim, row, change)
                 for leaf, dim in zip(rows, slicing.inputs, strict=True)
             ]
-            with torch.no_grad(), self._unnoticed():
-                before = flatten(self._called(rows))[0]
-            with torch.no_grad(), self._unnoticed():
-                after = flatten(self._called(changed))[0]
+            try:
+                after, _ = self._returned(changed)
+            except Exception:  # values that the layer does not take say nothing; the batch's own rows it took
+                continue
+            if len(after) != len(before):
+                return False
             for a, b, dim in zip(before, after, slicing.outputs, strict=True):
-                if dim is not None and not _same([_of_row(a, dim, 1 - row)], [_of_row(b, dim, 1 - row)]):
+                if dim is None:
+                    continue
+                if a.shape != b.shape or not _keeps(_of_row(a, dim, 1 - row), _of_row(b, dim, 1 - row), coarse):
                     return False
         return True
+
+    def _returned(self, leaves: Sequence[Any]) -> tuple[list[Any], bool]:
+        """Return the outputs, and whether random numbers were drawn for them."""
+        with torch.no_grad(), self._unnoticed():
+            before = self._random_states()
+            returned = flatten(self._called(leaves))[0]
+            drawn = not all(torch.equal(a, b) for a, b in zip(before, self._random_states(), strict=True))
+        return returned, drawn
+
+    def _random_states(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices())]
+
+    def _devices(self) -> list[torch.device]:
+        return list({leaf.device for leaf in self._call.leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda})
+
+    def _is_coarse(self, returned: Sequence[Any]) -> bool:
+        """Whether the layer computes in less than fp32, by its arguments, parameters, outputs, or autocast."""
+        tensors = [
+            value
+            for value in (*self._call.leaves, *self._module.parameters(), *returned)
+            if isinstance(value, torch.Tensor)
+        ]
+        exact = torch.finfo(torch.float32).eps
+        return any(
+            torch.is_autocast_enabled(device) for device in {tensor.device.type for tensor in tensors} - {"meta"}
+        ) or any(torch.finfo(tensor.dtype).eps > exact for tensor in tensors if tensor.is_floating_point())
+
+    @contextmanager
+    def _in_evaluation(self) -> Iterator[None]:
+        """Run without dropout; the modes of modules are put back one by one."""
+        modes = [(module, module.training) for module in self._module.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def _called(self, leaves: Sequence[Any]) -> Any:
         return self._call.run(self._function, leaves)
@@ -343,14 +450,13 @@ class _Trial:
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
         """Put back random states and buffers."""
-        devices = {leaf.device for leaf in self._call.leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
         held = [
             (module, name, buffer, buffer.clone())
             for module in self._module.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        with torch.random.fork_rng(devices=list(devices)):
+        with torch.random.fork_rng(devices=self._devices()):
             try:
                 yield
             finally:
@@ -360,16 +466,67 @@ class _Trial:
                         buffer.copy_(value)
 
 
-def _kind(leaf: Any) -> Any:
-    """Return what of an argument may change how a layer is sliced."""
+def _kind(leaf: Any) -> tuple[Any, ...] | None:
+    """Return what of an argument may change how a layer is sliced; None if that cannot be told for later calls."""
     if isinstance(leaf, torch.Tensor):
         return leaf.ndim, leaf.dtype
-    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+    own_hash: Any = type(leaf).__hash__
+    if own_hash is object.__hash__ and getattr(leaf, "__dict__", None) and not callable(leaf):
+        return None  # the same object, with other attributes perhaps
+    try:
+        hash(leaf)
+    except TypeError:
+        return None
+    return type(leaf), leaf  # with the type, as 1 == 1.0 == True
 
 
 def _of_row(value: torch.Tensor, dim: int, row: int) -> torch.Tensor:
     """Return what belongs to one of two rows."""
     return value.chunk(2, dim)[row]
+
+
+def _with_row(leaf: torch.Tensor, dim: int, row: int, change: Change) -> torch.Tensor:
+    """Return an argument of two rows in which one is changed."""
+    rows = [_of_row(leaf, dim, 0), _of_row(leaf, dim, 1)]
+    rows[row] = change(rows[row], rows[1 - row], dim)
+    return torch.cat(rows, dim)
+
+
+Change = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""What becomes of a row, given the other row and the dimension of the batch."""
+
+
+def _as_the_other(_: torch.Tensor, other: torch.Tensor, __: int) -> torch.Tensor:
+    return other
+
+
+def _permuted(row: torch.Tensor, _: torch.Tensor, dim: int) -> torch.Tensor:
+    return row.flip([d for d in range(row.ndim) if d != dim])
+
+
+def _all_alike(_: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the other row's first position for all positions: all go the way that it goes, say to one expert."""
+    positions = next((d for d in range(other.ndim) if d != dim), dim)
+    return other.narrow(positions, 0, 1).expand_as(other)
+
+
+def _scaled(factor: float) -> Change:
+    """Return a change of size and sign, for all but whole numbers, and numbers alone in a row: they may be indices."""
+
+    def change(row: torch.Tensor, _: torch.Tensor, __: int) -> torch.Tensor:
+        return row * factor if row.is_floating_point() and row.numel() > 1 else row
+
+    return change
+
+
+_CHANGES: tuple[Change, ...] = (
+    _as_the_other,
+    _permuted,
+    _all_alike,
+    _scaled(64.0),
+    _scaled(-64.0),
+    _scaled(1 / 64),
+)
 
 
 def _weights(value: torch.Tensor) -> torch.Tensor:
@@ -405,3 +562,46 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
         for a, b in zip(one, other, strict=True)
         if isinstance(a, torch.Tensor)
     )
+
+
+# What follows finds that a layer does something else. It is no promise of how near slices are to the whole batch: they
+# round as a loop over them does, and paged and in memory are equal to the bit. Each limit is for fp32, then for less.
+_ROUNDING = (1e-3, 1e-2)  # a difference that may be one of rounding, as a part of what is compared
+_ROUNDED_OTHERWISE = (1e-2, 0.5)  # the share that may differ by more: near ties of routers and steps go the other way
+
+
+def _keeps(before: torch.Tensor, after: torch.Tensor, coarse: bool) -> bool:
+    """Whether a row has kept its bits, or differs by no more than sums of another grouping do anywhere."""
+    if not before.numel() or _same([before], [after]):
+        return True
+    a, b = _numbers(before), _numbers(after)
+    if not before.is_floating_point() and not before.is_complex():
+        return False
+    scale = torch.maximum(_finite(a).abs().amax(), _finite(b).abs().amax())
+    return not bool(_beyond(a, b, _ROUNDING[coarse] * scale).any())
+
+
+def _alike(alone: torch.Tensor, together: torch.Tensor, coarse: bool) -> bool:
+    """Whether a row is the same but for rounding, in most places: shapes decide which kernels run."""
+    if not alone.numel() or (alone.shape == together.shape and _same([alone], [together])):
+        return True
+    if alone.shape != together.shape:
+        return False
+    a, b = _numbers(alone), _numbers(together)
+    scale = torch.maximum(torch.maximum(_finite(a).abs(), _finite(b).abs()), _finite(b).abs().median())
+    return _beyond(a, b, _ROUNDING[coarse] * scale).float().mean().item() <= _ROUNDED_OTHERWISE[coarse]
+
+
+def _numbers(value: torch.Tensor) -> torch.Tensor:
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return value if value.dtype == torch.float64 else value.float()
+
+
+def _finite(value: torch.Tensor) -> torch.Tensor:
+    return value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _beyond(a: torch.Tensor, b: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Where two differ by more than a limit; of infinities and NaN the same are no difference."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    return ~same & ~((a - b).abs() <= limit)

@@ -174,7 +174,7 @@ FAMILIES = {
 }
 
 
-def of_family(config: str, **values: Any) -> nn.Module:
+def of_family(config: str, policy: str = "fp32", **values: Any) -> nn.Module:
     """Return a sharded causal language model of another architecture, without dropout."""
     import transformers
 
@@ -183,8 +183,8 @@ def of_family(config: str, **values: Any) -> nn.Module:
     made = getattr(transformers, config)(vocab_size=300, **tokens, **FAMILIES[config], **values)
     model = transformers.AutoModelForCausalLM.from_config(made).eval()
     for layer in layers_of(model):
-        fully_shard(layer, mesh=infinity.mesh("cpu"), mp_policy=core_models.POLICIES["fp32"])
-    return fully_shard(model, mesh=infinity.mesh("cpu"), mp_policy=core_models.POLICIES["fp32"])
+        fully_shard(layer, mesh=infinity.mesh("cpu"), mp_policy=core_models.POLICIES[policy])
+    return fully_shard(model, mesh=infinity.mesh("cpu"), mp_policy=core_models.POLICIES[policy])
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
@@ -479,6 +479,13 @@ class Recurrent(nn.Module):
         return self.lstm(x)
 
 
+def within_capacity(y: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return 1 for tokens that the first of four experts that they choose still has room for, else 0."""
+    chosen = nn.functional.one_hot(y[..., :4].argmax(-1).flatten(), 4)
+    before = (chosen.cumsum(0) * chosen).sum(1)
+    return (before <= factor * len(chosen) / 4).view(*y.shape[:-1], 1)
+
+
 X = (6, 4, 12)
 SQUARE = (4, 4, 12)
 
@@ -583,6 +590,29 @@ NOT_SLICED: dict[str, tuple[Any, Any, Any, str]] = {
     "BatchNorm": (lambda: nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4)), None, given(), r"BatchNorm in training"),
     "centred over the batch": (lambda: Returning(lambda y: y - y.mean(0)), None, given(), "depend on each other"),
     "a mask of two rows": (Masked, None, given((2, 2, 12), mask=causal(2)), r"how to slice mask .*batch_dim=\{"),
+    "a scale of all rows": (lambda: Returning(lambda y: y / y.detach().abs().amax()), None, given(), "depend on each"),
+    "the least of all rows": (lambda: Returning(lambda y: y - y.detach().amin()), None, given(), "depend on each"),
+    "steps of all rows": (
+        lambda: Returning(lambda y: y + torch.round(y * 10 / y.abs().max().item())), None, given(), "scales, ranks",
+    ),
+    "a capacity": (lambda: Returning(lambda y: y * within_capacity(y, 1.25)), None, given((4, 64, 12)), "capacities"),
+    "a small part with a capacity": (
+        lambda: Returning(lambda y: y + 0.1 * y * within_capacity(y, 2.0)), None, given((4, 64, 12)), "capacities",
+    ),
+    "the best tokens of all rows": (
+        lambda: Returning(lambda y: y * (y[..., :1] >= y[..., 0].flatten().topk(3).values[-1])), None, given(),
+        "depend on each other",
+    ),
+    "ranks of rows": (
+        lambda: Returning(lambda y: y * y.sum((1, 2)).argsort().view(-1, 1, 1)), None, given(), "ranks and capacities",
+    ),
+    "scaled by the number of rows": (lambda: Returning(lambda y: y * len(y)), None, given(), "how many rows there are"),
+    "divided by it, with dropout": (
+        lambda: nn.Sequential(nn.Dropout(0.5), Returning(lambda y: y / y.shape[0])), None, given(), "how many rows",
+    ),
+    "scaled by indices of rows": (
+        lambda: Returning(lambda y: y * torch.arange(len(y)).view(-1, 1, 1)), None, given(), "indices of rows",
+    ),
     "a sum": (lambda: Returning(lambda y: y.sum()), None, given(), "a scalar.*return one row per sequence"),
     "an auxiliary loss": (lambda: Returning(lambda y: (y, y.mean())), None, given(), "a scalar"),
     "loads of experts": (lambda: Returning(lambda y: (y, y.sum((0, 1)))), None, given(), r"shape \(12,\) for one row"),
@@ -608,6 +638,99 @@ def test_what_slices_would_change_is_refused(name: str) -> None:
         model[0](x, **others)
     with pytest.raises((UnsupportedError, ConfigError), match=words), torch.no_grad():
         model[0](x, **others)
+
+
+@pytest.mark.parametrize("name", ["a scale of all rows", "scaled by the number of rows", "scaled by indices of rows"])
+def test_the_same_is_refused_in_bf16(name: str) -> None:
+    """Where rounding is larger."""
+    make, _, (x, _), words = NOT_SLICED[name]
+    model = sharded(make().bfloat16())
+    infinity.micro_batches(model, 2)
+    with pytest.raises(UnsupportedError, match=words):
+        model[0](x.bfloat16())
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+def test_routing_without_a_capacity_is_sliced(policy: str) -> None:
+    """Although experts multiply the tokens of all rows together, and round them so."""
+    model = of_family("MixtralConfig", policy=policy).train()
+    infinity.micro_batches(model, 2)
+    tokens = batch(model, 0, sequences=4).repeat(1, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(param.grad is not None for param in layers_of(model).parameters())
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in training and in evaluation, or has no evaluation."""
+
+    def __init__(self, evaluated: bool) -> None:
+        super().__init__()
+        self.up, self.evaluated = nn.Linear(12, 12), evaluated
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and not self.evaluated:
+            raise RuntimeError("only for training")
+        return self.up(x) + torch.rand_like(x)
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_random_numbers_are_no_dependence(evaluated: bool) -> None:
+    """They differ for one row and for two; modules are in training as before."""
+    model = sharded(Noisy(evaluated))
+    infinity.micro_batches(model, 2)
+    assert model[0](given()[0]).shape == X
+    assert all(module.training for module in model.modules())
+
+
+class Modes(nn.Module):
+    """Mixes rows for some values of an argument."""
+
+    def __init__(self, mixing: Any) -> None:
+        super().__init__()
+        self.up, self.mixing = nn.Linear(12, 12), mixing
+
+    def forward(self, x: torch.Tensor, mode: Any = None) -> torch.Tensor:
+        y = self.up(x)
+        mode = getattr(mode, "mode", mode)
+        return y - y.mean(0) if type(mode) is type(self.mixing) and mode == self.mixing else y
+
+
+@pytest.mark.parametrize(
+    ("good", "mixing"),
+    [(0, 1), (0.5, 1.5), ("none", "batch"), (False, True), (1, True), (1, 1.0), (None, 0), (3, None)],
+)
+def test_other_values_of_arguments_are_tried_anew(good: Any, mixing: Any) -> None:
+    """A layer may do something else with them; those that have been tried are not tried again."""
+    model = sharded(Modes(mixing))
+    infinity.micro_batches(model, 2)
+    for _ in range(2):
+        model[0](given()[0], good)
+    assert len(model[0].forward._finder._found) == 1
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        model[0](given()[0], mixing)
+
+
+def test_counters_are_tried_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    """Kinds of calls that are kept are bounded; calls beyond are tried all the same."""
+    model = sharded(Modes(70))
+    infinity.micro_batches(model, 2)
+    for step in range(70):
+        model[0](given()[0], step)
+    assert len(model[0].forward._finder._found) == 64
+    assert sum("tries each such call anew" in record.getMessage() for record in caplog.records) == 1
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        model[0](given()[0], 70)
+
+
+def test_objects_that_may_change_are_tried_each_time() -> None:
+    """The same one may hold another value."""
+    model = sharded(Modes("batch"))
+    infinity.micro_batches(model, 2)
+    settings = SimpleNamespace(mode="none")
+    model[0](given()[0], settings)
+    settings.mode = "batch"
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        model[0](given()[0], settings)
 
 
 def test_tokens_are_checked_without_gradients() -> None:
