@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from infinity.errors import UnsupportedError
+from infinity.fsdp.paged_tensor import WithoutMemory, changes_memory, makes_views, written
+
 aten = torch.ops.aten
 
 Edit = Callable[[torch.Tensor], object]
@@ -81,7 +84,7 @@ class Gradient(Protocol):
         """Return the norm of order 2 over this rank's elements, a scalar, where that is known."""
 
 
-class PagedGradient(torch.Tensor):
+class PagedGradient(WithoutMemory):
     """This rank's slice of a gradient, or a view of it."""
 
     gradient: Gradient
@@ -113,17 +116,25 @@ class PagedGradient(torch.Tensor):
         """Say what it is without loading it."""
         return f"PagedGradient({self.gradient}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the elements as an array."""
-        return self.clone().numpy(force=force)
+    def dense(self) -> torch.Tensor:
+        """Return a copy in memory. Raises `InfinityError` if the gradient is gone."""
+        return self.clone()
 
-    def tolist(self) -> Any:
-        """Return the elements as lists."""
-        return self.clone().tolist()
+    def refusal(self) -> str:
+        """See `WithoutMemory`."""
+        return (
+            f"the gradient of {self.gradient} is kept in pages and has no memory of its own; read a copy, "
+            "gradient.clone(), and write with gradient.copy_(values), or assign another one to p.grad"
+        )
 
-    def __array__(self, *args: Any, **settings: Any) -> Any:
-        """Return the elements as an array."""
-        return self.numpy().__array__(*args, **settings)
+    @property
+    def data(self) -> torch.Tensor:
+        """The same gradient. Setting it is refused: memory would give this tensor other elements, and no view of it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self._no_memory()
 
     @property
     def is_whole(self) -> bool:
@@ -165,7 +176,7 @@ class PagedGradient(torch.Tensor):
             if func in _OF_THE_SHAPE:
                 return func(torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device),
                             *args[1:], **kwargs)  # fmt: skip
-            if _is_view(func):
+            if makes_views(func):
                 return _lazy_view(func, first, args[1:], kwargs)
         return _on_content(func, args, kwargs)
 
@@ -186,10 +197,12 @@ class _Loaded:
 
 def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Run an operation on the elements; store what it has changed."""
+    changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
+    if changed and changes_memory(func):
+        raise UnsupportedError(f"{func} would change shape or storage: {changed[0].refusal()}")
     loaded = _Loaded()
     given, settings = tree_map(loaded, args), tree_map(loaded, kwargs)
     result = func(*given, **settings)
-    changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
     for key in dict.fromkeys(id(value.gradient) for value in changed):
         gradient, content = loaded.contents[key]
         gradient.replace(content)
@@ -312,13 +325,3 @@ def _lazy_view(func: Any, base: PagedGradient, args: tuple[Any, ...], kwargs: di
 def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], position: int | None, base: torch.Tensor) -> Any:
     made = func(base, *args, **kwargs)
     return made if position is None else made[position]
-
-
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> list[Any]:
-    """Return the arguments that an operation changes."""
-    found: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(value if isinstance(value, list | tuple) else [value])
-    return found
