@@ -212,6 +212,8 @@ def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Run an operation on lists for one gradient at a time: no more than one is in memory."""
     number = len(args[0])
+    numbers = func in _RECORDED and _are_numbers((*args[1:], *kwargs.values()))
+    edit = _edit(func, args[1:], kwargs, listed=True) if numbers else None
     results: list[Any] = []
     for position in range(number):
         single = [
@@ -225,8 +227,8 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
                 if norm is not None:
                     results.append(norm.clone())
                     continue
-            if func in _RECORDED and _are_numbers((*args[1:], *kwargs.values())):
-                one.gradient.record(_edit(func, tuple(args[1:]), kwargs, listed=True))
+            if edit is not None:
+                one.gradient.record(edit)
                 continue
             if func is aten._foreach_zero_.default:
                 one.gradient.clear()
@@ -245,25 +247,42 @@ def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torc
     norms = [g.gradient.norm() if isinstance(g, PagedGradient) and g.is_whole else None for g in gradients]
     known = [norm for norm in norms if norm is not None]
     finite = bool(torch.isfinite(torch.stack(known)).all()) if known else False  # the device is waited for once
+    factor = _Number(scale)
+
+    def unscale(gradient: torch.Tensor) -> None:
+        _UNSCALE([gradient], torch.zeros((), device=gradient.device), factor.on(gradient.device))
+
     for gradient, norm in zip(gradients, norms, strict=True):
         if isinstance(gradient, PagedGradient) and norm is not None and finite:
-            number, nothing = _number(scale), torch.zeros(())
-            gradient.gradient.record(lambda g, n=number, f=nothing: _UNSCALE([g], f, n))  # type: ignore[misc]
+            gradient.gradient.record(unscale)
         else:
             _on_content(_UNSCALE, ([gradient], found, scale), {})
 
 
+class _Number:
+    """A scalar tensor as it is now, for all gradients of a call: moved when one needs it elsewhere, and once."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._copies = {value.device: value.detach().clone()}  # the first is where it came from
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return it on a device; that it comes from is waited for when it is first needed on the host."""
+        if device not in self._copies:
+            self._copies[device] = next(iter(self._copies.values())).to(device)
+        return self._copies[device]
+
+
 def _edit(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], *, listed: bool = False) -> Edit:
     """Return an operation in place with its numbers as they are now."""
-    args, kwargs = tree_map(_number, args), tree_map(_number, kwargs)
-    if listed:
-        return lambda gradient: func([gradient], *args, **kwargs)
-    return lambda gradient: func(gradient, *args, **kwargs)
+    args, kwargs = tree_map(lambda value: _Number(value) if isinstance(value, torch.Tensor) else value, (args, kwargs))
 
+    def edit(gradient: torch.Tensor) -> None:
+        given, settings = tree_map(
+            lambda value: value.on(gradient.device) if isinstance(value, _Number) else value, (args, kwargs)
+        )
+        func([gradient] if listed else gradient, *given, **settings)
 
-def _number(value: Any) -> Any:
-    """Return a copy of a scalar in host memory, where updates run."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return edit
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:

@@ -558,6 +558,34 @@ def test_reading_costs_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         }
 
 
+@pytest.mark.parametrize("how", ["scaled", "unscaled"])
+def test_a_number_is_moved_once_and_when_it_is_needed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device stands in for one whose numbers have to be waited for: a call with them waits for none."""
+    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, _):
+        backward(model)
+        parts = [gradient.to_local().detach() for gradient in gradients(model)]
+        wanted = [0.5 * part.clone() for part in parts]
+        elsewhere = torch.empty((), device="meta")
+        if how == "scaled":
+            torch._foreach_mul_(parts, elsewhere)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, torch.zeros(()), elsewhere)
+        to, moved = torch.Tensor.to, list[torch.Tensor]()
+
+        def arriving(value: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+            if not value.is_meta:
+                return to(value, *args, **settings)
+            moved.append(value)
+            return torch.tensor(0.5)
+
+        monkeypatch.setattr(torch.Tensor, "to", arriving)
+        assert all(torch.equal(part, value) for part, value in zip(parts, wanted, strict=True))
+        assert len(parts) > 5
+        assert len(moved) == 1
+
+
 def test_a_gradient_that_is_no_dtensor_is_refused(tmp_path: Path) -> None:
     """The optimizer in memory cannot use it either."""
     with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
