@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from infinity.errors import UnsupportedError
+from infinity.fsdp.paged_tensor import WithoutMemory, changes_memory, makes_views, written
+
 aten = torch.ops.aten
 
 Edit = Callable[[torch.Tensor], object]
@@ -81,7 +84,7 @@ class Gradient(Protocol):
         """Return the norm of order 2 over this rank's elements, a scalar, where that is known."""
 
 
-class PagedGradient(torch.Tensor):
+class PagedGradient(WithoutMemory):
     """This rank's slice of a gradient, or a view of it."""
 
     gradient: Gradient
@@ -113,17 +116,25 @@ class PagedGradient(torch.Tensor):
         """Say what it is without loading it."""
         return f"PagedGradient({self.gradient}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the elements as an array."""
-        return self.clone().numpy(force=force)
+    def dense(self) -> torch.Tensor:
+        """Return a copy in memory. Raises `InfinityError` if the gradient is gone."""
+        return self.clone()
 
-    def tolist(self) -> Any:
-        """Return the elements as lists."""
-        return self.clone().tolist()
+    def refusal(self) -> str:
+        """See `WithoutMemory`."""
+        return (
+            f"the gradient of {self.gradient} is kept in pages and has no memory of its own; read a copy, "
+            "gradient.clone(), and write with gradient.copy_(values), or assign another one to p.grad"
+        )
 
-    def __array__(self, *args: Any, **settings: Any) -> Any:
-        """Return the elements as an array."""
-        return self.numpy().__array__(*args, **settings)
+    @property
+    def data(self) -> torch.Tensor:
+        """The same gradient. Setting it is refused: memory would give this tensor other elements, and no view of it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self._no_memory()
 
     @property
     def is_whole(self) -> bool:
@@ -165,7 +176,7 @@ class PagedGradient(torch.Tensor):
             if func in _OF_THE_SHAPE:
                 return func(torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device),
                             *args[1:], **kwargs)  # fmt: skip
-            if _is_view(func):
+            if makes_views(func):
                 return _lazy_view(func, first, args[1:], kwargs)
         return _on_content(func, args, kwargs)
 
@@ -186,10 +197,12 @@ class _Loaded:
 
 def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Run an operation on the elements; store what it has changed."""
+    changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
+    if changed and changes_memory(func):
+        raise UnsupportedError(f"{func} would change shape or storage: {changed[0].refusal()}")
     loaded = _Loaded()
     given, settings = tree_map(loaded, args), tree_map(loaded, kwargs)
     result = func(*given, **settings)
-    changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
     for key in dict.fromkeys(id(value.gradient) for value in changed):
         gradient, content = loaded.contents[key]
         gradient.replace(content)
@@ -199,6 +212,8 @@ def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Run an operation on lists for one gradient at a time: no more than one is in memory."""
     number = len(args[0])
+    numbers = func in _RECORDED and _are_numbers((*args[1:], *kwargs.values()))
+    edit = _edit(func, args[1:], kwargs, listed=True) if numbers else None
     results: list[Any] = []
     for position in range(number):
         single = [
@@ -212,8 +227,8 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
                 if norm is not None:
                     results.append(norm.clone())
                     continue
-            if func in _RECORDED and _are_numbers((*args[1:], *kwargs.values())):
-                one.gradient.record(_edit(func, tuple(args[1:]), kwargs, listed=True))
+            if edit is not None:
+                one.gradient.record(edit)
                 continue
             if func is aten._foreach_zero_.default:
                 one.gradient.clear()
@@ -232,25 +247,42 @@ def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torc
     norms = [g.gradient.norm() if isinstance(g, PagedGradient) and g.is_whole else None for g in gradients]
     known = [norm for norm in norms if norm is not None]
     finite = bool(torch.isfinite(torch.stack(known)).all()) if known else False  # the device is waited for once
+    factor = _Number(scale)
+
+    def unscale(gradient: torch.Tensor) -> None:
+        _UNSCALE([gradient], torch.zeros((), device=gradient.device), factor.on(gradient.device))
+
     for gradient, norm in zip(gradients, norms, strict=True):
         if isinstance(gradient, PagedGradient) and norm is not None and finite:
-            number, nothing = _number(scale), torch.zeros(())
-            gradient.gradient.record(lambda g, n=number, f=nothing: _UNSCALE([g], f, n))  # type: ignore[misc]
+            gradient.gradient.record(unscale)
         else:
             _on_content(_UNSCALE, ([gradient], found, scale), {})
 
 
+class _Number:
+    """A scalar tensor as it is now, for all gradients of a call: moved when one needs it elsewhere, and once."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._copies = {value.device: value.detach().clone()}  # the first is where it came from
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return it on a device; that it comes from is waited for when it is first needed on the host."""
+        if device not in self._copies:
+            self._copies[device] = next(iter(self._copies.values())).to(device)
+        return self._copies[device]
+
+
 def _edit(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], *, listed: bool = False) -> Edit:
     """Return an operation in place with its numbers as they are now."""
-    args, kwargs = tree_map(_number, args), tree_map(_number, kwargs)
-    if listed:
-        return lambda gradient: func([gradient], *args, **kwargs)
-    return lambda gradient: func(gradient, *args, **kwargs)
+    args, kwargs = tree_map(lambda value: _Number(value) if isinstance(value, torch.Tensor) else value, (args, kwargs))
 
+    def edit(gradient: torch.Tensor) -> None:
+        given, settings = tree_map(
+            lambda value: value.on(gradient.device) if isinstance(value, _Number) else value, (args, kwargs)
+        )
+        func([gradient] if listed else gradient, *given, **settings)
 
-def _number(value: Any) -> Any:
-    """Return a copy of a scalar in host memory, where updates run."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return edit
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
@@ -312,13 +344,3 @@ def _lazy_view(func: Any, base: PagedGradient, args: tuple[Any, ...], kwargs: di
 def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], position: int | None, base: torch.Tensor) -> Any:
     made = func(base, *args, **kwargs)
     return made if position is None else made[position]
-
-
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> list[Any]:
-    """Return the arguments that an operation changes."""
-    found: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(value if isinstance(value, list | tuple) else [value])
-    return found

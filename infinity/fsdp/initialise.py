@@ -7,10 +7,11 @@ nor the division into units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
@@ -104,14 +105,33 @@ class ModuleInitialiser(FirstValues):
         return value_of
 
     def set_buffers(self, device: torch.device, known: Mapping[str, torch.Tensor]) -> None:
-        """Give every buffer that is still on the meta device its real value.
+        """Give every buffer that is still on the meta device its real value; see also that nothing else is left there.
 
         Args:
             known: values that come from elsewhere, by the buffer's name in the model; they need no initialisation.
 
         Raises:
-            UnsupportedError: nothing computes a buffer; it is named.
+            UnsupportedError: nothing computes a buffer, or an attribute is a tensor without value; it is named.
         """
+        attributes = list(_meta_attributes(self._model))
+        before = {id(buffer): (m, key) for m in self._model.modules() for key, buffer in m._buffers.items()}
+        self._set_buffers(device, known)
+        for module, key, path, tensor in attributes:
+            if path == key and id(tensor) in before:  # another name of a buffer
+                owner, name = before[id(tensor)]
+                setattr(module, key, owner._buffers[name])
+        if attributes and self._function is not None:
+            _ = self._plan  # the function has been called with every module then, and may have set them
+        names = {id(module): name for name, module in self._model.named_modules()}
+        left = [".".join(filter(None, (names[id(m)], path))) for m, _, path, _ in _meta_attributes(self._model)]
+        if left:
+            raise UnsupportedError(
+                f"{', '.join(left)}: on the meta device and no buffers, so nothing gives these tensors a value: use "
+                "register_buffer(name, tensor, persistent=False), set them in init=function, or build the model on a "
+                "real device"
+            )
+
+    def _set_buffers(self, device: torch.device, known: Mapping[str, torch.Tensor]) -> None:
         for name, value in known.items():
             owner, _, key = name.rpartition(".")
             buffers = self._model.get_submodule(owner)._buffers
@@ -128,6 +148,21 @@ class ModuleInitialiser(FirstValues):
                 "model with torch.device('meta') around its parameters only"
             )
         _replace_buffers(self._model, {key: value.to(device) for key, value in found.items() if value is not None})
+
+
+def _meta_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """Yield tensors on the meta device among the plain attributes of modules, also in lists, tuples and dicts.
+
+    Yields:
+        The module, the attribute's name, the same with the place inside of it, and the tensor.
+    """
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            for place, leaf in tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.is_meta and not isinstance(leaf, nn.Parameter):
+                    yield module, key, key + keystr(place), leaf
 
 
 def _unset(names: Iterable[str]) -> str:

@@ -5,7 +5,8 @@ made. Any other operation loads the whole of every stored tensor among its argum
 that arguments overlap as they would in memory, runs, and saves what it wrote to. So reading, writing in place and
 writing through views give the bits that they give in memory, at the price of a load and a save for each call.
 
-What memory has and a stored tensor has not (a storage, its address, other dtypes and shapes in place) is refused.
+What memory has and a stored tensor has not (a storage, its address, other dtypes and shapes in place) is refused: here
+and for gradients, which are `WithoutMemory` too.
 """
 
 from __future__ import annotations
@@ -45,15 +46,58 @@ class Home(Protocol):
         """
 
 
-class PagedTensor(torch.Tensor):
+class WithoutMemory(torch.Tensor):
+    """A tensor without memory: what Python asks of it without an operation is answered by a copy, or refused."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dense(self) -> torch.Tensor:
+        """Return a copy in memory, of the same shape."""
+        raise NotImplementedError
+
+    def refusal(self) -> str:
+        """Return what to say where memory is asked for: what this is, and what to do."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as a tensor in memory. Raises what `dense` raises."""
+        return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a tensor in memory. Raises what `dense` raises."""
+        copied = self.dense().requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def tolist(self) -> Any:
+        """Return the elements as numbers. Raises what `dense` raises."""
+        return self.dense().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return a copy as an array that cannot be written to, since that would change nothing here."""
+        array = self.dense().requires_grad_(self.requires_grad).numpy(force=force)
+        array.setflags(write=False)
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """See `numpy`."""
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def _no_memory(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: there is no memory whose address, or whose sharing, would mean anything."""
+        raise UnsupportedError(self.refusal())
+
+    storage = _typed_storage = untyped_storage = data_ptr = const_data_ptr = _no_memory
+    share_memory_ = pin_memory = __dlpack__ = _no_memory
+
+
+class PagedTensor(WithoutMemory):
     """A stored tensor or a view of one; make the first of each with `stored`."""
 
     home: Home
     _likeness: torch.Tensor  # on the meta device: shape, strides, offset and dtype of this view
     _whole: torch.Tensor  # the same of what is stored
     _steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # make this view of the whole
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def stored(cls: type[Paged], home: Home, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Paged:
@@ -132,40 +176,12 @@ class PagedTensor(torch.Tensor):
             views.append(self._made(self.home, likeness, self._whole, (*self._steps, step), self.device))
         return views if several else views[0]
 
-    # What Python asks of a tensor without an operation #
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as a tensor in memory. Raises what `Home.load` raises."""
-        return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return a tensor in memory. Raises what `Home.load` raises."""
-        copied = self.dense().requires_grad_(self.requires_grad)
-        memo[id(self)] = copied
-        return copied
-
-    def tolist(self) -> Any:
-        """Return the elements as numbers. Raises what `Home.load` raises."""
-        return self.dense().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return a copy as an array that cannot be written to, since that would change nothing here."""
-        array = self.dense().requires_grad_(self.requires_grad).numpy(force=force)
-        array.setflags(write=False)
-        return array
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """See `numpy`."""
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
-
-    def _no_memory(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: there is no memory whose address, or whose sharing, would mean anything."""
-        raise UnsupportedError(
+    def refusal(self) -> str:
+        """See `WithoutMemory`."""
+        return (
             f"{self.home.name} is on NVMe and has no memory of its own; take a copy, tensor.clone(), or save the "
             "whole: optimizer.commit() and `infinity export`, or torch.save(model.state_dict()) where memory suffices"
         )
-
-    storage = _typed_storage = data_ptr = share_memory_ = pin_memory = __dlpack__ = _no_memory
 
 
 def _step(
@@ -194,6 +210,11 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
     return found
 
 
+def changes_memory(func: Any) -> bool:
+    """Whether an operation changes shape, strides or storage in place."""
+    return torch.Tag.inplace_view in func.tags or func.overloadpacket in _REPLACES
+
+
 def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on loaded copies of the stored tensors among its arguments; save those that it wrote to.
 
@@ -201,7 +222,7 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         UnsupportedError: it would change dtype, shape or storage in place; or a tensor is too large to be loaded.
     """
     changed = {id(tensor.home): tensor for tensor in written(func, args, kwargs) if isinstance(tensor, PagedTensor)}
-    if changed and (torch.Tag.inplace_view in func.tags or func.overloadpacket in _REPLACES):
+    if changed and changes_memory(func):
         names = ", ".join(tensor.home.name for tensor in changed.values())
         raise UnsupportedError(
             f"{func} would change the shape or the storage of {names}, which is on NVMe; copy_ into it"

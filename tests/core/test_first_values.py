@@ -131,6 +131,43 @@ def test_buffers_that_nothing_computes_are_named(tmp_path: Path) -> None:
     compare(lambda: Positions(config), values(lambda: Positions(config), tmp_path / "b", init=init))
 
 
+class Turning(nn.Module):
+    """Keeps tensors as plain attributes, of which only one is another name of a buffer."""
+
+    def __init__(self, *, plain: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("ids", torch.zeros(8))
+        self.same = self.ids
+        if plain:
+            self.turns = torch.arange(8.0)
+            self.tables = {"a": [torch.ones(2), 3]}
+
+    def reset_parameters(self) -> None:
+        self.ids.copy_(torch.arange(8.0))
+
+
+def test_tensors_that_are_no_buffers_are_named(tmp_path: Path) -> None:
+    """They would stay on the meta device until a forward fails; another name of a buffer stays one."""
+    with pytest.raises(UnsupportedError, match=r"0\.turns, 0\.tables\['a'\]\[0\]: .*register_buffer"):
+        values(lambda: nn.Sequential(Turning()), tmp_path / "a")
+
+    with torch.device("meta"):
+        model = Turning(plain=False)
+    with offloaded(model, tmp_path / "b"):
+        assert model.same is model.ids
+        assert model.same.tolist() == list(range(8))
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Turning):
+            module.turns, module.tables = torch.linspace(1.0, 2.0, 2), {}
+
+    with torch.device("meta"):
+        model = Turning()
+    with offloaded(model, tmp_path / "c", init=init):
+        assert model.turns.tolist() == [1.0, 2.0]
+
+
 def test_what_is_set_in_part_is_named(tmp_path: Path) -> None:
     """A function that leaves out elements of a parameter or buffer."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import core_models
+import numpy as np
 import pytest
 import torch
 from core_ranks import RankPool
@@ -554,6 +558,34 @@ def test_reading_costs_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         }
 
 
+@pytest.mark.parametrize("how", ["scaled", "unscaled"])
+def test_a_number_is_moved_once_and_when_it_is_needed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device stands in for one whose numbers have to be waited for: a call with them waits for none."""
+    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, _):
+        backward(model)
+        parts = [gradient.to_local().detach() for gradient in gradients(model)]
+        wanted = [0.5 * part.clone() for part in parts]
+        elsewhere = torch.empty((), device="meta")
+        if how == "scaled":
+            torch._foreach_mul_(parts, elsewhere)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, torch.zeros(()), elsewhere)
+        to, moved = torch.Tensor.to, list[torch.Tensor]()
+
+        def arriving(value: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+            if not value.is_meta:
+                return to(value, *args, **settings)
+            moved.append(value)
+            return torch.tensor(0.5)
+
+        monkeypatch.setattr(torch.Tensor, "to", arriving)
+        assert all(torch.equal(part, value) for part, value in zip(parts, wanted, strict=True))
+        assert len(parts) > 5
+        assert len(moved) == 1
+
+
 def test_a_gradient_that_is_no_dtensor_is_refused(tmp_path: Path) -> None:
     """The optimizer in memory cannot use it either."""
     with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
@@ -562,3 +594,75 @@ def test_a_gradient_that_is_no_dtensor_is_refused(tmp_path: Path) -> None:
         param.grad = torch.zeros(param.shape)
         with pytest.raises(UnsupportedError, match=r"assigned to blocks\.0\.norm\.weight is no DTensor"):
             optimizer.step()
+
+
+# Without an operation of torch #
+
+COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "array": lambda part: part.numpy(),
+    "asarray": lambda part: np.asarray(part),
+    "asarray_of_doubles": lambda part: np.asarray(part, dtype=np.float64),
+    "list": lambda part: part.tolist(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda part: pickle.loads(pickle.dumps(part)),
+    "save": lambda part: saved(part),
+    "data": lambda part: part.data,
+}
+MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dlpack": torch.from_dlpack,
+    "address": lambda part: part.data_ptr(),
+    "untyped_storage": lambda part: part.untyped_storage(),
+    "storage": lambda part: part.storage(),
+    "is_shared": lambda part: part.is_shared(),
+    "shared": lambda part: part.share_memory_(),
+    "pinned": lambda part: part.pin_memory(),
+    "data": lambda part: setattr(part, "data", torch.zeros(part.shape)),
+    "set": lambda part: part.set_(torch.zeros(part.shape)),
+    "resized": lambda part: part.resize_(3),
+    "transposed": lambda part: part.t_(),
+    "flattened": lambda part: part.unsqueeze_(0),
+    "vector": lambda part: nn.utils.vector_to_parameters(torch.zeros(part.numel()), [part]),
+}
+
+
+def saved(value: torch.Tensor) -> Any:
+    """Return what is read back of a value that was saved."""
+    with io.BytesIO() as file:
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("how", ["slice", "view"])
+def test_copies_are_as_in_memory_and_memory_is_refused(how: str, tmp_path: Path) -> None:
+    """Nothing that is asked for is lost, none of it is an address of nothing, and the gradient stays as it is."""
+    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, _):
+        backward(model)
+        whole = model.blocks[0].up.weight.grad.to_local().detach()
+        part, wanted = (whole, whole.clone()) if how == "slice" else (whole[1:4], whole.clone()[1:4])
+        assert isinstance(part, PagedGradient)
+        for name, copied in COPIES.items():
+            found, expected = copied(part), copied(wanted)
+            assert np.array_equal(found, expected) if name != "list" else found == expected, name
+            assert type(found) is type(expected) or name == "data", name
+        for name, asked in MEMORY.items():
+            with pytest.raises(UnsupportedError, match=r"gradient of blocks\.0\.up\.weight .*copy_\(values\)"):
+                asked(part)
+            assert torch.equal(part, wanted), name
+        for array in (part.numpy(), np.asarray(part)):
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 0
+        part.data.mul_(2.0)
+        assert torch.equal(part, 2.0 * wanted)
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "save"])
+def test_copies_of_gradients_are_dtensors_in_memory(copied: str, tmp_path: Path) -> None:
+    """They outlive the step."""
+    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, optimizer):
+        backward(model)
+        wanted = model.head.weight.grad.full_tensor().clone()
+        found = COPIES[copied](model.head.weight.grad)
+        optimizer.step()
+        assert isinstance(found, DTensor)
+        assert torch.equal(found.full_tensor(), wanted)
