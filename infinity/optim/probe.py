@@ -25,6 +25,7 @@ from infinity.fsdp.content import dtype_name
 from infinity.layout import ITEMSIZE, SHARD_ALIGNMENT
 from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of
 from infinity.optim.kernel import Own, Piece, Scalars, StateLayout, UpdateKernel
+from infinity.optim.reach import check_reach, check_zero_grad
 
 _FEW_STEPS, _STEPS = 6, 24
 """Steps with small parameters alone, which find most reasons in little time, and steps with all."""
@@ -53,6 +54,8 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
     """
     kernel = UpdateKernel(optimizer)
     kernel.layouts = _Probe(kernel, optimizer).run()
+    check_reach(optimizer)
+    check_zero_grad(optimizer, kernel.template)
     return kernel
 
 

@@ -29,6 +29,8 @@ EQUAL: dict[str, own.Make] = {
     "setting_on_self": lambda p: own.SettingOnSelf(p, lr=0.1, factor=0.3),
     "replacing": lambda p: own.Replacing(p),
     "centralised": lambda p: own.Centralised(p, lr=0.1, momentum=0.9),
+    "by_method": lambda p: own.ByFunction(p, method=True, lr=0.1),
+    "own_zero_grad": lambda p: own.Dropping(p, lr=0.1),
 }
 COUNTING = ["counter_in_group", "counter_on_self"]
 REFUSED: dict[str, tuple[own.Make, str]] = {
@@ -254,3 +256,32 @@ def test_methods_of_an_optimizer_are_refused_and_attributes_are_there(tmp_path: 
             paged.step(hessian=1)
         train(model, paged, Outcome(), last=2)
         assert calls == [paged, paged]
+
+
+def matrices(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
+    """Return the parameters of the first group."""
+    return list(groups[0]["params"])
+
+
+APART: dict[str, tuple[own.Make, str]] = {
+    "ids": (lambda p: own.ById(p, {id(one) for one in matrices(p)}, lr=0.1), "the id of a parameter in rule on itself"),
+    "list of ids": (lambda p: own.ById(p, [id(one) for one in matrices(p)], lr=0.1), "the id of a parameter in rule"),
+    "keys": (lambda p: own.ById(p, {id(one): 0.1 for one in matrices(p)}, lr=0.1), "the id of a parameter in rule"),
+    "parameters": (lambda p: own.ByParameter(p, dict.fromkeys(matrices(p), 0.1), lr=0.1), "a parameter in rule"),
+    "setting": (
+        lambda p: torch.optim.SGD([{**g, "apart": (frozenset(map(id, g["params"])),)} for g in p], lr=0.1),
+        "the id of a parameter in 'apart' of its param groups",
+    ),
+    "function": (lambda p: own.ByFunction(p, lr=0.1), "a function in rule on itself that reaches the optimizer"),
+    "zero_grad": (lambda p: own.Halving(p, lr=0.1), r"zero_grad\(\) of Halving is its own"),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_copies_over_slices_would_not_find_is_refused(name: str, tmp_path: Path) -> None:
+    """Rules that know the model's parameters, functions that reach the original, a `zero_grad` of one's own."""
+    make, words = APART[name]
+    model = build()
+    with pytest.raises(UnsupportedError, match=words):
+        infinity.offload(model, make(groups_of(model)), settings(tmp_path, Paging(), 64 << 20))
+    assert list((tmp_path / "nvme0").iterdir()) == []
