@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -165,3 +165,36 @@ def _zeroed(optimizer: torch.optim.Optimizer, template: Template, *, own: bool) 
         left.append(content([[settings_of(group) for group in made.param_groups], attributes(made)]))
         left.append(len(made.state))
     return left
+
+
+class WatchedNames(Sequence[str]):
+    """In place of `param_names` of a param group: notices that a step reads them."""
+
+    def __init__(self) -> None:
+        self._read: list[bool] = []  # not empty once they were read
+
+    @property
+    def read(self) -> bool:
+        """Whether they were read."""
+        return bool(self._read)
+
+    def __getitem__(self, index: Any) -> Any:
+        self._read[:] = [True]
+        raise IndexError(index)
+
+    def __len__(self) -> int:
+        self._read[:] = [True]
+        return 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedNames:
+        return self
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter that notices which attributes of it are read."""
+
+    names_read: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        WatchedParameter.names_read.add(name)
+        return super().__getattribute__(name)

@@ -285,3 +285,30 @@ def test_what_copies_over_slices_would_not_find_is_refused(name: str, tmp_path: 
     with pytest.raises(UnsupportedError, match=words):
         infinity.offload(model, make(groups_of(model)), settings(tmp_path, Paging(), 64 << 20))
     assert list((tmp_path / "nvme0").iterdir()) == []
+
+
+def test_rules_by_names_and_attributes_of_parameters_are_refused() -> None:
+    """Slices have neither; where no step reads them, they are nothing."""
+    params = small((2, 3), (3,))
+    named = [("first", params[0]), ("blocks.1", params[1])]
+    with pytest.raises(UnsupportedError, match="ByName reads 'param_names'.*make a param group"):
+        make_kernel(own.ByName(named, lr=0.1))
+    make_kernel(torch.optim.AdamW(named))
+    make_kernel(own.ByAttribute(params, lr=0.1))
+    params[1].small = True  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match="ByAttribute reads small of parameters.*make a param group"):
+        make_kernel(own.ByAttribute(params, lr=0.1))
+    make_kernel(torch.optim.AdamW(named))
+
+
+def test_names_and_attributes_that_no_step_reads_change_nothing(tmp_path: Path) -> None:
+    """torch puts `param_names` into the groups that it is given so; transformers marks what it has initialised."""
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        given = [{**g, "params": [(f"{n}.{i}", p) for i, p in enumerate(g["params"])]} for n, g in enumerate(groups)]
+        for group in groups:
+            for param in group["params"]:
+                param._is_hf_initialized = True
+        return torch.optim.AdamW(given)
+
+    assert compare(make, tmp_path) == []
