@@ -66,6 +66,11 @@ def check_reach(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def reaches_an_optimizer(value: Any) -> bool:
+    """Whether an optimizer is within a value, at any place."""
+    return any(isinstance(found, torch.optim.Optimizer) for found, _ in _reached(value))
+
+
 def _reached(value: Any) -> Iterator[tuple[Any, bool]]:
     """Yield what a value reaches that may be mutable, or be an id; and whether it does so by a function."""
     seen: set[tuple[int, bool]] = set()

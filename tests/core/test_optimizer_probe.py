@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -312,3 +313,38 @@ def test_names_and_attributes_that_no_step_reads_change_nothing(tmp_path: Path) 
         return torch.optim.AdamW(given)
 
     assert compare(make, tmp_path) == []
+
+
+@dataclass
+class Factors:
+    """Settings that an optimizer keeps as an object."""
+
+    factors: list[float] = field(default_factory=lambda: [1.0])
+
+
+class ByObject(own.Ruled):
+    """Asks an object on itself."""
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor."""
+        return float(self.rule.factors[0])
+
+
+@pytest.mark.parametrize("placement", ["auto", "in_forward"])
+def test_an_object_on_the_optimizer_may_be_changed(placement: str, tmp_path: Path) -> None:
+    """As a number may: it counts from the next step on, and not for updates that wait."""
+
+    def run(model: nn.Module, given: Any, optimizer: Any) -> list[torch.Tensor]:
+        for number in range(4):
+            train(model, optimizer, Outcome(), number, number + 1)
+            given.rule.factors[0] *= 0.5
+        return [core_train.local(param) for param in model.parameters()]
+
+    plain = build()
+    in_memory = ByObject(groups_of(plain), Factors(), lr=0.1)
+    expected = run(plain, in_memory, in_memory)
+    model = build()
+    optimizer = ByObject(groups_of(model), Factors(), lr=0.1)
+    with infinity.offload(model, optimizer, settings(tmp_path, Paging(placement=placement), 64 << 20)) as paged:
+        found = run(model, optimizer, paged)
+    assert all(map(torch.equal, expected, found))
