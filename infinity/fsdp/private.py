@@ -417,6 +417,10 @@ def default_mesh(device_type: str) -> DeviceMesh:
 # torch.optim.Optimizer #
 
 
+PARAMETER_MARKS = frozenset({"_is_param"})
+"""Attributes that torch itself sets on parameters of other tensor types, such as DTensor."""
+
+
 def is_hooks(name: str) -> bool:
     """Whether an attribute of an optimizer, by its name, is a dictionary of its hooks."""
     return name.startswith("_optimizer_") and name.endswith("_hooks")

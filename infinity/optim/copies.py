@@ -7,8 +7,10 @@ the attributes of a subclass.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -64,6 +66,21 @@ def content(value: Any, depth: int = _DEPTH) -> Any:
     if callable(value) or isinstance(value, torch.optim.Optimizer) or not attributes:
         return type(value).__name__
     return (type(value).__name__, content(attributes, depth - 1))
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is no plain data, and has values of its own that may be changed."""
+    return not is_plain(value) and not isinstance(
+        value, torch.optim.Optimizer | FunctionType | MethodType | BuiltinFunctionType | type | torch.Tensor
+    )
+
+
+def object_content(value: Any) -> Any:
+    """Return what differs where anything in an object does, at any depth; `content` where it cannot be pickled."""
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return content(value, 2 * _DEPTH)
 
 
 def bits(value: torch.Tensor) -> torch.Tensor:

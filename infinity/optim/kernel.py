@@ -11,6 +11,7 @@ they start from. The updates may run later. The probe proves that what advances 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
-from infinity.optim.copies import Groups, Template, attributes, content, copied, is_plain, settings_of
+from infinity.optim.copies import (
+    Groups,
+    Template,
+    attributes,
+    content,
+    copied,
+    is_object,
+    is_plain,
+    object_content,
+    settings_of,
+)
+from infinity.optim.reach import reaches_an_optimizer
 
 Scalars = dict[str, Any]
 Own = Mapping[str, Any]
@@ -79,7 +91,12 @@ class UpdateKernel:
         self.builds = any(optimizer.state.values()) and self._makes_its_state()
         """Whether the constructor makes the state of parameters."""
         self._watched = [name for name, value in attributes(optimizer).items() if is_plain(value)]
-        self._seen = self._content_of_own()
+        self._objects = [name for name, value in attributes(optimizer).items() if is_object(value)]
+        """Attributes that are no plain data, and that a loop may change: own classes of settings, sets."""
+        self._tied = {name for name in self._objects if reaches_an_optimizer(vars(optimizer)[name])}
+        """Those that hold the optimizer, which are not copied anew."""
+        self._seen, self._seen_objects = self._content_of_own(), self._content_of_objects()
+        self._objects_now: Own = {}  # copies of them, once they are others than they were at first
         self.layouts: dict[tuple[int, torch.dtype, int], StateLayout] = {}
         """By number of the param group, dtype and number of dimensions."""
 
@@ -122,11 +139,31 @@ class UpdateKernel:
 
     def own(self) -> Own:
         """Return the values on the optimizer that updates from now on start from; empty where they never change."""
-        now = self._content_of_own()
-        if now != self._seen or (self.advancing_own and not self._own):
-            self._seen = now
-            self._own = {name: copied(value) for name, value in self.plain_own()}
+        now, objects = self._content_of_own(), self._content_of_objects()
+        if now != self._seen or objects != self._seen_objects or (self.advancing_own and not self._own):
+            if objects != self._seen_objects:
+                self._objects_now = self._copy_objects()
+            self._seen, self._seen_objects = now, objects
+            self._own = {name: copied(value) for name, value in self.plain_own()} | self._objects_now
         return self._own
+
+    def _copy_objects(self) -> dict[str, Any]:
+        there = vars(self._optimizer)
+        changed = {name: there[name] for name in self._objects if name in there}
+        before = dict(self._seen_objects)
+        if any(before.get(name) != now for name, now in self._content_of_objects() if name in self._tied):
+            raise UnsupportedError(
+                f"{', '.join(sorted(self._tied))} on {self.name} changed after infinity.offload, and holds the "
+                "optimizer itself, while updates of pages run on copies: change numbers on the optimizer instead"
+            )
+        changed = {name: value for name, value in changed.items() if name not in self._tied}
+        try:
+            return copy.deepcopy(changed)
+        except Exception as error:
+            raise UnsupportedError(
+                f"{', '.join(changed)} on {self.name} changed after infinity.offload, and cannot be copied ({error}); "
+                "updates of pages run on copies: change numbers on the optimizer or in its param groups instead"
+            ) from error
 
     def plain_own(self) -> Iterator[tuple[str, Any]]:
         """Yield the attributes of the optimizer that are plain data."""
@@ -135,6 +172,14 @@ class UpdateKernel:
 
     def _content_of_own(self) -> Any:
         return content(dict(self.plain_own()))
+
+    def _content_of_objects(self) -> Any:
+        there = vars(self._optimizer)
+        return [
+            (name, content(there[name]) if name in self._tied else object_content(there[name]))
+            for name in self._objects
+            if name in there
+        ]
 
     def restore_own(self, own: Own) -> None:
         """Put values that a commit kept back onto the optimizer."""
@@ -180,6 +225,7 @@ class UpdateKernel:
         given = [{**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
         clock = self.template.over(given)  # not the copy that updates, which may be doing so on another thread
         vars(clock).update({name: copied(value) for name, value in own.items()})
+        vars(clock).update(self._objects_now)
         private.unhooked_step(clock)()
         own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
         return [settings_of(group) for group in given]
@@ -187,7 +233,8 @@ class UpdateKernel:
     def _apply(self, own: Own) -> None:
         """Let the runner start from these values on itself."""
         if self.advancing_own:
-            vars(self._runner).update({name: copied(value) for name, value in own.items()})
+            objects = {name: value for name, value in own.items() if name in self._objects}
+            vars(self._runner).update({k: copied(v) for k, v in own.items() if k not in objects} | objects)
         elif own is not self._applied:
             vars(self._runner).update(own)
             self._applied = own

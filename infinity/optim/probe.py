@@ -25,6 +25,7 @@ from infinity.fsdp.content import dtype_name
 from infinity.layout import ITEMSIZE, SHARD_ALIGNMENT
 from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of
 from infinity.optim.kernel import Own, Piece, Scalars, StateLayout, UpdateKernel
+from infinity.optim.reach import WatchedNames, WatchedParameter, check_reach, check_zero_grad
 
 _FEW_STEPS, _STEPS = 6, 24
 """Steps with small parameters alone, which find most reasons in little time, and steps with all."""
@@ -53,6 +54,8 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
     """
     kernel = UpdateKernel(optimizer)
     kernel.layouts = _Probe(kernel, optimizer).run()
+    check_reach(optimizer)
+    check_zero_grad(optimizer, kernel.template)
     return kernel
 
 
@@ -122,6 +125,13 @@ class _Probe:
         if len(chosen) == 1 < len(self._before):
             chosen.append(next(n for n in range(len(self._before)) if n not in chosen))
         self._chosen = chosen
+        self._names = WatchedNames()
+        for group in self._before:
+            if "param_names" in group:  # of all parameters, while slices are of some
+                group["param_names"] = self._names
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._marks = {name for param in params for name in vars(param)} - private.PARAMETER_MARKS
+        """Attributes that were set on parameters."""
         self._of: dict[Case, Case] = {}
         subjects: dict[_Subject, None] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -167,6 +177,7 @@ class _Probe:
                 f"cannot make a step of its own here ({_short(error)}): updates call step() without a closure or "
                 "other arguments, on a copy, with dense gradients"
             ) from error
+        self._check_marks()
         if whole.others:
             raise self._refused(f"keeps values in its state that are of no parameter ({', '.join(whole.others)})")
         kinds = [self._state_of(subject, state) for subject, state in zip(subjects, whole.states, strict=True)]
@@ -188,6 +199,20 @@ class _Probe:
         except Exception:
             return True
         return not all(map(_equal, found.weights, whole.weights))
+
+    def _check_marks(self) -> None:
+        """Check that updates ask for no names of parameters, and no attributes that were set on them."""
+        apart = "slices have none; make a param group for these parameters, with a setting"
+        if self._names.read:
+            raise self._refused(f"reads 'param_names' of its param groups, the names of parameters, and {apart}")
+        if not self._marks:
+            return
+        WatchedParameter.names_read.clear()
+        self._whole(range(len(self._subjects)), kind=WatchedParameter)
+        if read := sorted(WatchedParameter.names_read & {*self._marks, "__dict__"}):
+            raise self._refused(
+                f"reads {', '.join(read)} of parameters, where attributes were set on them, and {apart}"
+            )
 
     def _refused(self, why: str) -> UnsupportedError:
         return UnsupportedError(f"{self._name} {why}; use an element-wise optimizer such as AdamW")
@@ -332,10 +357,11 @@ class _Probe:
         seed: int = 0,
         alone: bool = False,
         closure: Callable[[], torch.Tensor] | None = None,
+        kind: type[nn.Parameter] = nn.Parameter,
     ) -> _Trained:
         """Train subjects whole, with a copy of the user's optimizer; `alone` it has the groups of these only."""
         torch.manual_seed(seed)
-        params = {number: nn.Parameter(self._values(number)) for number in numbers}
+        params = {number: kind(self._values(number)) for number in numbers}
         groups = self._groups()
         for place, group in enumerate(groups):
             group["params"] = [param for n, param in params.items() if self._subjects[n].group == place]

@@ -334,3 +334,98 @@ class LossDependent(torch.optim.SGD):
 
     def first_step(self) -> None:
         """A method of its own."""
+
+
+class Ruled(torch.optim.SGD):
+    """Updates by a factor that a rule finds, which is kept on it and asked for every parameter."""
+
+    def __init__(self, params: Any, rule: Any = None, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.rule = rule
+        self.factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * self.factor_of(param))
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor of a parameter."""
+        return self.factor
+
+
+class ById(Ruled):
+    """Knows parameters by their ids."""
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor of a parameter."""
+        return 0.1 if id(param) in self.rule else 1.0
+
+
+class ByParameter(Ruled):
+    """Knows parameters by themselves."""
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor of a parameter."""
+        return float(self.rule.get(param, 1.0))
+
+
+class ByAttribute(Ruled):
+    """Knows parameters by an attribute that was set on them."""
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor of a parameter."""
+        return 0.1 if getattr(param, "small", False) else 1.0
+
+
+class ByName(Ruled):
+    """Knows parameters by their names."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param, name in zip(group["params"], group["param_names"]):  # noqa: B905 (as users write it)
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * (0.1 if "blocks.1" in name else 1.0))
+
+
+class ByFunction(Ruled):
+    """Asks a function that reaches the optimizer, or a method, which does not outlive its object."""
+
+    def __init__(self, params: Any, *, method: bool = False, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.rule = self.current if method else lambda: self.factor
+
+    def current(self) -> float:
+        """Return the factor."""
+        return self.factor
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor of a parameter."""
+        return float(self.rule())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.factor *= 0.5
+        return super().step(closure)
+
+
+class Halving(torch.optim.SGD):
+    """Halves gradients where others drop them."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Halve."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad * 0.5
+
+
+class Dropping(torch.optim.SGD):
+    """Drops gradients as torch does, in its own words."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop."""
+        super().zero_grad(set_to_none=set_to_none)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ EQUAL: dict[str, own.Make] = {
     "setting_on_self": lambda p: own.SettingOnSelf(p, lr=0.1, factor=0.3),
     "replacing": lambda p: own.Replacing(p),
     "centralised": lambda p: own.Centralised(p, lr=0.1, momentum=0.9),
+    "by_method": lambda p: own.ByFunction(p, method=True, lr=0.1),
+    "own_zero_grad": lambda p: own.Dropping(p, lr=0.1),
 }
 COUNTING = ["counter_in_group", "counter_on_self"]
 REFUSED: dict[str, tuple[own.Make, str]] = {
@@ -254,3 +257,94 @@ def test_methods_of_an_optimizer_are_refused_and_attributes_are_there(tmp_path: 
             paged.step(hessian=1)
         train(model, paged, Outcome(), last=2)
         assert calls == [paged, paged]
+
+
+def matrices(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
+    """Return the parameters of the first group."""
+    return list(groups[0]["params"])
+
+
+APART: dict[str, tuple[own.Make, str]] = {
+    "ids": (lambda p: own.ById(p, {id(one) for one in matrices(p)}, lr=0.1), "the id of a parameter in rule on itself"),
+    "list of ids": (lambda p: own.ById(p, [id(one) for one in matrices(p)], lr=0.1), "the id of a parameter in rule"),
+    "keys": (lambda p: own.ById(p, {id(one): 0.1 for one in matrices(p)}, lr=0.1), "the id of a parameter in rule"),
+    "parameters": (lambda p: own.ByParameter(p, dict.fromkeys(matrices(p), 0.1), lr=0.1), "a parameter in rule"),
+    "setting": (
+        lambda p: torch.optim.SGD([{**g, "apart": (frozenset(map(id, g["params"])),)} for g in p], lr=0.1),
+        "the id of a parameter in 'apart' of its param groups",
+    ),
+    "function": (lambda p: own.ByFunction(p, lr=0.1), "a function in rule on itself that reaches the optimizer"),
+    "zero_grad": (lambda p: own.Halving(p, lr=0.1), r"zero_grad\(\) of Halving is its own"),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_copies_over_slices_would_not_find_is_refused(name: str, tmp_path: Path) -> None:
+    """Rules that know the model's parameters, functions that reach the original, a `zero_grad` of one's own."""
+    make, words = APART[name]
+    model = build()
+    with pytest.raises(UnsupportedError, match=words):
+        infinity.offload(model, make(groups_of(model)), settings(tmp_path, Paging(), 64 << 20))
+    assert list((tmp_path / "nvme0").iterdir()) == []
+
+
+def test_rules_by_names_and_attributes_of_parameters_are_refused() -> None:
+    """Slices have neither; where no step reads them, they are nothing."""
+    params = small((2, 3), (3,))
+    named = [("first", params[0]), ("blocks.1", params[1])]
+    with pytest.raises(UnsupportedError, match="ByName reads 'param_names'.*make a param group"):
+        make_kernel(own.ByName(named, lr=0.1))
+    make_kernel(torch.optim.AdamW(named))
+    make_kernel(own.ByAttribute(params, lr=0.1))
+    params[1].small = True  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match="ByAttribute reads small of parameters.*make a param group"):
+        make_kernel(own.ByAttribute(params, lr=0.1))
+    make_kernel(torch.optim.AdamW(named))
+
+
+def test_names_and_attributes_that_no_step_reads_change_nothing(tmp_path: Path) -> None:
+    """torch puts `param_names` into the groups that it is given so; transformers marks what it has initialised."""
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        given = [{**g, "params": [(f"{n}.{i}", p) for i, p in enumerate(g["params"])]} for n, g in enumerate(groups)]
+        for group in groups:
+            for param in group["params"]:
+                param._is_hf_initialized = True
+        return torch.optim.AdamW(given)
+
+    assert compare(make, tmp_path) == []
+
+
+@dataclass
+class Factors:
+    """Settings that an optimizer keeps as an object."""
+
+    factors: list[float] = field(default_factory=lambda: [1.0])
+
+
+class ByObject(own.Ruled):
+    """Asks an object on itself."""
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor."""
+        return float(self.rule.factors[0])
+
+
+@pytest.mark.parametrize("placement", ["auto", "in_forward"])
+def test_an_object_on_the_optimizer_may_be_changed(placement: str, tmp_path: Path) -> None:
+    """As a number may: it counts from the next step on, and not for updates that wait."""
+
+    def run(model: nn.Module, given: Any, optimizer: Any) -> list[torch.Tensor]:
+        for number in range(4):
+            train(model, optimizer, Outcome(), number, number + 1)
+            given.rule.factors[0] *= 0.5
+        return [core_train.local(param) for param in model.parameters()]
+
+    plain = build()
+    in_memory = ByObject(groups_of(plain), Factors(), lr=0.1)
+    expected = run(plain, in_memory, in_memory)
+    model = build()
+    optimizer = ByObject(groups_of(model), Factors(), lr=0.1)
+    with infinity.offload(model, optimizer, settings(tmp_path, Paging(placement=placement), 64 << 20)) as paged:
+        found = run(model, optimizer, paged)
+    assert all(map(torch.equal, expected, found))
