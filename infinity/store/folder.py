@@ -472,26 +472,29 @@ def live_run(path: str | Path) -> Owner | None:
 
 
 def believed(owner: Owner, root: Path) -> bool:
-    """Whether a holder can have the run of this folder open: its lock is of root or of the folder's owner.
+    """Whether a holder can have the run of this folder open: its lock is of the folder's owner, or of root and says so.
+
+    Who does not say which run it has open may have any of its user's: a run is only opened in folders of one's own.
 
     Raises:
         OSError: the folder is gone.
     """
-    return owner.uid in (0, root.lstat().st_uid)
+    mine = owner.uid == root.lstat().st_uid
+    return mine if not owner.known else owner.run_id == root.name and (mine or owner.uid == 0)
 
 
 def holder_of(folder: RunFolder) -> Owner | None:
     """Return who has a run open, None if nobody does.
 
-    Whoever may make files in a shared folder can hold a lock there and write any run's id into it, so only locks of
-    root and of the owner of the run's folder count; one of these that does not say whose it is may have any run open.
+    Whoever may make files in a shared folder can hold a lock there and write any run's id into it, so it depends on
+    whose the lock is.
 
     Raises:
         ConfigError: a lock file cannot be asked. OSError: a folder of the run is gone.
     """
     for root in folder.roots:
         for owner in holders(root.parent):
-            if believed(owner, root) and (owner.run_id == folder.run_id or not owner.known):
+            if believed(owner, root):
                 return owner
     return None
 

@@ -280,7 +280,7 @@ def held_lock(path: Path, name: str, run_id: str, uid: int) -> Iterator[None]:
 
 @as_root
 def test_a_lock_of_another_user_hides_and_blocks_nothing(tmp_path: Path) -> None:
-    """Its run is not believed; who has no name counts only if the folder is his, or he is root."""
+    """Its run is not believed; who has no name counts only for folders of his own."""
     run, other = make_run(tmp_path), new_run_id()
     with held_lock(tmp_path, "infinity.lock.!", other, OTHER_USER):
         assert holders(tmp_path) == [], "no name of ours"
@@ -295,7 +295,12 @@ def test_a_lock_of_another_user_hides_and_blocks_nothing(tmp_path: Path) -> None
             found = holder_of(run)
             assert found is not None
             assert found.uid == 0
-    for uid, user, blocks in ((0, 0, True), (OTHER_USER, 0, False), (0, OTHER_USER, True), (OTHER_USER,) * 2 + (True,)):
+    for uid, user, blocks in (
+        (0, 0, True),
+        (OTHER_USER, 0, False),
+        (0, OTHER_USER, False),
+        (OTHER_USER, OTHER_USER, True),
+    ):
         os.chown(run.roots[0], user, -1)
         with held_lock(tmp_path, "infinity.lock.0", "\x1b[2J", uid):
             found = holder_of(run)
