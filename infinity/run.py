@@ -153,10 +153,21 @@ def offload(
     try:
         paged = run.attach(sharded, optimizer, kernel, weights, strict, init)
     except BaseException as error:
-        end_all(partial(run.peers.leave, error), partial(run.abandon, error), cause=error)
+        if run.is_here:
+            end_all(partial(run.peers.leave, error), partial(run.abandon, error), cause=error)
         raise
     _live_runs.add(paged)
     return paged
+
+
+def _leave_to_parent() -> None:
+    """In a child that was forked: runs, with their threads, locks and folders, are those of the parent."""
+    for optimizer in _live_runs:
+        optimizer.leave_to_parent()
+    _live_runs.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register
@@ -255,6 +266,7 @@ class _Run:
         self.settings, self.ranks, self.layout, self.folder = settings, ranks, layout, folder
         self.resumed: ResumedState | None = None
         self.peers: Peers
+        self._process = os.getpid()
         self._old = old
         self._lock, self._shares = lock, shares
         self._commits = commits
@@ -584,6 +596,11 @@ class _Run:
         if self.timeline is not None and error is None:
             started, ended = ticket.submitted, ticket.completed
             self.timeline.moved(ticket.op.value, path, page.index, ticket.length, started, ended)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that opened the run: one that was forked from it ends nothing."""
+        return os.getpid() == self._process
 
     def end(self) -> None:
         """Release files and memory; the folders stay, and stay locked. Raises what first went wrong."""

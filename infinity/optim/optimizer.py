@@ -489,6 +489,10 @@ class PagedOptimizer(torch.optim.Optimizer):
                 cause=cause,
             )
 
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: have nothing to close any more. What there is belongs to the parent."""
+        self._closed = True
+
     def __enter__(self) -> PagedOptimizer:
         """Close at the end of a `with` block."""
         return self

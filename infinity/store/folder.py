@@ -17,29 +17,32 @@ shared one: if it gets that, nobody owns the path, and it tries again.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
 import logging
 import os
 import pwd
+import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.access import open_own, open_regular, own_folder, read_regular
+from infinity.access import open_own, open_regular, own_folder
 from infinity.errors import BudgetError, ConfigError, FolderBusyError, StorageError
 from infinity.store.marker import MARKER_NAME, Marker, look_for_runs, sync_path, write_marker
 from infinity.units import format_size
 
 LOCK_NAME = "infinity.lock"
+_LOCK_FILE = re.compile(rf"{re.escape(LOCK_NAME)}\.\d+", re.ASCII)
 _UNKNOWN = "unknown"
 _MOST_BYTES = 1 << 16
+_MOST_SHOWN = 1 << 10  # characters of who holds a lock
 _START_SECONDS = 20.0
 """How long a start waits for who removes runs, and for who only looks."""
 _REMOVE_SECONDS = 2.0
@@ -87,16 +90,31 @@ class RunFolder:
             raise ConfigError(f"the run folder {folder} cannot be used: {error.strerror}") from error
 
     def remove(self) -> None:
-        """Remove the run from all paths: commits first, and what says that it is a run last.
+        """Remove the run from all paths: commits first, and what says that it is a run last. No link is followed.
 
         Raises:
             OSError: something cannot be removed; what is left is a run without that commit, or without any.
         """
-        self._remove_commits()
-        for root in self.roots:
-            if root.is_dir():
-                _clear(root, but=MARKER_NAME)
-                self._remove_empty(root)
+        for number, root in enumerate(self.roots):
+            with suppress(FileNotFoundError), opened_folder(root) as folder:
+                if number == 0:
+                    _remove_folder(folder, root / "commits")
+                _clear(folder, root, but=MARKER_NAME)
+                _remove_empty(folder, root)
+
+    def remove_file(self, file: Path) -> None:
+        """Remove a file that lies in one of the folders, or in that of the commits. No link is followed.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        within = file.parent not in self.roots
+        with suppress(FileNotFoundError), ExitStack() as opened:
+            folder = opened.enter_context(opened_folder(file.parent.parent if within else file.parent))
+            if within:
+                folder = opened.enter_context(opened_folder(file.parent, folder))
+            with _naming(file):
+                os.unlink(file.name, dir_fd=folder)
 
     def remove_rank(self, rank: int, *, commits: bool) -> None:
         """Remove what one rank has of the run; the last one of this node also removes the folders.
@@ -108,32 +126,81 @@ class RunFolder:
         Raises:
             OSError: something cannot be removed.
         """
-        if commits:  # first, so that it is gone when no data file is left
-            self._remove_commits()
-        for number in range(len(self.roots)):
-            self.data_file(number, rank).unlink(missing_ok=True)
+        for number, root in enumerate(self.roots):
+            if root.is_symlink() or not root.is_dir():  # it has nothing of this rank
+                continue
+            with suppress(FileNotFoundError), opened_folder(root) as folder:
+                if commits and number == 0:  # first, so that it is gone when no data file is left
+                    _remove_folder(folder, root / "commits")
+                with suppress(FileNotFoundError):
+                    os.unlink(self.data_file(number, rank).name, dir_fd=folder)
         for root in self.roots:
-            if root.is_dir() and not set(os.listdir(root)) - {MARKER_NAME}:
-                self._remove_empty(root)
-
-    def _remove_commits(self) -> None:
-        if self.commits.is_dir():
-            _clear(self.commits)
-            self.commits.rmdir()
-
-    def _remove_empty(self, root: Path) -> None:
-        (root / MARKER_NAME).unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another rank does the same
-            root.rmdir()
+            with suppress(FileNotFoundError, NotADirectoryError), opened_folder(root) as folder:
+                if not set(os.listdir(folder)) - {MARKER_NAME}:
+                    _remove_empty(folder, root)
 
 
-def _clear(folder: Path, but: str = "") -> None:
-    """Remove what is in a folder, with one descriptor at most: a process may have no more left. Raises `OSError`."""
-    for entry in (folder / name for name in os.listdir(folder) if name != but):
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+@contextmanager
+def opened_folder(path: Path, parent: int | None = None) -> Iterator[int]:
+    """Yield a descriptor of a folder: what is named through it stays in this folder, whatever happens to its name.
+
+    Args:
+        path: its last part is not followed if it is a link.
+        parent: descriptor of the folder that it lies in; else the whole path is looked up.
+
+    Raises:
+        FileNotFoundError: it is gone. NotADirectoryError: it is a link, or something else. OSError: as of `os.open`.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with _naming(path):
+            descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
+    except NotADirectoryError as error:
+        raise NotADirectoryError(error.errno, "it is a link, or no folder", str(path)) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove_folder(parent: int, path: Path) -> None:
+    """Remove a folder that lies in an open one, if it is there. Raises `OSError`."""
+    with suppress(FileNotFoundError):
+        with opened_folder(path, parent) as folder:
+            _clear(folder, path)
+        with _naming(path):
+            os.rmdir(path.name, dir_fd=parent)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give errors the whole path, of which a call on a descriptor knows the last part only."""
+    try:
+        yield
+    except OSError as error:
+        if os.sep in str(error.filename):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _clear(folder: int, path: Path, but: str = "") -> None:
+    """Remove what is in an open folder; `path` is its name, for errors. Raises `OSError`."""
+    for name in os.listdir(folder):
+        if name == but:
+            continue
+        with suppress(FileNotFoundError), _naming(path / name):  # another rank does the same
+            if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                _remove_folder(folder, path / name)
+            else:
+                os.unlink(name, dir_fd=folder)
+
+
+def _remove_empty(folder: int, root: Path) -> None:
+    """Remove the folder of a run that has nothing but its marker."""
+    with suppress(FileNotFoundError):  # another rank does the same
+        os.unlink(MARKER_NAME, dir_fd=folder)
+    with suppress(FileNotFoundError):
+        root.rmdir()
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[str]:
@@ -144,8 +211,12 @@ def find_runs(paths: Sequence[str | Path]) -> list[str]:
 class FolderLock:
     """Ownership of the NVMe paths by this process; lost when the process dies, never before."""
 
-    def __init__(self, descriptors: list[int], files: list[Path]) -> None:
-        self._descriptors, self._files = descriptors, files
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
+        self._files: list[Path] = []
+        """Names of what the descriptors are open on."""
+        self._process = os.getpid()
+        """Who owns them: a child that is forked has the descriptors too, but not the lock."""
 
     @classmethod
     def acquire(cls, paths: Sequence[str | Path], run_id: str, local_rank: int) -> FolderLock:
@@ -155,7 +226,8 @@ class FolderLock:
             FolderBusyError: another live run holds one; the message says which process.
             ConfigError: a path is not writable, or cannot be locked.
         """
-        lock = cls([], [])
+        lock = cls()
+        _held.add(lock)
         try:
             with ExitStack() as starting:
                 for path in paths:
@@ -212,15 +284,43 @@ class FolderLock:
                 raise ConfigError(f"storage.paths: {file} cannot be written: {error.strerror}") from error
 
     def release(self) -> None:
-        """Give the paths back; a lock file that cannot be removed is said and left. Idempotent, never raises."""
+        """Give the paths back; a lock file that cannot be removed is said and left. Idempotent, never raises.
+
+        In a process that was forked from the owner nothing is given back.
+        """
+        if os.getpid() != self._process:
+            return
         while self._descriptors:
             descriptor, file = self._descriptors.pop(), self._files.pop()
             try:
                 file.unlink(missing_ok=True)  # before the lock is dropped, so nobody's new file is removed
             except OSError as error:
                 _log.warning("%s, which nobody holds any more, could not be removed: %s", file, error.strerror)
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that is just being started may have it open, too
+            with suppress(OSError):
                 os.close(descriptor)
+        _held.discard(self)
+
+    def leave_to_parent(self) -> None:
+        """Close the descriptors without unlocking: as long as a child has them, the parent's end frees nothing."""
+        for descriptor in self._descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+        self._descriptors, self._files = [], []
+
+
+_held: set[FolderLock] = set()
+"""What this process has locked."""
+
+
+def _leave_to_parent() -> None:
+    for lock in _held:
+        lock.leave_to_parent()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +332,11 @@ class Owner:
     host: str
     since: float
     uid: int
+
+    @classmethod
+    def unknown(cls, uid: int) -> Owner:
+        """Return a holder of whom nothing is known but whose lock file it is."""
+        return cls(run_id=_UNKNOWN, pid=0, host=_UNKNOWN, since=0.0, uid=uid)
 
     @property
     def known(self) -> bool:
@@ -307,54 +412,95 @@ def _still_there(descriptor: int, file: Path) -> bool:
 
 def describe_holder(file: Path) -> str:
     """Return who holds a lock file, from what the holder wrote into it."""
-    return str(read_owner(file) or "another run")
-
-
-def read_owner(file: Path) -> Owner | None:
-    """Return who wrote a lock file; None if it cannot be read."""
     try:
-        tree = json.loads(read_regular(file, _MOST_BYTES))
+        descriptor = open_regular(file, os.O_RDONLY)
+    except OSError:
+        return "another run"
+    try:
+        return str(_read_owner(descriptor) or "another run")
+    finally:
+        os.close(descriptor)
+
+
+def _read_owner(descriptor: int) -> Owner | None:
+    """Return who wrote a lock file; None if what it says is nothing that a run writes."""
+    try:
+        tree = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
         owner = Owner(
             run_id=str(tree["run_id"]),
             pid=int(tree["pid"]),
             host=str(tree["host"]),
             since=float(tree["since"]),
-            uid=file.lstat().st_uid,
+            uid=os.fstat(descriptor).st_uid,
         )
-        str(owner)  # the time may be none
-        return owner
+        shown = str(owner)  # the time may be none
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    return owner if shown.isprintable() and len(shown) <= _MOST_SHOWN else None
 
 
-def live_run(path: str | Path) -> Owner | None:
-    """Return who holds a path, or None when nobody does; a lock file of another user counts as held.
+def holders(path: str | Path) -> list[Owner]:
+    """Return who holds a path, one for each lock file that is held; one that cannot be asked counts as held.
 
-    Nothing is written, so the path may be mounted read-only.
+    What they say of themselves is only as good as the owner of the file (`Owner.uid`): see `holder_of`. Nothing is
+    written, so the path may be mounted read-only.
 
     Raises:
         ConfigError: a lock file cannot be asked.
     """
+    found = []
     for file in _lock_files(Path(path)):
         try:
             descriptor = open_regular(file, os.O_RDONLY)
-        except PermissionError:
-            if (uid := _owner_of(file)) is not None:
-                return Owner(run_id=_UNKNOWN, pid=0, host=_UNKNOWN, since=0.0, uid=uid)
+        except FileNotFoundError:  # given back just now
             continue
-        except OSError:  # given back just now, or no file: a start will say so
+        except OSError:
+            if (uid := _owner_of(file)) is not None:  # else it is no file: a start will say so
+                found.append(Owner.unknown(uid))
             continue
         try:
             if not _locked(descriptor, fcntl.LOCK_SH, file):
-                uid = os.fstat(descriptor).st_uid
-                return read_owner(file) or Owner(run_id=_UNKNOWN, pid=0, host=_UNKNOWN, since=0.0, uid=uid)
+                found.append(_read_owner(descriptor) or Owner.unknown(os.fstat(descriptor).st_uid))
         finally:
             os.close(descriptor)
+    return found
+
+
+def live_run(path: str | Path) -> Owner | None:
+    """Return the first who holds a path, or None when nobody does; see `holders`."""
+    return next(iter(holders(path)), None)
+
+
+def believed(owner: Owner, root: Path) -> bool:
+    """Whether a holder can have the run of this folder open: its lock is of the folder's owner, or of root and says so.
+
+    Who does not say which run it has open may have any of its user's: a run is only opened in folders of one's own.
+
+    Raises:
+        OSError: the folder is gone.
+    """
+    mine = owner.uid == root.lstat().st_uid
+    return mine if not owner.known else owner.run_id == root.name and (mine or owner.uid == 0)
+
+
+def holder_of(folder: RunFolder) -> Owner | None:
+    """Return who has a run open, None if nobody does.
+
+    Whoever may make files in a shared folder can hold a lock there and write any run's id into it, so it depends on
+    whose the lock is.
+
+    Raises:
+        ConfigError: a lock file cannot be asked. OSError: a folder of the run is gone.
+    """
+    for root in folder.roots:
+        for owner in holders(root.parent):
+            if believed(owner, root):
+                return owner
     return None
 
 
 def _lock_files(path: Path) -> list[Path]:
-    return sorted(path.glob(f"{LOCK_NAME}.*"))
+    return sorted(file for file in path.glob(f"{LOCK_NAME}.*") if _LOCK_FILE.fullmatch(file.name))
 
 
 def _owner_of(file: Path) -> int | None:
@@ -369,7 +515,7 @@ def stale_locks(path: Path) -> list[Path]:
     """Return the lock files that nobody holds. Raises `ConfigError` as `live_run`."""
     found = []
     for file in _lock_files(path):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             descriptor = open_regular(file, os.O_RDONLY)
             try:
                 if _locked(descriptor, fcntl.LOCK_SH, file):
@@ -406,17 +552,20 @@ def reserve(file: Path, size: int) -> None:
         BudgetError: the file system has no room; both sizes are named.
         StorageError: the file cannot be made.
     """
-    existed = os.path.lexists(file)
-    before = file.stat().st_size if existed and file.exists() else 0
+    try:
+        there = os.lstat(file).st_blocks * 512  # not its size: a file may have holes
+        existed = True
+    except FileNotFoundError:
+        there, existed = 0, False
     free = shutil.disk_usage(file.parent).free
-    if size - before > free:  # asked first: a file system may fill itself up before it refuses
+    if size - there > free:  # asked first: a file system may fill itself up before it refuses
         raise _no_room(file, size, free, os.strerror(errno.ENOSPC))
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StorageError("open", str(file), 0, size, error.errno) from error
     try:
-        if before < size:
+        if size:
             os.posix_fallocate(descriptor, 0, size)
         os.fsync(descriptor)
     except OSError as error:

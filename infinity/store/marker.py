@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -171,7 +172,11 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
 def _marker_of(root: Path) -> Marker:
     if root.is_symlink() or not root.is_dir():
         raise ValueError("it is a link" if root.is_symlink() else "it is not a folder")
-    return read_marker(root)
+    marker = read_marker(root)
+    commits = root / "commits"
+    if os.path.lexists(commits) and not stat.S_ISDIR(commits.lstat().st_mode):  # whoever removes would remove elsewhere
+        raise ValueError(f"its commits is {'a link' if commits.is_symlink() else 'not a folder'}")
+    return marker
 
 
 def passed_over(passed: dict[Path, str]) -> str:

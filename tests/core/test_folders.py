@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import resource
+import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,19 @@ from core_train import MIB, Paging, make_optimizer, settings
 import infinity
 from infinity.access import open_own, own_folder, read_own, replacing, write_own
 from infinity.checkpoint.manifest import complete_commits, published_in
-from infinity.errors import CommitError, ConfigError, FolderBusyError, InfinityError, StorageError
+from infinity.errors import BudgetError, CommitError, ConfigError, FolderBusyError, InfinityError, StorageError
 from infinity.store import folder as folders
-from infinity.store.folder import FolderLock, RunFolder, live_run, no_starts, remove_stale_lock, stale_locks
+from infinity.store.folder import (
+    FolderLock,
+    RunFolder,
+    holder_of,
+    holders,
+    live_run,
+    no_starts,
+    remove_stale_lock,
+    reserve,
+    stale_locks,
+)
 from infinity.store.marker import MARKER_NAME, look_for_runs, new_run_id, read_marker
 
 OTHER_USER = 65534
@@ -168,6 +181,48 @@ def test_removal_leaves_a_run_until_the_last_moment(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.glob("*/*"))
 
 
+def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
+    """Not where the folder of the commits is one, nor where the run's own is: also if it was put there just now."""
+    victim = tmp_path / "victim"
+    (victim / "commits").mkdir(parents=True)
+    for name in ("precious", "rank00000.pages", "commits/precious"):
+        (victim / name).touch()
+    before = tree(victim)
+    path = tmp_path / "nvme"
+    linked, swapped = make_run(path), make_run(path)
+    linked.commits.rmdir()
+    linked.commits.symlink_to(victim)
+    swapped.roots[0].rename(tmp_path / "aside")
+    swapped.roots[0].symlink_to(victim)
+    for run in (linked, swapped):
+        with pytest.raises(NotADirectoryError, match="it is a link") as caught:
+            run.remove()
+        assert caught.value.filename in (str(run.commits), str(run.roots[0]))
+        with suppress(OSError):
+            run.remove_rank(0, commits=True)
+        with suppress(OSError):
+            run.remove_file(run.commits / "precious")
+        assert tree(victim) == before
+    assert look_for_runs([path]) == (
+        [],
+        {linked.roots[0]: "its commits is a link", swapped.roots[0]: "it is a link"},
+    )
+
+
+def test_links_in_a_run_are_removed_and_not_followed(tmp_path: Path) -> None:
+    """At any depth, with folders that others have put there."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").touch()
+    run = make_run(tmp_path / "nvme")
+    (run.commits / "deep" / "er").mkdir(parents=True)
+    for place in (run.roots[0], run.commits, run.commits / "deep" / "er"):
+        (place / "link").symlink_to(victim)
+    run.remove()
+    assert list((tmp_path / "nvme").iterdir()) == []
+    assert (victim / "precious").exists()
+
+
 # Locks #
 
 
@@ -209,6 +264,194 @@ def test_a_lock_of_another_user_is_named(tmp_path: Path) -> None:
         FolderLock.acquire([tmp_path], new_run_id(), 0)
     assert stale_locks(tmp_path) == [lock]
     assert remove_stale_lock(lock)
+
+
+@contextmanager
+def held_lock(path: Path, name: str, run_id: str, uid: int) -> Iterator[None]:
+    """Hold a lock file that a user has made and written."""
+    file = path / name
+    file.write_text(json.dumps({"run_id": run_id, "pid": 1, "host": "h", "since": 0.0}))
+    os.chown(file, uid, -1)
+    with open(file) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    file.unlink()
+
+
+@as_root
+def test_a_lock_of_another_user_hides_and_blocks_nothing(tmp_path: Path) -> None:
+    """Its run is not believed; who has no name counts only for folders of his own."""
+    run, other = make_run(tmp_path), new_run_id()
+    with held_lock(tmp_path, "infinity.lock.!", other, OTHER_USER):
+        assert holders(tmp_path) == [], "no name of ours"
+    with held_lock(tmp_path, "infinity.lock.1", run.run_id, OTHER_USER):
+        assert holder_of(run) is None
+        assert [holder.uid for holder in holders(tmp_path)] == [OTHER_USER]
+    for own, foreign in (("2", "1"), ("1", "2")):
+        with (
+            held_lock(tmp_path, f"infinity.lock.{foreign}", other, OTHER_USER),
+            held_lock(tmp_path, f"infinity.lock.{own}", run.run_id, 0),
+        ):
+            found = holder_of(run)
+            assert found is not None
+            assert found.uid == 0
+    for uid, user, blocks in (
+        (0, 0, True),
+        (OTHER_USER, 0, False),
+        (0, OTHER_USER, False),
+        (OTHER_USER, OTHER_USER, True),
+    ):
+        os.chown(run.roots[0], user, -1)
+        with held_lock(tmp_path, "infinity.lock.0", "\x1b[2J", uid):
+            found = holder_of(run)
+            assert (found is not None) is blocks
+            assert [holder.known for holder in holders(tmp_path)] == [False]
+
+
+def test_two_runs_on_one_path_do_not_hide_each_other(tmp_path: Path) -> None:
+    """They are of different local ranks, as started one by one."""
+    runs = [make_run(tmp_path), make_run(tmp_path)]
+    locks = [FolderLock.acquire([tmp_path], run.run_id, number) for number, run in enumerate(runs)]
+    try:
+        assert [holder.run_id for holder in holders(tmp_path)] == [run.run_id for run in runs]
+        for run in runs:
+            owner = holder_of(run)
+            assert owner is not None
+            assert owner.run_id == run.run_id
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def test_a_lock_that_cannot_be_opened_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has no descriptors left must not remove what is live."""
+    run = make_run(tmp_path)
+    lock = FolderLock.acquire([tmp_path], run.run_id, 0)
+
+    def none_left(*_: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(folders, "open_regular", none_left)
+    assert holder_of(run) is not None
+    monkeypatch.undo()
+    lock.release()
+    assert holder_of(run) is None
+
+
+# Children #
+
+FORKED = """
+import contextlib, os, sys
+from pathlib import Path
+import torch
+from core_models import build
+from core_session import RECIPE
+from core_train import MIB, Paging, make_optimizer, settings
+import infinity
+from infinity.store.folder import live_run
+
+place = Path(sys.argv[1])
+nvme = place / "nvme0"
+model = build(RECIPE.model)
+optimizer = infinity.offload(model, make_optimizer(RECIPE, model), settings(place, Paging(), 64 * MIB))
+before = sorted(nvme.rglob("*"))
+
+def wait(child):
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sorted(nvme.rglob("*")) == before
+    assert live_run(nvme) is not None
+
+if not (child := os.fork()):
+    sys.exit(0)
+wait(child)
+if not (child := os.fork()):
+    optimizer.close()
+    with contextlib.suppress(infinity.InfinityError):
+        optimizer.step()
+        sys.exit(1)
+    sys.exit(0)
+wait(child)
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        opened = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if int(name) > 2
+                  and os.path.lexists(f"/proc/self/fd/{name}")]
+        return float(any("infinity.lock" in name for name in opened))
+
+loader = torch.utils.data.DataLoader(Data(), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+assert [float(has) for has in loader] == [0.0, 0.0], "a worker would keep the lock"
+assert live_run(nvme) is not None
+optimizer.close()
+assert live_run(nvme) is None, "though the worker lives"
+assert list(nvme.iterdir()) == [], "a run without a commit goes when it ends"
+print("ended in order")
+"""
+
+
+def test_children_end_nothing_of_their_parents(tmp_path: Path) -> None:
+    """Neither by ending as programs end, nor by closing; and workers do not keep the lock."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tmp_path)],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout == "ended in order\n", done.stderr
+
+
+def test_a_lock_is_its_owner_s_alone(tmp_path: Path) -> None:
+    """A child that releases it does not remove the file, and one that lives on does not hold it."""
+    lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
+    ended, end = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            lock.release()
+            os.close(end)
+            os.read(ended, 1)
+        finally:
+            os._exit(0)
+    try:
+        owner = live_run(tmp_path)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+        for descriptor, _ in zip(list(lock._descriptors), "x", strict=True):
+            os.close(descriptor)  # as the kernel does when the parent is killed
+        assert live_run(tmp_path) is None
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(ended)
+        lock._descriptors, lock._files = [], []
+        folders._held.discard(lock)
+
+
+# Space #
+
+
+def test_holes_in_a_file_are_filled(tmp_path: Path) -> None:
+    """A copy of a run may be sparse: it has the size, but not the space."""
+    file = tmp_path / "rank00000.pages"
+    file.write_bytes(b"x" * 4096)
+    os.truncate(file, MIB)
+    assert file.stat().st_blocks * 512 < MIB
+    reserve(file, MIB)
+    assert file.stat().st_blocks * 512 >= MIB
+    assert file.read_bytes() == b"x" * 4096 + bytes(MIB - 4096)
+
+
+def test_holes_count_as_space_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before anything is filled."""
+    file = tmp_path / "rank00000.pages"
+    file.write_bytes(b"x" * 4096)
+    os.truncate(file, MIB)
+    used = shutil.disk_usage(tmp_path)._replace(free=MIB // 2)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: used)
+    with pytest.raises(BudgetError, match="needs 1 MiB"):
+        reserve(file, MIB)
+    assert file.stat().st_blocks * 512 < MIB
 
 
 def test_other_errors_of_a_lock_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

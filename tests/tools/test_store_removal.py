@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +16,10 @@ from pathlib import Path
 import pytest
 from tools_command import SMALL, environment, run_here
 
+from infinity.errors import ConfigError
 from infinity.store.folder import FolderLock, RunFolder, no_starts
 from infinity.store.marker import MARKER_NAME
-from infinity_tools.runs import Check, stored_runs
+from infinity_tools.runs import Check, stored_runs, waste
 
 OTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount, or be another user")
@@ -71,6 +74,71 @@ def test_what_is_no_run_is_never_touched(nvme: Path) -> None:
     assert [found.run_id for found in stored_runs([nvme])] == [run.run_id]
     assert run_here("store", "rm", nvme, "--dead", "--yes").status == 0
     assert listed(nvme) == others
+
+
+def test_a_run_whose_commits_lie_behind_a_link_is_passed_over(nvme: Path, tmp_path: Path) -> None:
+    """By `gc` and by `rm`, which say so: what lies there is not the run's."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("precious", "draft.tmp", "step000000000001.rank00000.safetensors"):
+        (elsewhere / name).touch()
+    before = listed(elsewhere)
+    run = RunFolder.of([nvme], "20260101-000000-aaaaaa")
+    run.create()
+    run.commits.rmdir()
+    run.commits.symlink_to(elsewhere)
+    for command in (("gc", nvme), ("rm", nvme, "--dead"), ("ls", nvme)):
+        done = run_here("store", *command, *(["--yes"] if command[0] != "ls" else []))
+        assert done.status == 0
+        assert f"{run.roots[0]} is passed over: its commits is a link" in done.errors
+        assert listed(elsewhere) == before
+
+
+def test_a_link_that_comes_after_the_listing_is_not_followed(nvme: Path, tmp_path: Path) -> None:
+    """Neither for a whole run nor for files of one: it is refused."""
+    (run,) = stored_runs([nvme])
+    (run.folder.commits / "draft.tmp").touch()
+    empty = RunFolder.of([nvme], "20260101-000000-aaaaaa")
+    empty.create()
+    found = waste([nvme])
+    assert sorted(item.what for item in found) == ["run without a commit", "temporary file"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "draft.tmp").touch()
+    for folder in (run.folder, empty):
+        folder.commits.rename(tmp_path / folder.run_id)
+        folder.commits.symlink_to(elsewhere)
+    for item in found:
+        with pytest.raises(ConfigError, match="cannot be removed: it is a link"):
+            item.remove()
+    assert listed(elsewhere) == [elsewhere / "draft.tmp"]
+
+
+@as_root
+def test_a_planted_lock_hides_no_live_run(nvme: Path) -> None:
+    """Whatever its name and whatever it says, it is shown as a holder without a name, and protects nothing."""
+    (run,) = stored_runs([nvme])
+    planted = [nvme / "infinity.lock.!", nvme / "infinity.lock.1"]
+    for file in planted:
+        file.write_text(json.dumps({"run_id": run.run_id, "pid": 1, "host": "h", "since": 0.0}))
+        os.chown(file, OTHER_USER, -1)
+    with open(planted[0]) as first, open(planted[1]) as second:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        fcntl.flock(second, fcntl.LOCK_EX)
+        done = run_here("store", "ls", nvme, "--json")
+        assert not json.loads(done.output)[0]["live"]
+        assert re.search(rf"{nvme} is held by a run of user \S+$", done.errors, re.MULTILINE)
+        planted[1].write_text(json.dumps({"run_id": "another", "pid": 1, "host": "h", "since": 0.0}))
+        lock = FolderLock.acquire([nvme], run.run_id, 2)
+        try:
+            assert json.loads(run_here("store", "ls", nvme, "--json").output)[0]["live"]
+            assert run_here("store", "rm", nvme, "--dead", "--yes").status == 0
+            assert run_here("store", "rm", nvme, run.run_id, "--yes").status == 2
+            assert len(stored_runs([nvme])) == 1
+        finally:
+            lock.release()
+        assert run_here("store", "rm", nvme, run.run_id, "--yes").status == 0
+    assert stored_runs([nvme]) == []
 
 
 def test_a_run_without_a_folder_of_commits_is_collected(tmp_path: Path) -> None:

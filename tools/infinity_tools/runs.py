@@ -29,7 +29,7 @@ from infinity.checkpoint.manifest import (
 )
 from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.errors import CommitError, ConfigError, StorageError
-from infinity.store.folder import Owner, RunFolder, live_run, remove_stale_lock, stale_locks
+from infinity.store.folder import Owner, RunFolder, believed, holder_of, holders, remove_stale_lock, stale_locks
 from infinity.store.marker import MARKER_NAME, FoundRun, look_for_runs
 from infinity.store.pages import Version, read_version
 
@@ -151,17 +151,28 @@ def _stored_run(run: FoundRun) -> StoredRun:
         parameters=max((_parameters(manifest) for found in read.values() for manifest in found.manifests), default=0),
         nbytes=sum(_disk_bytes(file) for root in folder.roots for file in root.rglob("*")),
         commits=tuple(_commits(folder, read)),
-        owner=_owner(folder),
+        owner=holder_of(folder),
     )
 
 
-def _owner(folder: RunFolder) -> Owner | None:
-    """Return who has a run open; whoever holds a path and cannot be read may have any run of that user open."""
-    for root in folder.roots:
-        owner = live_run(root.parent)
-        if owner and (owner.run_id == folder.run_id or (not owner.known and owner.uid == root.lstat().st_uid)):
-            return owner
-    return None
+def other_holders(paths: Sequence[Path], runs: Sequence[StoredRun]) -> list[str]:
+    """Return words on who holds a path without being the owner of one of the runs that are listed.
+
+    Who says to be a run's without being believed (`holder_of`) is named by the user that it is of, not by what it says.
+
+    Raises:
+        ConfigError: a lock file cannot be asked.
+    """
+    shown = {run.owner for run in runs}
+    roots = {root for run in runs for root in run.folder.roots}
+    ids = {run.run_id for run in runs}
+    found = []
+    for path in paths:
+        for owner in holders(path):
+            root = path / owner.run_id
+            if owner not in shown and not (root in roots and believed(owner, root)):
+                found.append(f"{path} is held by {Owner.unknown(owner.uid) if owner.run_id in ids else owner}")
+    return list(dict.fromkeys(found))
 
 
 def _local_ranks(folder: RunFolder) -> set[str]:
@@ -366,9 +377,9 @@ def remove(run: StoredRun) -> None:
     Raises:
         ConfigError: the run is live, or a file cannot be removed.
     """
-    if owner := _owner(run.folder):
-        raise ConfigError(f"{owner} is running; it is not removed")
     try:
+        if owner := holder_of(run.folder):
+            raise ConfigError(f"{owner} is running; it is not removed")
         run.folder.remove()
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from error
@@ -402,19 +413,20 @@ class Waste:
         if self.run is not None and not self.files:
             remove(self.run)
             return
-        if self.run is not None and (owner := _owner(self.run.folder)):
-            raise ConfigError(f"{owner} is running; nothing of it is removed")
-        for file in self.files:
-            try:
-                if self.run is None:
+        try:
+            if self.run is None:
+                for file in self.files:
                     remove_stale_lock(file)
-                else:
-                    file.unlink(missing_ok=True)
-            except OSError as error:
-                raise ConfigError(f"{file} cannot be removed: {error.strerror}") from error
+                return
+            if owner := holder_of(self.run.folder):
+                raise ConfigError(f"{owner} is running; nothing of it is removed")
+            for file in self.files:
+                self.run.folder.remove_file(file)
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from error
 
 
-def waste(paths: Sequence[Path]) -> list[Waste]:
+def waste(paths: Sequence[Path], passed: dict[Path, str] | None = None) -> list[Waste]:
     """Return what can be removed without loss, as far as these folders show.
 
     Only runs that have ended are looked at, and only where the first of their folders, that of their commits, is among
@@ -422,15 +434,19 @@ def waste(paths: Sequence[Path]) -> list[Waste]:
     drives the manifests of other ranks are on other nodes. A run of which this node has no manifest at all has no
     commit anywhere.
 
+    Args:
+        paths: the folders of storage.paths.
+        passed: as of `stored_runs`.
+
     Raises:
         ConfigError: a path is not a folder.
     """
     found: list[Waste] = []
-    for run in stored_runs(paths):
+    for run in stored_runs(paths, passed):
         if run.owner is None and run.first:
             found += _waste_of(run)
     for path in paths:
-        locks = stale_locks(path) if live_run(path) is None else []
+        locks = stale_locks(path)
         found += [Waste(what="lock of nobody", run=None, files=(file,), nbytes=_disk_bytes(file)) for file in locks]
     return found
 

@@ -36,11 +36,13 @@ def ls(paths: _PATHS, json: _JSON = False) -> None:
     A commit's *pages* are the bytes that it names; *its own* are those that no other commit of the run names.
     """
     with failures():
-        from infinity_tools.runs import stored_runs
+        from infinity_tools.runs import other_holders, stored_runs
 
         passed: dict[Path, str] = {}
         runs = stored_runs(paths, passed)
         _say_passed(passed)
+        for holder in other_holders(paths, runs):
+            typer.echo(holder, err=True)
         if json:
             typer.echo(json_format.dumps([_described(run) for run in runs]))
             return
@@ -48,7 +50,8 @@ def ls(paths: _PATHS, json: _JSON = False) -> None:
         if not runs:
             console.print(f"no runs in {', '.join(map(str, paths))}")
         for run in runs:
-            state = f"[green]live[/], pid {run.owner.pid}" if run.owner else "ended"
+            holder = f"pid {run.owner.pid}" if run.owner and run.owner.known else f"held by {run.owner}"
+            state = f"[green]live[/], {holder}" if run.owner else "ended"
             facts = [_counted(run.ranks, "rank"), *([f"{short(run.parameters)} parameters"] if run.parameters else [])]
             console.print(
                 f"[bold]{run.run_id}[/]  {state}  {format_size(run.nbytes)} on disk  {', '.join(facts)}",
@@ -174,7 +177,9 @@ def gc(
         from infinity_tools.runs import waste
 
         with nullcontext() if dry_run else no_starts(paths):
-            found = waste(paths)
+            passed: dict[Path, str] = {}
+            found = waste(paths, passed)
+            _say_passed(passed)
             size = sum(item.nbytes for item in found)
             if not json:
                 for item in found:
@@ -236,7 +241,9 @@ def rm(
         if not (names or dead):
             raise ConfigError("name the runs to remove, or --dead for all that have ended")
         with no_starts(paths):
-            found = stored.stored_runs(paths)
+            passed: dict[Path, str] = {}
+            found = stored.stored_runs(paths, passed)
+            _say_passed(passed)
             chosen = _choose(found, names, paths) if names else []
             if live := [run for run in chosen if run.owner]:
                 raise ConfigError(f"{live[0].owner} is running; nothing is removed")
