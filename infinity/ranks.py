@@ -52,8 +52,14 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def together(self, what: str, action: Callable[[], T]) -> T:
+    def together(self, what: str, action: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
         """Run `action` on every rank; if it fails on one, raise on all, with the reason.
+
+        Args:
+            what: names the action in messages.
+            action: run here.
+            undo: called where it is known to have failed on a rank, or was interrupted here; not where the exchange
+                was interrupted or the connection lost: others may have learned then that all went well.
 
         Raises:
             InfinityError: `action` failed here or elsewhere; the failing rank's own error is the cause here.
@@ -64,7 +70,13 @@ class Ranks:
             result = action()
         except Exception as error:
             failure = error
+        except BaseException:  # as others wait for this rank's report, none of them goes on
+            if undo is not None:
+                undo()
+            raise
         reports = self.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if undo is not None and any(report is not None for report in reports):
+            undo()
         if failure is not None:
             raise failure
         for rank, report in enumerate(reports):

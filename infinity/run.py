@@ -617,7 +617,7 @@ class _Run:
             StallError: a device does not answer; the folder stays locked until this process ends.
         """
         keep = self.settings.run.keep
-        remove = keep == "never" or (keep == "auto" and not committed)
+        remove = keep == "never" or (keep == "auto" and not committed and not self._committer.has_published)
         end_all(self.end, partial(self._give_up, remove=remove))
 
     def _give_up(self, *, remove: bool) -> None:

@@ -6,8 +6,10 @@ published are the versions of the oldest commit freed and its manifest removed. 
 a commit that all ranks hold, and resuming takes the newest such commit. All ranks give a commit the same identity,
 which is in its files' names: a step that is committed again does not replace what was there before all have it.
 
-[Note: withdrawing] Where a commit fails on another rank, what this one has published is removed, for good, before
-a page of it is written over. A file system that refuses even that keeps those pages out of use.
+[Note: withdrawing] Where it is known that a commit failed on a rank, what each has published is removed, for good,
+before a page of it is written over. Where a rank does not know how it ended (the exchange was interrupted, or the others
+were lost), they may have gone on and removed the commit before: it leaves both, and the next start sees which is of all.
+The pages of a commit are out of use until what became of its files is settled, by its end or by that of a later one.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ class Committer:
         self._optimizer, self._weights = optimizer, weights
         self._pages = [page.index for page in described.layout.pages if page.role is not Role.GRAD]
         self._commits = {manifest.step: manifest.name.commit for manifest in found}  # those that are kept, by step
+        self._newest = max((commit.identity for commit in self._commits.values()), default="")  # tried or published
+        self._unsettled: list[Mapping[int, Version]] = []
+        """Versions of commits whose files may be there, besides those that are kept. [Note: withdrawing]"""
 
     def reserve(self) -> None:
         """Hold space for the files of the commits to come. Raises `BudgetError` or `StorageError`."""
@@ -70,6 +75,11 @@ class Committer:
     def close(self) -> None:
         """Give back what is held. Raises `OSError`."""
         self._room.close()
+
+    @property
+    def has_published(self) -> bool:
+        """Whether a manifest of this rank is there, be it of a commit of which this rank does not know how it ended."""
+        return any(name.rank == self._ranks.rank for name in files.published_in(self._folder.commits))
 
     def publish(
         self,
@@ -85,11 +95,14 @@ class Committer:
         Raises:
             CommitError: something cannot be written as plain data.
             StorageError: a device refused.
-            InfinityError: it failed on another rank. In all cases the commit before is intact.
+            InfinityError: it failed on another rank, or that one was lost. In all cases all ranks hold a commit: the
+                one before or, if all had published when this rank was interrupted or lost the others, the new one.
         """
-        after = max((commit.identity for commit in self._commits.values()), default="")
-        commit = CommitName(step, self._ranks.agree(files.new_identity(after)), self._ranks.world_size)
+        self._newest = self._ranks.agree(files.new_identity(self._newest))
+        commit = CommitName(step, self._newest, self._ranks.world_size)
         versions = self._store.versions(self._pages)
+        self._store.keep(versions)
+        self._unsettled.append(versions)
 
         def write() -> None:
             data = state.save_tensors(model)
@@ -117,11 +130,7 @@ class Committer:
             files.write_manifest(self._folder.commits, manifest)
             self._room.took(len(data) + (self._folder.commits / manifest.file_name).stat().st_size)
 
-        try:
-            self._ranks.together(f"commit of step {step}", write)
-        except BaseException:
-            self._withdraw(commit, versions)
-            raise
+        self._ranks.together(f"commit of step {step}", write, undo=lambda: self._withdraw(commit, versions))
         # Removed for good before a slot is free that it names: a manifest that comes back after a loss of power
         # must not be of pages that were written over.
         kept = {**self._commits, step: commit}
@@ -129,19 +138,27 @@ class Committer:
         remove_commits(self._folder, self._ranks, keep=kept.values())
         self._commits = kept
         self._store.adopt(step, versions)
+        while self._unsettled:
+            self._store.release(self._unsettled.pop())
         self._room.hold(self._to_come)
 
     def _withdraw(self, commit: CommitName, versions: Mapping[int, Version]) -> None:
-        """Undo what this rank has published of a commit that failed elsewhere. [Note: withdrawing]"""
+        """Undo what this rank has published of a commit that failed on a rank. [Note: withdrawing]"""
         name = commit.of(self._ranks.rank)
         try:
             for file_name in (name.file_name, name.state_file):
                 (self._folder.commits / file_name).unlink(missing_ok=True)
             sync_folder(self._folder.commits)
-            self._room.hold(self._to_come)
         except OSError as error:
-            _log.warning("%s cannot be removed: %s; its pages are not used again", name.file_name, error.strerror)
-            self._store.keep(versions)
+            _log.warning(
+                "%s cannot be removed: %s; its pages are not used before the next commit",
+                name.file_name,
+                error.strerror,
+            )
+            return
+        self._unsettled.remove(versions)
+        self._store.release(versions)
+        self._room.hold(self._to_come)
 
 
 def remove_commits(folder: RunFolder, ranks: Ranks, *, keep: Iterable[CommitName]) -> None:

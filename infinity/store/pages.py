@@ -280,12 +280,20 @@ class PageStore:
                 self._forget_commit(min(self._commits))
 
     def keep(self, versions: Mapping[int, Version]) -> None:
-        """Never write over these: something on the drive may name them for good."""
+        """Do not write over these until they are released: something on the drive may name them."""
         with self._lock:
             self._named.update(versions.values())
 
+    def release(self, versions: Mapping[int, Version]) -> None:
+        """Undo one `keep` of these versions: nothing names them any more, unless a kept commit does."""
+        with self._lock:
+            self._release(versions)
+
     def _forget_commit(self, step: int) -> None:
-        for page, old in self._commits.pop(step, {}).items():
+        self._release(self._commits.pop(step, {}))
+
+    def _release(self, versions: Mapping[int, Version]) -> None:
+        for page, old in versions.items():
             self._named[old] -= 1
             if not self._named[old]:
                 del self._named[old]

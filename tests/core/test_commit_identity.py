@@ -15,7 +15,9 @@ from infinity.checkpoint import commit as commits
 from infinity.checkpoint import manifest as manifests
 from infinity.checkpoint.manifest import complete_commits, new_identity, published_in
 from infinity.checkpoint.reader import CommitReader
-from infinity.errors import CommitError, StorageError
+from infinity.checkpoint.room import CommitRoom
+from infinity.errors import CommitError, LostRankError, StorageError
+from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 
 LATEST = {"resume": "latest", "retained_commits": 2}
@@ -144,6 +146,72 @@ def test_a_withdrawn_commit_never_comes_back(tmp_path: Path, monkeypatch: pytest
         store = session.optimizer.run.store
         pinned = {version for version in store._current.values() if store._named[version]}
         assert pinned == {store._current[page] for page in session.optimizer.run._committer._pages}
+
+
+INTERRUPTIONS: dict[str, type[BaseException]] = {
+    "exit": SystemExit, "interrupt": KeyboardInterrupt, "lost": LostRankError,
+}  # fmt: skip
+
+
+def interrupted(folder: str, what: str, committed: bool) -> None:
+    """Commit steps 3 (if `committed`) and 6; rank 0 does not get to hear how the last ended. Runs on every rank."""
+    original = Ranks.collect
+
+    def collect(ranks: Ranks, value: Any) -> list[Any]:
+        values = original(ranks, value)
+        if armed and ranks.rank == 0:
+            armed.clear()
+            raise INTERRUPTIONS[what]("injected")
+        return values
+
+    armed: list[bool] = []
+    Ranks.collect = collect  # type: ignore[method-assign]
+    try:
+        with Session(Path(folder)) as session:
+            session.run(3, every=3 if committed else 0)
+            session.run(6, every=0)
+            armed.append(True)
+            session.commit()
+            armed.clear()
+    except tuple(INTERRUPTIONS.values()):
+        assert dist.get_rank() == 0
+    finally:
+        Ranks.collect = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("committed", [True, False], ids=["second", "first"])
+@pytest.mark.parametrize("what", INTERRUPTIONS)
+def test_a_rank_that_does_not_know_how_a_commit_ended_removes_nothing(
+    what: str, committed: bool, pair: RankPool, tmp_path: Path
+) -> None:
+    """The others may have gone on, and removed the commit before: the new one is what all resume from."""
+    pair.run(interrupted, str(tmp_path), what, committed)
+    assert pair.run(resumed, str(tmp_path)) == [(6, None)] * 2
+
+
+def test_a_commit_that_was_interrupted_before_the_exchange_is_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training may go on then. After the exchange its files stay, and no page of it is used until that is settled."""
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with Session(tmp_path) as session:
+        session.run(3)
+        store, folder = session.optimizer.run.store, run_folder(tmp_path)
+        usual = len(store._named)
+        for target, name, left in ((CommitRoom, "took", [3]), (Ranks, "collect", [3, 5])):
+            session.run(session.optimizer.steps + 1, every=0)
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    session.commit()
+            assert [found.step for found in published_in(folder.commits)] == left
+        assert len(store._named) > usual
+        session.commit()
+        assert [found.step for found in published_in(folder.commits)] == [5]
+        assert len(store._named) == usual
 
 
 def _refuse(folder: Path) -> None:
