@@ -96,7 +96,7 @@ class UpdateKernel:
         self._tied = {name for name in self._objects if reaches_an_optimizer(vars(optimizer)[name])}
         """Those that hold the optimizer, which are not copied anew."""
         self._seen, self._seen_objects = self._content_of_own(), self._content_of_objects()
-        self._objects_now: Own = {}  # copies of them, once they are others than they were at first
+        self._objects_now: dict[str, Any] = {}  # copies of them, once they are others than they were at first
         self.layouts: dict[tuple[int, torch.dtype, int], StateLayout] = {}
         """By number of the param group, dtype and number of dimensions."""
 

@@ -158,7 +158,8 @@ def _zeroed(optimizer: torch.optim.Optimizer, template: Template, *, own: bool) 
     for group in optimizer.param_groups:
         params = [nn.Parameter(torch.ones(2, dtype=param.dtype)) for param in group["params"][:2]]
         groups.append({**settings_of(group), "params": params})
-    made, left = template.over(groups), []
+    made = template.over(groups)
+    left: list[Any] = []
     zero_grad = made.zero_grad if own else torch.optim.Optimizer.zero_grad.__get__(made)
     params = [param for group in groups for param in group["params"]]
     for set_to_none in _ZERO_GRADS:

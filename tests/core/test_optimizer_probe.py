@@ -292,12 +292,12 @@ def test_rules_by_names_and_attributes_of_parameters_are_refused() -> None:
     """Slices have neither; where no step reads them, they are nothing."""
     params = small((2, 3), (3,))
     named = [("first", params[0]), ("blocks.1", params[1])]
-    with pytest.raises(UnsupportedError, match="ByName reads 'param_names'.*make a param group"):
+    with pytest.raises(UnsupportedError, match=r"ByName reads 'param_names'.*make a param group"):
         make_kernel(own.ByName(named, lr=0.1))
     make_kernel(torch.optim.AdamW(named))
     make_kernel(own.ByAttribute(params, lr=0.1))
     params[1].small = True  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedError, match="ByAttribute reads small of parameters.*make a param group"):
+    with pytest.raises(UnsupportedError, match=r"ByAttribute reads small of parameters.*make a param group"):
         make_kernel(own.ByAttribute(params, lr=0.1))
     make_kernel(torch.optim.AdamW(named))
 

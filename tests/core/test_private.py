@@ -476,3 +476,8 @@ def test_each_backward_has_a_number() -> None:
     assert len(set(seen)) == 2
     assert -1 not in seen
     assert private.backward_number() == -1
+
+
+def test_attributes_on_sharded_parameters_are_those_that_torch_sets(model: nn.Module) -> None:
+    """`PARAMETER_MARKS`: what else is there was set by somebody else."""
+    assert {name for param in model.parameters() for name in vars(param)} == private.PARAMETER_MARKS
