@@ -33,7 +33,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.access import open_own, open_regular, own_folder
+from infinity.access import open_own, open_regular, own_folder, whose_folder
 from infinity.errors import BudgetError, ConfigError, FolderBusyError, StorageError
 from infinity.store.marker import MARKER_NAME, Marker, look_for_runs, sync_path, write_marker
 from infinity.units import format_size
@@ -126,18 +126,30 @@ class RunFolder:
         Raises:
             OSError: something cannot be removed.
         """
-        for number, root in enumerate(self.roots):
-            if root.is_symlink() or not root.is_dir():  # it has nothing of this rank
-                continue
-            with suppress(FileNotFoundError), opened_folder(root) as folder:
-                if commits and number == 0:  # first, so that it is gone when no data file is left
-                    _remove_folder(folder, root / "commits")
-                with suppress(FileNotFoundError):
-                    os.unlink(self.data_file(number, rank).name, dir_fd=folder)
-        for root in self.roots:
-            with suppress(FileNotFoundError, NotADirectoryError), opened_folder(root) as folder:
-                if not set(os.listdir(folder)) - {MARKER_NAME}:
-                    _remove_empty(folder, root)
+        # By name, with one descriptor at most, as a process may have no more left: in these nobody else puts links.
+        own = {number: root for number, root in enumerate(self.roots) if _is_own(root)}
+        if commits and 0 in own and self.commits.is_dir() and not self.commits.is_symlink():
+            for name in os.listdir(self.commits):  # first, so that it is gone when no data file is left
+                entry = self.commits / name
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink(missing_ok=True)
+            self.commits.rmdir()
+        for number in own:
+            self.data_file(number, rank).unlink(missing_ok=True)
+        for root in own.values():
+            with suppress(FileNotFoundError):  # another rank does the same
+                if not set(os.listdir(root)) - {MARKER_NAME}:
+                    (root / MARKER_NAME).unlink(missing_ok=True)
+                    root.rmdir()
+
+
+def _is_own(root: Path) -> bool:
+    try:
+        return not whose_folder(root)
+    except FileNotFoundError:  # another rank has removed it
+        return False
 
 
 @contextmanager
