@@ -144,7 +144,8 @@ def _refused(path: str | os.PathLike[str], reason: str) -> OSError:
 
 def _content(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
+        size = os.fstat(descriptor).st_size
+        data = file.read(size + 1) if size <= limit else b""  # not `limit`: so many bytes are allocated
+    if max(size, len(data)) > limit:
         raise OSError(errno.EFBIG, f"it is longer than {limit} bytes", os.fspath(path))
     return data

@@ -7,8 +7,8 @@ a commit that all ranks hold, and resuming takes the newest such commit. All ran
 which is in its files' names: a step that is committed again does not replace what was there before all have it.
 
 [Note: withdrawing] Where it is known that a commit failed on a rank, what each has published is removed, for good,
-before a page of it is written over. Where a rank does not know how it ended (the exchange was interrupted, or the others
-were lost), they may have gone on and removed the commit before: it leaves both, and the next start sees which is of all.
+before a page of it is written over. Where a rank does not know how it ended (the exchange was interrupted, or others
+were lost), they may have gone on and removed the commit before: it leaves both, and the next start takes that of all.
 The pages of a commit are out of use until what became of its files is settled, by its end or by that of a later one.
 """
 

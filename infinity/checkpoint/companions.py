@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from infinity.access import read_regular
 from infinity.checkpoint import transformers_names as names
 from infinity.checkpoint.durable import sync_folder, write_durably
 from infinity.checkpoint.weight_files import WeightFiles, read_json
@@ -93,7 +94,11 @@ def keep_companions(commits: Path, model: nn.Module, weights: WeightFiles | None
 
 
 def carry_companions(old: Path, new: Path) -> None:
-    """Copy what a run has kept to one that goes on from it."""
-    if (old / _FOLDER).is_dir():
-        shutil.copytree(old / _FOLDER, new / _FOLDER, dirs_exist_ok=True)
-        sync_folder(new / _FOLDER)
+    """Copy what a run has kept to one that goes on from it; links are passed over. Raises `OSError`."""
+    if not (old / _FOLDER).is_dir():
+        return
+    (new / _FOLDER).mkdir(exist_ok=True)
+    for file in sorted((old / _FOLDER).iterdir()):
+        if file.suffix != ".tmp" and stat.S_ISREG(file.lstat().st_mode):
+            write_durably(new / _FOLDER / file.name, read_regular(file, _MOST))
+    sync_folder(new)

@@ -34,8 +34,8 @@ def write_durably(target: Path, data: bytes, check: Callable[[bytes], object] | 
     Raises:
         OSError: the file system refused, or what is read back is not what was written.
     """
-    temporary = target.with_name(target.name + ".tmp")
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")  # nobody can have put something there
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "w+b") as file:
             file.write(data)

@@ -25,6 +25,7 @@ from typing import Any
 
 import xxhash
 
+from infinity.access import read_regular
 from infinity.checkpoint import schema
 from infinity.checkpoint.description import DESCRIPTION, RunDescription
 from infinity.checkpoint.durable import write_durably
@@ -36,6 +37,8 @@ from infinity.store.folder import RunFolder
 from infinity.store.pages import Version
 
 FORMAT = 2
+_MOST = 1 << 30  # bytes of a manifest, which takes about a hundred for a page; a longer one is not read into memory
+_MOST_STATE = 1 << 40  # of a state file, which has the model's buffers
 _NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})(?:\.([0-9a-f]{24}))?\.json", re.ASCII)
 _CHECKSUM = text("[0-9a-f]{16}")
 _WORD = integer(0, (1 << 32) - 1)
@@ -244,6 +247,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     target = folder / manifest.file_name
     body = json.dumps({"format": FORMAT, **_encode(manifest)}, sort_keys=True, separators=(",", ":"))
     envelope = json.dumps({"checksum": checksum_of(body.encode()), "body": body})
+    if len(envelope) > _MOST:
+        raise CommitError(f"{target} would have {len(envelope)} bytes, at most {_MOST} are read; use larger pages")
     write_durably(target, envelope.encode(), check=partial(_decode, target))
 
 
@@ -254,7 +259,7 @@ def read_manifest(file: Path) -> Manifest:
         CommitError: it cannot be read, is malformed, or does not match its checksum or its name.
     """
     with using(file):
-        content = _content(file)
+        content = read_regular(file, _MOST)
     return _decode(file, content)
 
 
@@ -344,14 +349,10 @@ def using(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CommitError(f"{file} cannot be read: {error.strerror}") from error
+    except MemoryError as error:
+        raise CommitError(f"{file} cannot be read: it does not fit into memory") from error
     except (ValueError, RecursionError) as error:
         raise CommitError(f"{file} is malformed: {error}") from error
-
-
-def _content(file: Path) -> bytes:
-    if file.exists() and not file.is_file():  # a pipe would be waited for
-        raise ValueError("it is not a file")
-    return file.read_bytes()
 
 
 def _parse(content: str | bytes) -> Any:
@@ -373,7 +374,7 @@ def read_state_file(folder: Path, manifest: Manifest) -> bytes:
     """
     file = folder / manifest.state_file
     with using(file):
-        data = _content(file)
+        data = read_regular(file, _MOST_STATE)
     if checksum_of(data) != manifest.state_checksum:
         raise CommitError(f"state file {file} of the commit does not match its checksum")
     return data

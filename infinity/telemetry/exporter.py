@@ -133,8 +133,8 @@ class _Client:
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     """A WSGI server with a thread per client, a limit on clients, and one on the time that each may take.
 
-    Where all places are taken, the client goes that has been connected longest without a complete request, so that
-    those who send nothing, or a byte now and then, keep nobody out.
+    Where all places are taken, the client goes that has been connected longest without a complete request, or else
+    longest of all, so that those who send nothing, or a byte now and then, or never read, keep nobody out.
     """
 
     daemon_threads = True
@@ -155,15 +155,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            silent = next((other for other, client in self._clients.items() if not client.asked), None)
-            if len(self._clients) >= _MAX_CLIENTS and silent is not None:
-                self._hang_up(silent)
-            if place := len(self._clients) < _MAX_CLIENTS:
-                self._clients[request] = _Client(time.monotonic())
-        if place:
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+            if len(self._clients) >= _MAX_CLIENTS:
+                silent = (other for other, client in self._clients.items() if not client.asked)
+                self._hang_up(next(silent, None) or next(iter(self._clients)))
+            self._clients[request] = _Client(time.monotonic())
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

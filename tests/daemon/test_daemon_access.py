@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,20 @@ def test_a_client_has_a_time_limit(monkeypatch):
             began = time.monotonic()
             assert peer.recv(10) == b""
             assert 0.8 < time.monotonic() - began < 2.5
+        blocked.set()
+
+
+def test_clients_that_never_read_keep_nobody_out():
+    """They have sent their request; where they take all places, the one that came first goes."""
+    blocked = threading.Event()
+    answers = iter([True] * 16)
+    with serve(0, lambda: (next(answers, False) and blocked.wait(20) and []) or []) as server, ExitStack() as stack:
+        for _ in range(16):
+            peer = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+            peer.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        time.sleep(0.5)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as answer:
+            assert answer.status == 200
         blocked.set()
 
 

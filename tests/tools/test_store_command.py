@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from contextlib import contextmanager
@@ -113,6 +114,36 @@ def test_missing_folder_and_missing_run(tmp_path):
     status, output = _command("verify", tmp_path, "--run", "x")
     assert status == 2
     assert "there is no run 'x'" in output
+
+
+def test_one_strange_run_does_not_hide_the_others(committed):
+    """Folders of any depth, a manifest that claims 100 GB, and a pipe in the place of one."""
+    first, second, run_id = committed
+    strange = first / "20260101-000000-aaaaaa"
+    strange_second = second / strange.name
+    RunFolder.of((first, second), strange.name).create()
+    (manifest,) = (first / run_id / "commits").glob("step*.json")
+    with (strange / "commits" / manifest.name).open("wb") as file:
+        file.truncate(100 * 10**9)
+    os.mkfifo(strange / "commits" / manifest.name.replace("step00", "step10"))
+    before = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(strange_second)
+        for _ in range(1500):
+            os.mkdir("d")
+            os.chdir("d")
+    finally:
+        os.fchdir(before)
+        os.close(before)
+    try:
+        listed = {run.run_id: run for run in stored_runs([first, second])}
+    finally:
+        subprocess.run(["rm", "-rf", str(strange_second)], check=True)
+    assert listed[run_id].usable
+    assert listed[strange.name].nbytes > 1000
+    problems = [commit.problem for commit in listed[strange.name].commits]
+    assert len(problems) == 2
+    assert all("cannot be read: it is" in problem for problem in problems)
 
 
 def test_scrub_reads_live_runs_and_says_what_to_do(committed):

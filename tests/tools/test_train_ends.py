@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -10,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from tools_command import SMALL, environment, run_here
+import pytest
+from tools_command import SMALL, environment, run_here, run_process
 
 
 def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
@@ -49,17 +51,51 @@ def test_a_reader_of_stderr_that_goes_does_not_end_training(tmp_path: Path) -> N
     assert json.loads((tmp_path / "out/summary.json").read_text())["interrupted"]
 
 
-def test_a_full_output_folder_does_not_end_training(tmp_path: Path) -> None:
+def test_a_full_output_folder_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines and summary that cannot be written are said, once each; the commit is there, and the status is that."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/steps.jsonl").symlink_to("/dev/full")
-    (tmp_path / "out/summary.json.tmp").mkdir()
+    (tmp_path / "out/summary.json").mkdir(parents=True)
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("steps.jsonl"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
     ended = run_here(*SMALL, "--out", "out", "--steps", "3", "--commit-every", "3")
     assert ended.status == 0
     said = " ".join(ended.errors.split())
     assert said.count("steps.jsonl has no lines from step 1 on: No space left on device") == 1
     assert said.count("the summary cannot be written to out: Is a directory; the run itself is complete") == 1
+    assert "summary.png" not in ended.output, "what is not there is not named"
     assert run_here(*SMALL, "--out", "out", "--steps", "3", "--resume", "--json").summary["finished"]
+
+
+@pytest.mark.parametrize("options", [("--resume-step", "2"), ("--keep", "never")])
+def test_a_finished_run_that_is_resumed_is_not_changed(options: tuple[str, str], tmp_path: Path) -> None:
+    """Neither are later commits removed, nor the run."""
+    train = [*SMALL, "--out", "out", "--commit-every", "2"]
+    run_here(*train, "--steps", "4", "--retained-commits", "2")
+    before = {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()}
+    assert len([file for file in before if file.name.endswith(".json") and file.name.startswith("step")]) == 2
+    assert "finished" in run_here(*train, "--steps", "2", "--resume", *options).errors
+    assert {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_log_that_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
+    """Before anything is placed on NVMe; a pipe is not waited for, and what a link leads to stays as it is."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "other").write_text("kept")
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "out/steps.jsonl")
+    else:
+        (tmp_path / "out/steps.jsonl").symlink_to(tmp_path / "other")
+    ended = run_process(tmp_path, *SMALL, "--out", "out", "--steps", "1")
+    assert ended.status == 2
+    assert "out/steps.jsonl cannot be written: it is" in ended.errors
+    assert not (tmp_path / "out/nvme").exists()
+    assert (tmp_path / "other").read_text() == "kept"
 
 
 def test_an_output_folder_that_takes_nothing_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import socket
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
 from infinity import Config, PagedOptimizer
+from infinity.checkpoint.commit import choose_run
+from infinity.checkpoint.manifest import Published, choose_commit, complete_commits, published_in
+from infinity.checkpoint.reshard import folders_of
 from infinity.config import check_config, runtime_dir
 from infinity.errors import ConfigError, InfinityError
 from infinity.ranks import Ranks
@@ -35,10 +38,11 @@ from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype, count_parameters, find_model, on_meta, shard
 from infinity_tools.progress import StepView, View, open_view, short
 from infinity_tools.signals import StopRequest
-from infinity_tools.summary import RunFacts, StepLog, summarise, summary_table, write_summary
+from infinity_tools.summary import RunFacts, StepLog, check_log, summarise, summary_table, write_summary
 
 _log = logging.getLogger("infinity")
 _BYTE_VALUES = 256
+_LOG = "steps.jsonl"
 _FINAL_LR = 0.1
 
 
@@ -84,14 +88,21 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     ranks = Ranks.current()
     _check_batch(options, source, ranks)
     out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
-    settings = ranks.together("making the output folder", lambda: _with_folders(out, settings))
+    settings = ranks.together("making the output folder", lambda: _with_folders(out, settings, ranks))
     console = Console(stderr=True)
     _route_logs(console, ranks, quiet=options.json)
     torch.manual_seed(settings.run.seed + ranks.rank)
+    written: list[Path] = []
     with ExitStack() as stack:
         stack.enter_context(lasting_messages())
         stop = stack.enter_context(StopRequest())
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
+        if settings.run.resume and (ended := _finished(settings, options, ranks)):
+            if ranks.rank == 0:
+                _show_finished(*ended, view, options)
+            stack.close()
+            _leave(ranks)
+            return 0
         pages = LocalPages(runtime_dir(settings.telemetry))
         if options.metrics_port is not None and ranks.local_rank == 0:
             server = stack.enter_context(serve(options.metrics_port, pages, options.metrics_host))
@@ -121,12 +132,6 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             model, paged, scheduler, batches, options, ranks, view, stop, torch.device(mesh.device_type), out
         )
         source.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        if training.finished:
-            if ranks.rank == 0:
-                _show_finished(training, options)
-            stack.close()
-            _leave(ranks)
-            return 0
         training.resume(
             data=_data_facts(options, settings, corpus), model_config=json.loads(source.config.to_json_string())
         )
@@ -135,23 +140,30 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         training.train()
         summary = _summarise(training, source.name, dtype, parameters)
         if ranks.rank == 0:
-            _write_results(out, summary)
+            written = _write_results(out, summary)
         if ranks.local_rank == 0 and options.metrics_port is not None and not stop.received:
             time.sleep(options.metrics_linger)
         status = 128 + training.stopped_by if training.stopped_by else 0
     if ranks.rank == 0:
-        _show(summary, out, options)
+        _show(summary, written, options)
     _leave(ranks)
     return status
 
 
-def _write_results(out: Path, summary: dict[str, Any]) -> None:
-    """Write summary.json and summary.png; a folder that takes no more is no reason to fail a run that has ended."""
+def _write_results(out: Path, summary: dict[str, Any]) -> list[Path]:
+    """Write summary.json and summary.png, and return those that were written.
+
+    A folder that takes no more is no reason to fail a run that has ended.
+    """
+    written = []
     try:
         write_summary(out, summary)
+        written.append(out / "summary.json")
         write_picture(out, summary)
+        written.append(out / "summary.png")
     except OSError as error:
         _log.warning("the summary cannot be written to %s: %s; the run itself is complete", out, error.strerror)
+    return written
 
 
 def _leave(ranks: Ranks) -> None:
@@ -218,11 +230,6 @@ class Training:
         self._extra: dict[str, Any] = {}
         self._committed = optimizer.steps
 
-    @property
-    def finished(self) -> bool:
-        """Whether the commit that the run was resumed from is that of its last step, or of a later one."""
-        return bool(self.optimizer.resumed_extra) and self.optimizer.steps >= self.options.steps
-
     def resume(self, *, data: dict[str, Any], model_config: dict[str, Any]) -> None:
         """Take up the schedule of the commit that the run was resumed from, if it was."""
         found = self.optimizer.resumed_extra
@@ -250,11 +257,13 @@ class Training:
         self.view.begin(optimizer.steps, options.steps)
         self.stop.patient = True
         mode = "a" if self.first_step > 1 else "w"
-        with StepLog(self.out / "steps.jsonl" if self.ranks.rank == 0 else Path(os.devnull), mode) as log:
+        with StepLog(self.out / _LOG, mode) if self.ranks.rank == 0 else nullcontext() as log:
             self.kernel.begin()
             while optimizer.steps < options.steps and not self.stopped_by:
                 self._step()
-                log.write(self._shown())
+                shown = self._shown()
+                if log is not None:
+                    log.write(shown)
                 if options.commit_every and optimizer.steps % options.commit_every == 0:
                     self._commit()
             if options.commit_every and self._committed != optimizer.steps:
@@ -364,10 +373,12 @@ def _micro_batches(options: TrainOptions, ranks: Ranks) -> int:
     return options.batch_tokens // (options.micro_tokens * ranks.world_size) if options.micro_tokens else 1
 
 
-def _with_folders(out: Path, settings: Config) -> Config:
+def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
     """Make the output folder, and the folder of the state where none was named."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        if ranks.rank == 0:
+            check_log(out / _LOG)
         if settings.storage.paths:
             return settings
         (out / "nvme").mkdir(exist_ok=True)
@@ -439,24 +450,38 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
     return summarise(facts, [found for found in reports if found.node == mine])
 
 
-def _show_finished(training: Training, options: TrainOptions) -> None:
+def _finished(settings: Config, options: TrainOptions, ranks: Ranks) -> tuple[str, int] | None:
+    """Return id and step of the run to resume if it has no step left to take. Nothing is opened of it or changed.
+
+    Raises:
+        CommitError: there is none.
+    """
+    paths = settings.run.resume_paths or settings.storage.paths
+    run_id = choose_run(paths, settings.run.resume, ranks)
+    folder = ranks.together("finding the run's folders", lambda: folders_of(paths, run_id, settings.storage.paths))
+    published = set[Published]().union(*ranks.collect(published_in(folder.commits)))
+    step = choose_commit(run_id, complete_commits(published), settings.run.resume_step).step
+    return (run_id, step) if step >= options.steps else None
+
+
+def _show_finished(run_id: str, step: int, view: View, options: TrainOptions) -> None:
     """Say that there is nothing to do, which is no mistake: who restarts runs until they end is told that it has."""
-    step, run_id = training.optimizer.steps, training.optimizer.run.folder.run_id
     if options.json:
         Console().file.write(json.dumps({"run_id": run_id, "finished": True, "steps": 0, "last_step": step}) + "\n")
         return
-    training.view.say(f"run {run_id} is at step {step} already: finished; to go on, raise --steps above it")
+    view.say(f"run {run_id} is at step {step} already: finished; to go on, raise --steps above it")
 
 
-def _show(summary: dict[str, Any], out: Path, options: TrainOptions) -> None:
+def _show(summary: dict[str, Any], written: Sequence[Path], options: TrainOptions) -> None:
     console = Console()
     if options.json:
         console.file.write(json.dumps(summary) + "\n")
         return
     console.print()
     console.print(summary_table(summary))
-    console.print()
-    console.print(f"{out}/summary.json, {out}/summary.png", highlight=False, soft_wrap=True)
+    if written:
+        console.print()
+        console.print(", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
 def _route_logs(console: Console, ranks: Ranks, *, quiet: bool) -> None:

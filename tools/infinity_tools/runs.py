@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -149,7 +150,7 @@ def _stored_run(run: FoundRun) -> StoredRun:
         first=0 in run.roots,
         ranks=len(_local_ranks(folder)),
         parameters=max((_parameters(manifest) for found in read.values() for manifest in found.manifests), default=0),
-        nbytes=sum(_disk_bytes(file) for root in folder.roots for file in root.rglob("*")),
+        nbytes=sum(map(_bytes_in, folder.roots)),
         commits=tuple(_commits(folder, read)),
         owner=holder_of(folder),
     )
@@ -182,6 +183,18 @@ def _local_ranks(folder: RunFolder) -> set[str]:
 
 def _parameters(manifest: Manifest) -> int:
     return sum(tensor.parameters for tensor in manifest.description.tensors)
+
+
+def _bytes_in(root: Path) -> int:
+    """Return what a folder takes, at any depth; links are not followed, what cannot be looked at counts as nothing."""
+    total, places = 0, [os.fspath(root)]
+    while places:
+        with suppress(OSError), os.scandir(places.pop()) as entries:
+            for entry in entries:
+                total += _disk_bytes(Path(entry.path))
+                if entry.is_dir(follow_symlinks=False):
+                    places.append(entry.path)
+    return total
 
 
 def _disk_bytes(file: Path) -> int:

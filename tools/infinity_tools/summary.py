@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from infinity.access import open_regular
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError
 from infinity.telemetry.ledger import StepRecord
@@ -120,9 +121,9 @@ class StepLog:
         """
         self._lost = False  # whether a line could not be written
         try:
-            self._descriptor = os.open(
-                file, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mode == "a" else os.O_TRUNC), 0o644
-            )
+            self._descriptor = _open_log(file)
+            if mode == "w":
+                os.ftruncate(self._descriptor, 0)
         except OSError as error:
             raise ConfigError(f"{file} cannot be written: {error.strerror}; name another folder with --out") from error
 
@@ -143,6 +144,21 @@ class StepLog:
     def __exit__(self, *_: object) -> None:
         """Close."""
         os.close(self._descriptor)
+
+
+def check_log(file: Path) -> None:
+    """Check that `steps.jsonl`, if it is there, can be written. Raises `ConfigError`."""
+    if os.path.lexists(file):
+        with StepLog(file, "a"):
+            pass
+
+
+def _open_log(file: Path) -> int:
+    """Return a descriptor of a regular file to append to; links are not followed, nor pipes waited for."""
+    try:
+        return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return open_regular(file, os.O_WRONLY | os.O_APPEND)
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
