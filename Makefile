@@ -38,7 +38,7 @@ unit: install
 # What `make test` leaves out: long tables of optimizers, models and training loops, and the packages that they need.
 test-wide: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wide]'
-	$(BIN)/pytest tests/wide -n 2 -m "wide or not wide" $(ARGS)
+	$(BIN)/pytest -n 2 -m wide $(ARGS)
 
 fuzz: install
 	$(BIN)/pytest tests/core/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
