@@ -405,15 +405,18 @@ def test_a_lock_is_its_owner_s_alone(tmp_path: Path) -> None:
     """A child that releases it does not remove the file, and one that lives on does not hold it."""
     lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
     ended, end = os.pipe()
+    released, release = os.pipe()
     child = os.fork()
     if not child:
         try:
             lock.release()
+            os.write(release, b".")
             os.close(end)
             os.read(ended, 1)
         finally:
             os._exit(0)
     try:
+        assert os.read(released, 1) == b"."
         owner = live_run(tmp_path)
         assert owner is not None
         assert owner.pid == os.getpid()
@@ -423,7 +426,8 @@ def test_a_lock_is_its_owner_s_alone(tmp_path: Path) -> None:
     finally:
         os.close(end)
         os.waitpid(child, 0)
-        os.close(ended)
+        for descriptor in (ended, released, release):
+            os.close(descriptor)
         lock._descriptors, lock._files = [], []
         folders._held.discard(lock)
 
