@@ -469,7 +469,7 @@ def test_a_pipe_is_not_waited_for(stored: Stored) -> None:
     kept = stored.manifest.rename(stored.place / "kept")
     os.mkfifo(stored.manifest)
     try:
-        with pytest.raises(CommitError, match=f"{stored.manifest.name} is malformed: it is not a file"):
+        with pytest.raises(CommitError, match=f"{stored.manifest.name} cannot be read: it is not a regular file"):
             read_manifest(stored.manifest)
     finally:
         kept.replace(stored.manifest)
