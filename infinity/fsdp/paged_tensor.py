@@ -87,8 +87,30 @@ class WithoutMemory(torch.Tensor):
         """Refuse: there is no memory whose address, or whose sharing, would mean anything."""
         raise UnsupportedError(self.refusal())
 
-    storage = _typed_storage = untyped_storage = data_ptr = const_data_ptr = _no_memory
+    def untyped_storage(self) -> Any:
+        """Return what has a size, 0, and refuses all else."""
+        return _NoStorage(self.refusal())
+
+    storage = _typed_storage = data_ptr = const_data_ptr = _no_memory
     share_memory_ = pin_memory = __dlpack__ = _no_memory
+
+
+class _NoStorage:
+    """The storage of a tensor without memory.
+
+    Who saves a tensor compares the size of its storage with its own, and copies it where these differ
+    (`torch.distributed.checkpoint`).
+    """
+
+    def __init__(self, refusal: str) -> None:
+        self._refusal = refusal  # what is said of everything else
+
+    def size(self) -> int:
+        """Return 0: nothing is in memory."""
+        return 0
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnsupportedError(self._refusal)
 
 
 class PagedTensor(WithoutMemory):

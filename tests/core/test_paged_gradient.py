@@ -611,7 +611,7 @@ COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
 MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
     "dlpack": torch.from_dlpack,
     "address": lambda part: part.data_ptr(),
-    "untyped_storage": lambda part: part.untyped_storage(),
+    "untyped_storage": lambda part: part.untyped_storage().data_ptr(),
     "storage": lambda part: part.storage(),
     "is_shared": lambda part: part.is_shared(),
     "shared": lambda part: part.share_memory_(),
