@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from infinity.errors import UnsupportedError
-from infinity.fsdp.paged_tensor import WithoutMemory, changes_memory, makes_views, written
+from infinity.fsdp.paged_tensor import WithoutMemory, changes_memory, make_view, makes_views, written
 
 aten = torch.ops.aten
 
@@ -317,12 +317,6 @@ def _filled(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device).copy_(values)
 
 
-def _is_view(func: Any) -> bool:
-    """Whether an operation returns views of its first argument, and changes nothing."""
-    schema = func._schema
-    return not schema.is_mutable and any(value.alias_info is not None for value in schema.returns)
-
-
 def _lazy_view(func: Any, base: PagedGradient, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Return what a view operation returns, paged."""
     if func in (aten.detach.default, aten.alias.default):
@@ -330,17 +324,12 @@ def _lazy_view(func: Any, base: PagedGradient, args: tuple[Any, ...], kwargs: di
     shape = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
     made = func(shape, *args, **kwargs)
     if isinstance(made, torch.Tensor):
-        view = partial(_apply, func, args, kwargs, None)
+        view = partial(make_view, func, args, kwargs, None)
         same = made.shape == base.shape and made.stride() == base.stride() and made.dtype == base.dtype
         if same and func in (aten.view.default, aten._unsafe_view.default):
             return PagedGradient(base.gradient, base, base.device, base.views)
         return PagedGradient(base.gradient, made, base.device, (*base.views, view))
     return type(made)(
-        PagedGradient(base.gradient, part, base.device, (*base.views, partial(_apply, func, args, kwargs, position)))
+        PagedGradient(base.gradient, part, base.device, (*base.views, partial(make_view, func, args, kwargs, position)))
         for position, part in enumerate(made)
     )
-
-
-def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], position: int | None, base: torch.Tensor) -> Any:
-    made = func(base, *args, **kwargs)
-    return made if position is None else made[position]

@@ -194,7 +194,7 @@ class PagedTensor(WithoutMemory):
         likenesses = made if several else (made,)
         views = []
         for index, likeness in enumerate(likenesses):
-            step = partial(_step, func, args, kwargs, index if several else None)
+            step = partial(make_view, func, args, kwargs, index if several else None)
             views.append(self._made(self.home, likeness, self._whole, (*self._steps, step), self.device))
         return views if several else views[0]
 
@@ -206,10 +206,10 @@ class PagedTensor(WithoutMemory):
         )
 
 
-def _step(
+def make_view(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Make a view, or one of several."""
+    """Do again what made a view, or one of several, on the elements that it is of."""
     made = func(seen, *args, **kwargs)
     view: torch.Tensor = made if index is None else made[index]
     return view

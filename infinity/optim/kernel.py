@@ -23,7 +23,6 @@ from torch import nn
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.optim.copies import (
-    Groups,
     Template,
     attributes,
     content,
@@ -215,20 +214,19 @@ class UpdateKernel:
         """
         if self.advancing or self.advancing_own:
             own = {name: copied(value) for name, value in self.plain_own()}
-            after = self.after_step(self._optimizer.param_groups, own)
-            for group, values in zip(self._optimizer.param_groups, after, strict=True):
-                group.update({key: values[key] for key in self.advancing if key in values})
+            self.advance_values(self._optimizer.param_groups, own)
             vars(self._optimizer).update({name: own[name] for name in self.advancing_own})
 
-    def after_step(self, groups: Sequence[Mapping[str, Any]], own: dict[str, Any]) -> Groups:
-        """Return the settings of groups after a step; what it changes on the optimizer is changed in `own`."""
+    def advance_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any]) -> None:
+        """Change, as a step does, what advances in param groups, and in `own` what it changes on the optimizer."""
         given = [{**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
         clock = self.template.over(given)  # not the copy that updates, which may be doing so on another thread
         vars(clock).update({name: copied(value) for name, value in own.items()})
         vars(clock).update(self._objects_now)
         private.unhooked_step(clock)()
         own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
-        return [settings_of(group) for group in given]
+        for group, after in zip(groups, given, strict=True):
+            group.update({key: copied(after[key]) for key in self.advancing if key in after})
 
     def _apply(self, own: Own) -> None:
         """Let the runner start from these values on itself."""

@@ -26,6 +26,7 @@ from infinity.layout import ITEMSIZE, SHARD_ALIGNMENT
 from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of
 from infinity.optim.kernel import Own, Piece, Scalars, StateLayout, UpdateKernel
 from infinity.optim.reach import WatchedNames, WatchedParameter, check_reach, check_zero_grad
+from infinity.units import align_up
 
 _FEW_STEPS, _STEPS = 6, 24
 """Steps with small parameters alone, which find most reasons in little time, and steps with all."""
@@ -83,13 +84,8 @@ class _Subject:
     def cuts(self, slices: str) -> list[tuple[int, int]]:
         """Return uneven slices."""
         unit = math.lcm(self.row, SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
-        points = [0, unit, align(self.numel * 5 // 8, unit), self.numel]
+        points = [0, unit, align_up(self.numel * 5 // 8, unit), self.numel]
         return list(itertools.pairwise(sorted(set(points))))
-
-
-def align(value: int, unit: int) -> int:
-    """Round up."""
-    return -(-value // unit) * unit
 
 
 def view_shape(slices: str, shape: Sequence[int]) -> tuple[int, ...] | None:
@@ -311,9 +307,7 @@ class _Probe:
         all_groups, all_own = [], []
         for step in range(self._steps):
             self._set(groups, step)
-            after = self._kernel.after_step(groups, own)
-            for group, values in zip(groups, after, strict=True):
-                group.update({key: values[key] for key in self._kernel.advancing if key in values})
+            self._kernel.advance_values(groups, own)
             all_groups.append([settings_of(group) for group in groups])
             all_own.append({name: content(value) for name, value in own.items()})
         return all_groups, all_own
@@ -414,9 +408,7 @@ class _Probe:
                 for pieces in calls.values():
                     scalars.update(kernel.update(pieces, group, before, start))
             if kernel.advancing or kernel.advancing_own:
-                after = kernel.after_step(groups, own)
-                for group, values in zip(groups, after, strict=True):
-                    group.update({key: values[key] for key in kernel.advancing if key in values})
+                kernel.advance_values(groups, own)
         kernel.shapes = {}
         for number, layout in enumerate(kinds):
             trained.states[number] = {**states[number], **scalars.get(number, {})}
