@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -55,6 +54,7 @@ from infinity.io import Ticket, open_engine
 from infinity.layout import Layout, Page, Role, StateFormat
 from infinity.memory.arena import Arena
 from infinity.memory.heap import FreedMemory
+from infinity.memory.limits import available_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
 from infinity.optim.probe import make_kernel, view_shape
@@ -231,7 +231,7 @@ def _budget(
             "master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model), the others also for fp32 "
             'states of the optimizer; set "fp32"'
         )
-    host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
+    host = settings.memory.host_bytes or available_memory() // 4 // ranks.local_world_size
     return choose_budget(units, formats, host, settings.memory.page_bytes)
 
 
