@@ -103,16 +103,16 @@ class RunFolder:
                 _remove_empty(folder, root)
 
     def remove_file(self, file: Path) -> None:
-        """Remove a file that lies in one of the folders, or in that of the commits. No link is followed.
+        """Remove a file that lies in one of the folders, at any depth. No link is followed.
 
         Raises:
             OSError: it cannot be removed.
         """
-        within = file.parent not in self.roots
+        (root,) = (root for root in self.roots if root in file.parents)
         with suppress(FileNotFoundError), ExitStack() as opened:
-            folder = opened.enter_context(opened_folder(file.parent.parent if within else file.parent))
-            if within:
-                folder = opened.enter_context(opened_folder(file.parent, folder))
+            folder = opened.enter_context(opened_folder(root))
+            for within in reversed(file.parents[: file.parents.index(root)]):
+                folder = opened.enter_context(opened_folder(within, folder))
             with _naming(file):
                 os.unlink(file.name, dir_fd=folder)
 
