@@ -42,6 +42,7 @@ from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
 from infinity.checkpoint.room import CommitRoom, commit_bytes
+from infinity.checkpoint.state import check_extra
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.ending import end_all
 from infinity.errors import ConfigError, StallError, StorageError, UnsupportedError
@@ -556,6 +557,15 @@ class _Run:
                 "step %d of run %s (world size %d) goes on as run %s; the old one still takes its space, free it with "
                 "`infinity store rm`", old.step, old.folder.run_id, old.world_size, self.folder.run_id,
             )  # fmt: skip
+
+    def check_extra(self, extra: dict[str, Any]) -> None:
+        """Check what a commit is given; where it cannot be committed on one rank, nothing is on any.
+
+        Raises:
+            CommitError: it would come back as something else.
+            InfinityError: that of another rank would.
+        """
+        self.ranks.together("commit", partial(check_extra, extra))
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit.
