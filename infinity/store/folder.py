@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import fnmatch
 import json
 import logging
 import os
@@ -128,14 +129,9 @@ class RunFolder:
         """
         # By name, with one descriptor at most, as a process may have no more left: in these nobody else puts links.
         own = {number: root for number, root in enumerate(self.roots) if _is_own(root)}
-        if commits and 0 in own and self.commits.is_dir() and not self.commits.is_symlink():
-            for name in os.listdir(self.commits):  # first, so that it is gone when no data file is left
-                entry = self.commits / name
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink(missing_ok=True)
-            self.commits.rmdir()
+        if 0 in own and self.commits.is_dir() and not self.commits.is_symlink():
+            with suppress(FileNotFoundError):  # the first rank of this node removes all of it
+                self._remove_commits("*" if commits else f"step*.rank{rank:05d}[.-]*")
         for number in own:
             self.data_file(number, rank).unlink(missing_ok=True)
         for root in own.values():
@@ -143,6 +139,20 @@ class RunFolder:
                 if not set(os.listdir(root)) - {MARKER_NAME}:
                     (root / MARKER_NAME).unlink(missing_ok=True)
                     root.rmdir()
+
+    def _remove_commits(self, pattern: str) -> None:
+        """Remove what is named so, and the folder if that is all of it; for good, before a data file goes."""
+        names = fnmatch.filter(os.listdir(self.commits), pattern)
+        for name in sorted(names, key=lambda name: not name.endswith(".json")):  # manifests first
+            entry = self.commits / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+        if names:
+            sync_path(self.commits)
+        if pattern == "*":
+            self.commits.rmdir()
 
 
 def _is_own(root: Path) -> bool:

@@ -156,8 +156,9 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
             try:
                 marker = _marker_of(root)
             except FileNotFoundError:
-                if any(root.glob("*")):  # see `empty_folders`
-                    passed[root] = f"it has no {MARKER_NAME}"
+                with suppress(FileNotFoundError):  # it was removed just now
+                    if os.listdir(root):  # see `empty_folders`
+                        passed[root] = f"it has no {MARKER_NAME}"
             except OSError as error:
                 passed[root] = str(error.strerror)
             except ValueError as error:
@@ -193,8 +194,10 @@ def _marker_of(root: Path) -> Marker:
         raise ValueError("it is a link" if root.is_symlink() else "it is not a folder")
     marker = read_marker(root)
     commits = root / "commits"
-    if os.path.lexists(commits) and not stat.S_ISDIR(commits.lstat().st_mode):  # whoever removes would remove elsewhere
-        raise ValueError(f"its commits is {'a link' if commits.is_symlink() else 'not a folder'}")
+    with suppress(FileNotFoundError):
+        mode = commits.lstat().st_mode
+        if not stat.S_ISDIR(mode):  # whoever removes would remove elsewhere
+            raise ValueError(f"its commits is {'a link' if stat.S_ISLNK(mode) else 'not a folder'}")
     return marker
 
 

@@ -223,6 +223,41 @@ def test_links_in_a_run_are_removed_and_not_followed(tmp_path: Path) -> None:
     assert (victim / "precious").exists()
 
 
+@pytest.mark.parametrize("function", ["scandir", "listdir"])
+def test_commits_that_another_rank_removes_meanwhile_are_none(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank of a node removes them for all, the others look whether theirs are there."""
+    run = make_run(tmp_path)
+    original = getattr(os, function)
+
+    def late(path: Any) -> Any:
+        if Path(path) == run.commits:
+            shutil.rmtree(run.commits)
+        return original(path)
+
+    monkeypatch.setattr(os, function, late)
+    assert published_in(run.commits) == []
+
+
+def test_a_rank_removes_its_manifests_before_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes of the others: there is no commit of all of which pages are missing."""
+    run = make_run(tmp_path)
+    manifests = [run.commits / f"step000000000001.rank{rank:05d}-of-00002.{'a' * 24}.json" for rank in range(2)]
+    for file in (*manifests, run.data_file(0, 0), run.data_file(0, 1)):
+        file.touch()
+
+    def refuse(file: Path, **_: Any) -> None:
+        assert file.name != "rank00001.pages" or [name.rank for name in published_in(run.commits)] == [0]
+        os.unlink(file)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    run.remove_rank(1, commits=False)
+    assert not run.data_file(0, 1).exists()
+    assert [name.rank for name in published_in(run.commits)] == [0]
+    assert run.data_file(0, 0).exists()
+
+
 # Locks #
 
 

@@ -133,7 +133,8 @@ def stored_runs(paths: Sequence[Path], passed: dict[Path, str] | None = None) ->
         try:
             runs.append(_stored_run(run))
         except OSError as error:  # of another user, or on a drive that fails: the others are not hidden by it
-            odd[Path(error.filename or run.in_order[0])] = str(error.strerror)
+            if run.in_order[0].exists():  # else it was removed just now
+                odd[Path(error.filename or run.in_order[0])] = str(error.strerror)
     if passed is not None:
         passed.update(odd)
     return runs
