@@ -11,8 +11,9 @@ from rich.console import Console
 
 from infinity_tools import store
 from infinity_tools.export import export
-from infinity_tools.failures import failures
-from infinity_tools.train import train
+from infinity_tools.failures import complain, failures
+from infinity_tools.messages import lasting_streams, open_missing_streams
+from infinity_tools.train import TrainCommand, train
 
 app = typer.Typer(
     help="Train models larger than memory: the storage tier for PyTorch FSDP2.",
@@ -22,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
+app.command(cls=TrainCommand)(train)
 app.command()(export)
 try:
     from infinity_tools.probe import probe
@@ -60,11 +61,22 @@ def version(
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line; standard streams that are closed, full or read by nobody end no command."""
+    import errno
     import sys
 
-    try:
-        with failures():
-            app()
-    except typer.Exit as ending:
-        sys.exit(ending.exit_code)
+    open_missing_streams()
+    status: int | str | None = 0
+    with lasting_streams() as output:
+        try:
+            with failures():
+                app()
+        except typer.Exit as ending:
+            status = ending.exit_code
+        except SystemExit as ending:
+            status = ending.code
+        output.flush()
+        if output.error is not None and output.error.errno != errno.EPIPE:  # a reader that goes has what it wanted
+            complain(f"standard output cannot be written: {output.error.strerror}")
+            status = status or 1
+    sys.exit(status)

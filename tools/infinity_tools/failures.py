@@ -36,16 +36,17 @@ def failures(*, debug: bool = False) -> Iterator[None]:
     except InfinityError as error:
         if debug:
             Console(stderr=True).print_exception()
-        _complain(str(error))
+        complain(str(error))
         raise typer.Exit(2 if isinstance(error, _BEFORE_WORK) else 1) from error
     except RuntimeError as error:
         if debug or not is_lost_connection(error):
             raise
-        _complain("the connection to another rank was lost; its own message says why")
+        complain("the connection to another rank was lost; its own message says why")
         raise typer.Exit(1) from error
 
 
-def _complain(message: str) -> None:
+def complain(message: str) -> None:
+    """Print an error on stderr, with the rank if there are several."""
     who = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     console = Console(stderr=True)
     console.print(f"{who}error:", style="bold red", end=" ")

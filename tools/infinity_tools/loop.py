@@ -7,7 +7,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,17 +33,18 @@ from infinity.telemetry.page import Snapshot, StatsPageError, page_files
 from infinity.units import format_size
 from infinity_tools.data import Batches, Corpus, tokenizer_of
 from infinity_tools.measure import KernelCounts, report
-from infinity_tools.messages import lasting_messages
 from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype, count_parameters, find_model, on_meta, shard
 from infinity_tools.progress import StepView, View, open_view, short
-from infinity_tools.signals import StopRequest
+from infinity_tools.recipe import Recipe, begun, kept, resumed
+from infinity_tools.signals import SIGNALS, StopRequest
 from infinity_tools.summary import RunFacts, StepLog, check_log, summarise, summary_table, write_summary
 
 _log = logging.getLogger("infinity")
 _BYTE_VALUES = 256
 _LOG = "steps.jsonl"
-_FINAL_LR = 0.1
+_NO_MODEL = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
+"""What a configuration says that is no matter of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,11 @@ class TrainOptions:
     micro_tokens: int | None
     seq: int
     steps: int
-    lr: float
-    lr_steps: int
-    warmup_steps: int
-    weight_decay: float
-    max_grad_norm: float | None
+    given: Mapping[str, Any]
+    """What the command line says of the recipe."""
+    override: bool
+    again: tuple[str, ...]
+    """The command line without what a run that goes on gets anew."""
     commit_every: int
     dtype: str
     activation_checkpointing: bool
@@ -94,7 +95,6 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     torch.manual_seed(settings.run.seed + ranks.rank)
     written: list[Path] = []
     with ExitStack() as stack:
-        stack.enter_context(lasting_messages())
         stop = stack.enter_context(StopRequest())
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
         if settings.run.resume and (ended := _finished(settings, options, ranks)):
@@ -114,8 +114,8 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         shard(model, mesh, bf16=dtype == "bf16", checkpointing=options.activation_checkpointing and not sliced)
         if sliced:
             infinity.micro_batches(model, _micro_batches(options, ranks))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
-        scheduler_factor = _schedule(options)
+        recipe = begun(options.given, options.steps)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
         view.doing(f"placing {short(parameters)} parameters on NVMe")
         paged = stack.enter_context(_offload(model, optimizer, settings, source, strict=options.strict))
         batches = Batches(
@@ -127,14 +127,15 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             world_size=ranks.world_size,
             encode=tokenizer_of(source.weights),
         )
-        scheduler = LambdaLR(paged, scheduler_factor)
-        training = Training(
-            model, paged, scheduler, batches, options, ranks, view, stop, torch.device(mesh.device_type), out
-        )
         source.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        training.resume(
-            data=_data_facts(options, settings, corpus), model_config=json.loads(source.config.to_json_string())
+        facts = {
+            "data": _data_facts(options, settings, corpus), "model_config": json.loads(source.config.to_json_string())
+        }
+        recipe = _agreed_recipe(recipe, paged, facts, options, ranks)
+        training = Training(
+            model, paged, recipe, facts, batches, options, ranks, view, stop, torch.device(mesh.device_type), out
         )
+        training.commits_last = settings.run.keep != "never"
         pages.run_id = paged.run.folder.run_id
         view.say(_heading(f"{source.name}, {dtype}", parameters, training, settings, corpus))
         training.train()
@@ -210,7 +211,8 @@ class Training:
         self,
         model: nn.Module,
         optimizer: PagedOptimizer,
-        scheduler: LambdaLR,
+        recipe: Recipe,
+        facts: dict[str, Any],
         batches: Batches,
         options: TrainOptions,
         ranks: Ranks,
@@ -219,7 +221,7 @@ class Training:
         device: torch.device,
         out: Path,
     ) -> None:
-        self.model, self.optimizer, self.scheduler, self.batches = model, optimizer, scheduler, batches
+        self.model, self.optimizer, self.batches, self.recipe = model, optimizer, batches, recipe
         self.options, self.ranks, self.view, self.stop = options, ranks, view, stop
         self.device, self.out = device, out
         self.losses: list[float] = []
@@ -227,25 +229,12 @@ class Training:
         self.kernel = KernelCounts()
         self.first_step = optimizer.steps + 1
         self.stopped_by = 0
-        self._extra: dict[str, Any] = {}
-        self._committed = optimizer.steps
-
-    def resume(self, *, data: dict[str, Any], model_config: dict[str, Any]) -> None:
-        """Take up the schedule of the commit that the run was resumed from, if it was."""
-        found = self.optimizer.resumed_extra
-        self._extra = {"data": data, "model_config": model_config}
-        if not found:
-            return
-        if changed := [key for key, value in data.items() if found.get("data", {}).get(key) != value]:
-            logging.getLogger("infinity").warning(
-                "not what the run was begun with: %s; it goes on with other batches than it would have had",
-                ", ".join(changed),
-            )
-        if "scheduler" in found:
-            self.scheduler.load_state_dict(found["scheduler"])
-            rates = self.scheduler.get_last_lr()
-            for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = lr
+        self.commits_last = True
+        self.committed = optimizer.steps  # step of the newest commit; 0: there is none
+        self._extra = {**facts, "recipe": kept(recipe)}
+        for group in optimizer.param_groups:
+            group.update(lr=recipe.lr, initial_lr=recipe.lr, weight_decay=recipe.weight_decay)
+        self.scheduler = LambdaLR(optimizer, recipe.factor, last_epoch=optimizer.steps - 1)
 
     def train(self) -> None:
         """Run all steps; stop early, after a complete step, when a signal arrives on any rank.
@@ -266,7 +255,7 @@ class Training:
                     log.write(shown)
                 if options.commit_every and optimizer.steps % options.commit_every == 0:
                     self._commit()
-            if options.commit_every and self._committed != optimizer.steps:
+            if self.commits_last and self.committed != optimizer.steps:
                 self._commit()
         optimizer.drain()
 
@@ -275,8 +264,8 @@ class Training:
         loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         self._agree(loss.detach().float().item())
         loss.backward()
-        if self.options.max_grad_norm is not None:
-            self.optimizer.clip_grad_norm_(self.options.max_grad_norm)
+        if self.recipe.max_grad_norm is not None:
+            self.optimizer.clip_grad_norm_(self.recipe.max_grad_norm)
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -285,15 +274,15 @@ class Training:
 
     def _agree(self, loss: float) -> None:
         """Share the loss and wishes to stop. Before backward, so that no rank updates from a loss of NaN."""
-        signals = [float(self.stop.received == number) for number in (2, 15)]
-        mean, interrupted, terminated = self._sum([loss / self.ranks.world_size, *signals])
+        signals = [float(self.stop.received == number) for number in SIGNALS]
+        mean, *wishes = self._sum([loss / self.ranks.world_size, *signals])
         if not math.isfinite(mean):
-            kept = f"the last commit is of step {self._committed}" if self._committed else "nothing was committed"
+            kept = f"the last commit is of step {self.committed}" if self.committed else "nothing was committed"
             raise InfinityError(
                 f"the loss of step {self.optimizer.steps + 1} is {mean}; try a lower --lr or --max-grad-norm 1; {kept}"
             )
         self.losses.append(mean)
-        self.stopped_by = 2 if interrupted else 15 if terminated else 0
+        self.stopped_by = next((int(number) for number, wish in zip(SIGNALS, wishes, strict=True) if wish), 0)
 
     def _shown(self) -> dict[str, Any]:
         record = self.optimizer.records[-1]
@@ -329,8 +318,8 @@ class Training:
         return [float(value) for value in total]
 
     def _commit(self) -> None:
-        self.optimizer.commit({**self._extra, "scheduler": self.scheduler.state_dict()})
-        self._committed = self.optimizer.steps
+        self.optimizer.commit(self._extra)
+        self.committed = self.optimizer.steps
         self.kernel.begin()
 
 
@@ -387,18 +376,28 @@ def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
 
 
-def _schedule(options: TrainOptions) -> Any:
-    """Return the factor on the learning rate by step: a linear warm-up, then half a cosine down to a tenth."""
-    total = options.lr_steps or options.steps
-    warmup = min(options.warmup_steps, total)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        progress = min(1.0, (step - warmup) / max(1, total - warmup))
-        return _FINAL_LR + (1 - _FINAL_LR) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    return factor
+def _agreed_recipe(
+    asked: Recipe, paged: PagedOptimizer, facts: dict[str, Any], options: TrainOptions, ranks: Ranks
+) -> Recipe:
+    """Return the recipe to train with; say what of the command line is not as it was in the run that goes on."""
+    found = paged.resumed_extra
+    if not paged.steps:
+        return asked
+    recipe, says = resumed(options.given, found.get("recipe"), options.steps, override=options.override)
+    before, now = found.get("data", {}), facts["data"]
+    if other := [f"{name} {now[name]} (was {before[name]})" for name in now if now[name] != before.get(name, now[name])]:
+        says.append(f"the command line holds, not the commit: {', '.join(other)}; batches are others than they would be")
+    before, now = found.get("model_config", {}), facts["model_config"]
+    if other := [
+        f"{name} {now.get(name)} (was {before[name]})"
+        for name in before
+        if name not in _NO_MODEL and before[name] != now.get(name)
+    ]:
+        says.append(f"the model is another one than that of the commit: {', '.join(other)}")
+    if ranks.rank == 0:
+        for text in says:
+            _log.warning("%s", text)
+    return recipe
 
 
 def _data_facts(options: TrainOptions, settings: Config, corpus: Corpus) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Standard error of a run that is to go on when nobody reads its messages any more."""
+"""Standard output and error of a program that is to go on when nobody reads them any more."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 
@@ -14,27 +14,28 @@ class LastingStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._lost = False
+        self.error: OSError | None = None
+        """Why nothing is written any more."""
 
     def write(self, text: str) -> int:
         """Write, as far as anybody reads it."""
-        if not self._lost:
+        if self.error is None:
             try:
                 return self._stream.write(text)
-            except OSError:
-                self._lose()
+            except OSError as error:
+                self._lose(error)
         return len(text)
 
     def flush(self) -> None:
         """Flush, as far as anybody reads it."""
-        if not self._lost:
+        if self.error is None:
             try:
                 self._stream.flush()
-            except OSError:
-                self._lose()
+            except OSError as error:
+                self._lose(error)
 
-    def _lose(self) -> None:
-        self._lost = True
+    def _lose(self, error: OSError) -> None:
+        self.error = error
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, self._stream.fileno())  # for what writes past this object, and what is in its buffer yet
         os.close(nothing)
@@ -43,12 +44,31 @@ class LastingStream:
         return getattr(self._stream, name)
 
 
+def open_missing_streams() -> None:
+    """Give a program that was started with standard streams closed ones that lead nowhere.
+
+    Else the next file that it opens gets the number of a missing stream, and messages would be written into it.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+
+
 @contextmanager
-def lasting_messages() -> Iterator[None]:
-    """Let nothing that is written to standard error in the body end it."""
-    before = sys.stderr
-    sys.stderr = LastingStream(before)  # type: ignore[assignment]
+def lasting_streams() -> Iterator[LastingStream]:
+    """Let nothing that is written to standard output or error in the body end it; give that of standard output."""
+    before = sys.stdout, sys.stderr
+    output, errors = LastingStream(sys.stdout), LastingStream(sys.stderr)
+    sys.stdout, sys.stderr = output, errors  # type: ignore[assignment]
     try:
-        yield
+        yield output
     finally:
-        sys.stderr = before
+        with suppress(ValueError):  # somebody has closed it
+            output.flush()
+            errors.flush()
+        sys.stdout, sys.stderr = before

@@ -1,27 +1,35 @@
-"""Ctrl-C and SIGTERM: the step that runs is finished, then the run ends in order."""
+"""Ctrl-C, SIGTERM and a terminal that is closed: the step that runs is finished, then the run ends in order."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME_SECONDS = 2.0
+"""What comes again so soon is the same wish: torchrun and batch systems pass on what the process has had already."""
 
 
 class StopRequest:
-    """Holds a signal back from the first step on; before it, and when it comes twice, it ends the run at once."""
+    """Holds a signal back from the first step on; before it, and when it comes twice, it ends the run at once.
+
+    A terminal that is closed tells so more than once and never ends the run at once; under nohup it is not heard.
+    """
 
     def __init__(self) -> None:
         self.received = 0
         self.patient = False
+        self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._arrived)
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._arrived)
         return self
 
     def __exit__(
@@ -31,9 +39,14 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        if self.received or not self.patient:
+        now = time.monotonic()
+        if not self.patient:
             raise SystemExit(128 + number)
-        self.received = number
+        if self.received:
+            if number == signal.SIGHUP or now - self._since < _SAME_SECONDS:
+                return
+            raise SystemExit(128 + number)
+        self.received, self._since = number, now
         with contextlib.suppress(OSError):  # nobody reads it any more
             # Not through the console: it may be in the middle of a line.
             os.write(2, b"\nending after this step; once more ends it now\n")

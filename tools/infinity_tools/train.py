@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from infinity_tools.failures import failures
 
@@ -13,6 +14,7 @@ _MODEL, _DATA, _STATE, _OPTIMIZER, _OUTPUT = "Model", "Data", "State on NVMe", "
 
 
 def train(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Option(
@@ -102,12 +104,28 @@ def train(
         int,
         typer.Option(
             min=0,
-            help="Make the state durable every so many steps and after the last one. 0: never.",
+            help="Make the state durable every so many steps, too. 0: after the last one only, which a signal may bring "
+            "forward. With --keep never not after that either.",
             rich_help_panel=_STATE,
         ),
     ] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest commit on the folders.", rich_help_panel=_STATE)
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[auto]",
+            help="Go on from the newest commit on the folders. --resume auto: begin anew where there is none.",
+            rich_help_panel=_STATE,
+        ),
+    ] = None,
+    override: Annotated[
+        bool,
+        typer.Option(
+            "--override",
+            help="With --resume: --lr, --weight-decay, --warmup-steps, --lr-steps and --max-grad-norm hold where they "
+            "are given. Without, a run goes on with those that it was begun with.",
+            rich_help_panel=_STATE,
+        ),
     ] = False,
     resume_path: Annotated[
         list[Path] | None,
@@ -141,19 +159,24 @@ def train(
         int,
         typer.Option(min=1, help="Train up to this step, counted from the run's first.", rich_help_panel=_OPTIMIZER),
     ] = 20,
-    lr: Annotated[float, typer.Option(help="Highest learning rate of AdamW.", rich_help_panel=_OPTIMIZER)] = 3e-4,
+    lr: Annotated[
+        float | None, typer.Option(help="Highest learning rate of AdamW. [default: 3e-4]", rich_help_panel=_OPTIMIZER)
+    ] = None,
     warmup_steps: Annotated[
-        int, typer.Option(min=0, help="Steps in which the rate rises.", rich_help_panel=_OPTIMIZER)
-    ] = 4,
+        int | None,
+        typer.Option(min=0, help="Steps in which the rate rises. [default: 4]", rich_help_panel=_OPTIMIZER),
+    ] = None,
     lr_steps: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
-            help="Step at which the rate's cosine reaches its end, a tenth. 0: the last step.",
+            help="Step at which the rate's cosine reaches its end, a tenth. [default: 0, the run's first --steps]",
             rich_help_panel=_OPTIMIZER,
         ),
-    ] = 0,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", rich_help_panel=_OPTIMIZER)] = 0.1,
+    ] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(help="Of AdamW. [default: 0.1]", rich_help_panel=_OPTIMIZER)
+    ] = None,
     max_grad_norm: Annotated[
         float | None,
         typer.Option(
@@ -210,10 +233,28 @@ def train(
             return
         if dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"--dtype {dtype!r} is not one of auto, bf16, fp32")
+        if resume not in (None, "latest", "auto"):
+            raise ConfigError(f"--resume {resume!r}: leave it without a value, or say --resume auto")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"--max-grad-norm {max_grad_norm:g} must be above 0; leave it out to train without clipping")
+        if retained_commits is not None and keep == "never" and not commit_every:
+            raise ConfigError(
+                f"--retained-commits {retained_commits} with --keep never: there is no commit to retain; name "
+                "--commit-every, or leave one of them out"
+            )
+        if override and not resume:
+            raise ConfigError("--override needs --resume")
         if resume_step is not None and not resume:
             raise ConfigError(f"--resume-step {resume_step} needs --resume")
         if resume_path and not resume:
             raise ConfigError(f"--resume-path {resume_path[0]} needs --resume")
+        recipe = {
+            "lr": lr,
+            "lr_steps": lr_steps,
+            "warmup_steps": warmup_steps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+        }
         changes: dict[str, Any] = {
             "storage.paths": [str(path) for path in nvme] if nvme else None,
             "storage.engine": engine,
@@ -222,7 +263,7 @@ def train(
             "state.format": state_format,
             "update.placement": update,
             "run.seed": seed,
-            "run.resume": "latest" if resume else None,
+            "run.resume": resume,
             "run.resume_paths": [str(path) for path in resume_path] if resume_path else None,
             "run.resume_step": resume_step,
             "run.retained_commits": retained_commits,
@@ -241,11 +282,9 @@ def train(
             micro_tokens=micro_tokens,
             seq=seq,
             steps=steps,
-            lr=lr,
-            lr_steps=lr_steps,
-            warmup_steps=warmup_steps,
-            weight_decay=weight_decay,
-            max_grad_norm=max_grad_norm,
+            given={name: value for name, value in recipe.items() if value is not None},
+            override=override,
+            again=_repeated(context),
             commit_every=commit_every,
             dtype=dtype,
             activation_checkpointing=activation_checkpointing,
@@ -257,6 +296,39 @@ def train(
         )
         status = run_training(options, settings)
     raise typer.Exit(status)
+
+
+class TrainCommand(TyperCommand):
+    """Takes `--resume` with and without a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse."""
+        following = [*args[1:], "--"]
+        alone = [arg == "--resume" and after.startswith("-") for arg, after in zip(args, following, strict=True)]
+        return super().parse_args(ctx, ["--resume=latest" if it else arg for arg, it in zip(args, alone, strict=True)])
+
+
+_ANEW = {
+    "resume", "resume_path", "resume_step", "override", "steps", "out", "trace", "json", "debug",
+    "lr", "lr_steps", "warmup_steps", "weight_decay", "max_grad_norm",
+}  # fmt: skip
+"""Options that a command that goes on does not repeat: it has its own, or the commit has them."""
+
+
+def _repeated(context: typer.Context) -> tuple[str, ...]:
+    """Return what the command line has said, as far as a run that goes on needs it again."""
+    said: list[str] = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in _ANEW or source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[option.name or ""]
+        if isinstance(value, bool):
+            said.append(option.opts[0] if value else option.secondary_opts[0])
+        else:
+            for item in value if isinstance(value, list | tuple) else [value]:
+                said += [option.opts[0], str(item)]
+    return tuple(said)
 
 
 def _list_presets() -> None:
