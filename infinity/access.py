@@ -149,3 +149,13 @@ def _content(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes
     if max(size, len(data)) > limit:
         raise OSError(errno.EFBIG, f"it is longer than {limit} bytes", os.fspath(path))
     return data
+
+
+def why_not_written(file: Path) -> str:
+    """Return why a file cannot be made or replaced, as far as that can be known before; empty if it can."""
+    folder = file.parent
+    if file.is_dir():
+        return "it is a folder"
+    if not folder.is_dir():
+        return f"{str(folder)!r} is not a folder"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{str(folder)!r} is not writable for this user"

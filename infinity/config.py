@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infinity.access import whose_folder
+from infinity.access import whose_folder, why_not_written
 from infinity.errors import ConfigError
 from infinity.units import KIB, MIB, parse_size
 
@@ -111,8 +111,9 @@ class RunConfig:
     seed: int = _setting(0, "Seed of the initialisation of models on the meta device.")
     resume: str = _setting(
         "",
-        "`latest`, or the id of a run in the first path, to continue from its last commit. With another number of "
-        "ranks, page size or paths a new run begins from that commit; all files of the old one must be reachable.",
+        "`latest`, or the id of a run in the first path, to continue from its last commit. `auto`: as `latest`, but a "
+        "new run begins where there is none; a commit that is damaged, or of another model, is still refused. With "
+        "another number of ranks, page size or paths a new run begins from that commit; all files of the old one must be reachable.",
     )
     resume_paths: tuple[str, ...] = _setting(
         (),
@@ -212,10 +213,19 @@ def check_config(config: Config) -> None:
         raise ConfigError("storage.paths is empty; name at least one folder on an NVMe drive")
     for name, paths in (("storage.paths", config.storage.paths), ("run.resume_paths", config.run.resume_paths)):
         for path in paths:
+            if not path.strip():
+                raise ConfigError(f"{name} has an empty name: {list(paths)}; name folders on NVMe drives")
             if not Path(path).is_dir():
                 raise ConfigError(f"{name}: {path!r} is not a folder; create it or name another one")
     if config.run.resume_paths and not config.run.resume:
         raise ConfigError('run.resume_paths is set, but nothing is resumed; set run.resume to "latest" or a run\'s id')
+    if config.run.resume == "auto" and (config.run.resume_paths or config.run.resume_step >= 0):
+        name = "run.resume_paths" if config.run.resume_paths else "run.resume_step"
+        raise ConfigError(
+            f'{name} with run.resume = "auto" would go back there at every start; take "latest" for the first one'
+        )
+    if (timeline := config.telemetry.timeline) and (why := why_not_written(Path(timeline))):
+        raise ConfigError(f"telemetry.timeline = {timeline!r} cannot be written: {why}; name another file")
     resolved = [str(Path(path).resolve()) for path in config.storage.paths]
     if len(set(resolved)) != len(resolved):
         raise ConfigError(f"storage.paths names the same folder twice: {list(config.storage.paths)}")

@@ -52,6 +52,7 @@ from infinity.fsdp.content import ShardContent
 from infinity.fsdp.first_values import FirstValues, Member, OwnValues, ResumedState
 from infinity.fsdp.initialise import InitFunction, ModuleInitialiser
 from infinity.io import Ticket, open_engine
+from infinity.io.drives import locate
 from infinity.layout import Layout, Page, Role, StateFormat
 from infinity.memory.arena import Arena
 from infinity.memory.heap import FreedMemory
@@ -339,14 +340,17 @@ class _Run:
         Every stage is taken by all ranks together: where one fails, all fail, with its reason. What was there before is
         there still then, and nothing else.
         """
-        paths, resume = settings.storage.paths, settings.run.resume
+        paths = settings.storage.paths
         old_paths = settings.run.resume_paths or paths
-        run_id = choose_run(old_paths, resume, ranks) if resume else ranks.agree(new_run_id())
+        resume = choose_run(old_paths, settings.run.resume, ranks)
+        run_id = resume or ranks.agree(new_run_id())
         undo: list[Callable[[], object]] = []
 
         def take() -> FolderLock:
             lock = FolderLock.acquire(paths, run_id, ranks.local_rank)
             undo.append(lock.release)
+            if ranks.local_rank == 0:
+                _say_where(paths)
             return lock
 
         try:
@@ -628,6 +632,11 @@ class _Run:
         """Whether a manifest of this rank is there, be it of a commit of which this rank does not know how it ended."""
         return any(name.rank == self.ranks.rank for name in published_in(self.folder.commits))
 
+    @property
+    def says_lost_steps(self) -> bool:
+        """Whether this rank tells which steps were never committed: one does, unless nothing was to be kept."""
+        return self.ranks.rank == 0 and self.settings.run.keep != "never"
+
     def close(self, *, committed: bool) -> None:
         """Release files, memory and lock; remove the run when nothing of it is to be kept.
 
@@ -722,6 +731,24 @@ def _report_earlier_runs(paths: tuple[str, ...]) -> None:
         )  # fmt: skip
     if passed:
         _log.warning("%s", passed_over(passed))
+
+
+def _say_where(paths: Sequence[str]) -> None:
+    """Say of folders that are no drives of their own what that means."""
+    try:
+        places = [locate(path) for path in paths]
+    except OSError:  # what is wrong with it is said by who uses it
+        return
+    for place in places:
+        if place.in_memory:
+            _log.warning("storage.paths: %s is in memory (tmpfs): the state takes memory, and ends with it", place.path)
+    drives = [place.drive for place in places]
+    for drive in dict.fromkeys(drives):
+        if drives.count(drive) > 1:
+            shared = ", ".join(place.path for place in places if place.drive == drive)
+            _log.warning(
+                "storage.paths: %s lie on one drive (%s), and are no faster than one folder", shared, drive.name
+            )
 
 
 def _agree_on_shares(settings: Config, ranks: Ranks) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Final
 
 from infinity.access import read_own, write_own
 from infinity.errors import ConfigError
-from infinity_daemon.drives import Drive
+from infinity.io.drives import Drive
 from infinity_daemon.log import event
 
 FILE_NAME: Final = "bandwidth.json"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from prometheus_client.core import Metric as Family
 
+from infinity.io.drives import SYSFS, Drive, Place, locate, space, traffic, wear_ratio
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import new_family, select_pages
 from infinity_daemon.bandwidth import Bandwidth
-from infinity_daemon.drives import SYSFS, Drive, Place, locate, space, traffic, wear_ratio
 from infinity_daemon.pages import Pages
 
 Samples = Iterator[tuple[dict[str, str], float]]

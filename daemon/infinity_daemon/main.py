@@ -34,6 +34,9 @@ def _daemon(
     ] = 15.0,
 ) -> None:
     """Serve the metrics of this node's ranks and drives, and answer the ranks' questions about space."""
+    if missing := [path for path in device_path or () if not path or not Path(path).is_dir()]:
+        typer.echo(f"infinityd: --device-path {missing[0]!r} is not a folder; name one that is mounted", err=True)
+        raise typer.Exit(2)
     folder = runtime_dir(TelemetryConfig(runtime_dir=runtime_folder))
     start_logging()
     options = Options(

@@ -21,8 +21,8 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from infinity.errors import ConfigError, InfinityError
+from infinity.io.drives import Place, locate, space
 from infinity_daemon.bandwidth import BandwidthProfile
-from infinity_daemon.drives import Place, locate, space
 from infinity_daemon.log import event
 from infinity_daemon.pages import Pages
 from infinity_daemon.reservations import Ledger, Owner

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from infinity.errors import BudgetError, ConfigError
+from infinity.io.drives import Place
 from infinity.units import format_size
-from infinity_daemon.drives import Place
 
 _MAX_RESERVATIONS: Final = 4096
 

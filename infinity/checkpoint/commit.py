@@ -172,26 +172,46 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
     """Return the id of the run to resume; nodes need not see each other's folders.
 
     Args:
-        wanted: an id, or ``latest`` for the newest run that has a commit of all its ranks.
+        wanted: an id; ``latest`` for the newest run that has a commit of all its ranks; ``auto`` for the same, or none;
+            or nothing.
+
+    Returns:
+        The id; nothing where nothing is wanted, or for ``auto`` where there is nothing to resume.
 
     Raises:
-        CommitError: there is none; the runs that have a commit are listed.
+        CommitError: there is none; the runs that have a commit are listed. For ``auto``: there is none, but something
+            that may be one of which a part is missing.
     """
+    if not wanted:
+        return ""
 
-    def seen() -> tuple[dict[str, list[files.Published]], str]:
+    def seen() -> tuple[dict[str, list[files.Published]], list[str], str]:
         with files.using(Path(paths[0])):
             runs, passed = look_for_runs(paths)
-            return {run.run_id: files.published_in(run.in_order[0] / "commits") for run in runs}, passed_over(passed)
+            headless = [run.run_id for run in runs if 0 not in run.roots]  # the folder of its commits is not here
+            found = {run.run_id: files.published_in(run.in_order[0] / "commits") for run in runs}
+            return found, headless, passed_over(passed)
 
     published: dict[str, set[files.Published]] = {}
+    missing: set[str] = set()
     odd = ""
-    for found, passed in ranks.collect(ranks.together("looking for runs", seen)):
+    for found, headless, passed in ranks.collect(ranks.together("looking for runs", seen)):
         odd = odd or passed
+        missing.update(headless)
         for run_id, names in found.items():
             published.setdefault(run_id, set()).update(names)
     committed = sorted(run_id for run_id, names in published.items() if files.complete_commits(names))
-    if wanted == "latest" and committed:
+    if wanted in ("latest", "auto") and committed:
         return committed[-1]
+    if wanted == "auto":
+        partial = sorted(run_id for run_id, names in published.items() if names or run_id in missing)
+        if not partial and not odd:
+            return ""
+        what = f"a part of run {', '.join(partial)}" if partial else "something like a run"
+        raise CommitError(
+            f"{', '.join(map(str, paths))} has {what}, but no commit of all its ranks: neither resumed nor begun anew; "
+            f"bring back what is missing, or remove what is there{'; ' * bool(odd)}{odd}"
+        )
     if wanted in committed:
         return wanted
     listed = ", ".join(committed) or "none"

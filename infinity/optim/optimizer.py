@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger, StepRecord
 
 _KEPT_RECORDS = 10_000
+_log = logging.getLogger("infinity")
 
 
 class Run(Protocol):
@@ -67,6 +69,10 @@ class Run(Protocol):
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit; the pages are flushed."""
+
+    @property
+    def says_lost_steps(self) -> bool:
+        """Whether this rank tells which steps were never committed."""
 
     def close(self, *, committed: bool) -> None:
         """Release everything."""
@@ -126,7 +132,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         ]
         """Optimizers inside the given one that have the same param groups."""
         self._closed = False
-        self._committed = committed
+        self._committed = steps if committed else None
+        """The step of the newest commit."""
         self._steps = steps
         self.records: list[StepRecord] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -356,7 +363,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.settle()
             self._pager.flush()
             self._run.publish(self._steps, self._step_state.scalars, extra)
-        self._committed = True
+        self._committed = self._steps
         self._ledger.committed(time.perf_counter() - started)
         self._ledger.restart_step()
 
@@ -488,12 +495,25 @@ class PagedOptimizer(torch.optim.Optimizer):
         if not self._closed:
             self._closed = True
             cause = error or sys.exception()
+            self._tell_lost_steps()
             end_all(
                 lambda: self._run.peers.leave(cause),
                 self._step_state.close,
                 self._pager.drain,
-                lambda: self._run.close(committed=self._committed),
+                lambda: self._run.close(committed=self._committed is not None),
                 cause=cause,
+            )
+
+    def _tell_lost_steps(self) -> None:
+        """Say which steps end with this object, where that was not asked for; before it is too late to see it."""
+        first = (self._committed or 0) + 1
+        if self._steps >= first and self._run.says_lost_steps:
+            which = f"step {first} is" if first == self._steps else f"steps {first} to {self._steps} are"
+            kept = "the run was never committed" if self._committed is None else "it is in no commit"
+            _log.warning(
+                '%s thrown away: %s; call optimizer.commit() before it is closed, or set run.keep = "never"',
+                which,
+                kept,
             )
 
     def leave_to_parent(self) -> None:

@@ -484,3 +484,29 @@ def test_the_publish_protocol_flushes_before_it_names(tmp_path: Path, monkeypatc
         session.run(EVERY + 1, every=1)
     assert order == ["data", "file", "file", "free"]
     assert core_session.EVERY == EVERY
+
+
+def test_steps_that_are_thrown_away_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By who closes a run; not where they are committed, nor where nothing was to be kept."""
+
+    def closed(steps: int, committed: int, keep: str = "auto") -> list[str]:
+        folder = tmp_path / f"{steps}-{committed}-{keep}"
+        folder.mkdir()
+        session = Session(folder, run={"keep": keep})
+        for step in range(steps):
+            session.step()
+            if step + 1 == committed:
+                session.commit()
+        caplog.clear()
+        session.optimizer.close()
+        session.optimizer.close()
+        return [text for text in caplog.messages if "thrown away" in text]
+
+    with caplog.at_level("WARNING", "infinity"):
+        (said,) = closed(2, 0)
+        assert said.startswith("steps 1 to 2 are thrown away: the run was never committed; call optimizer.commit()")
+        (said,) = closed(2, 1)
+        assert said.startswith("step 2 is thrown away: it is in no commit")
+        assert not closed(1, 1)
+        assert not closed(0, 0)
+        assert not closed(1, 0, "never")

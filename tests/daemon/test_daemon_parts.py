@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
 from infinity.errors import BudgetError
+from infinity.io.drives import Drive, Place, locate, space, traffic, wear_ratio
 from infinity.telemetry import Stats
 from infinity_daemon.bandwidth import FILE_NAME, BandwidthProfile
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
-from infinity_daemon.drives import Drive, Place, locate, space, traffic, wear_ratio
 from infinity_daemon.pages import Pages
 from infinity_daemon.reservations import Ledger, Owner
 from infinity_daemon.server import SocketServer

@@ -53,7 +53,7 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     assert (tmp_path / "o/summary.png").read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == summary["losses"]
-    assert not list((tmp_path / "o/nvme").iterdir())  # nothing was committed, so nothing is kept
+    assert summary["committed_step"] == 12
 
 
 def test_rows_have_the_learning_rate_of_their_own_step(tmp_path):

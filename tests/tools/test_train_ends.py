@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from tools_command import SMALL, environment, run_here, run_process
 
+from infinity_tools.signals import StopRequest
+
 
 def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
     """And ends with 0, so that who restarts a run until it has ended can stop."""
@@ -105,3 +107,61 @@ def test_an_output_folder_that_takes_nothing_is_refused_before_the_first_step(tm
     ended = run_here(*SMALL, "--out", "out", "--steps", "3")
     assert ended.status == 2
     assert "out/steps.jsonl cannot be written: Is a directory; name another folder with --out" in ended.errors
+
+
+@pytest.mark.parametrize(
+    ("streams", "options", "status"),
+    [("<&- >&- 2>&-", "", 0), (">/dev/full 2>/dev/full", "", 1), ("2>&1 | true", "--commit-every 1", 0)],
+    ids=["closed", "full", "no reader"],
+)
+def test_standard_streams_that_take_nothing_do_not_end_training(
+    streams: str, options: str, status: int, tmp_path: Path
+) -> None:
+    """The run comes to its end and commits; no message ends in a file. A result that cannot be printed is status 1."""
+    train = f"{sys.executable} -m infinity_tools {' '.join(SMALL)} --out out --steps 2 {options}"
+    script = f"set -o pipefail; {train} {streams}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment(tmp_path / "tmp"), timeout=120, check=False
+    )
+    assert done.returncode == status
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["committed_step"] == 2
+    assert run_here("store", "verify", "out/nvme").status == 0
+
+
+def test_a_terminal_that_is_closed_ends_the_run_with_a_commit(tmp_path: Path) -> None:
+    """SIGHUP comes more than once then, and so does SIGTERM under torchrun and batch systems."""
+    train = [*SMALL, "--out", "out", "--steps", "100000"]
+    command = [sys.executable, "-m", "infinity_tools", *train]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(tmp_path / "tmp"), stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            while "step 1/" not in process.stderr.readline():
+                assert process.poll() is None
+            process.stderr.close()
+            for _ in range(3):
+                process.send_signal(signal.SIGHUP)
+            assert process.wait(60) == 128 + signal.SIGHUP
+        finally:
+            process.kill()
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["interrupted"]
+    assert summary["committed_step"] == summary["steps"]
+
+
+def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later, once more ends the run at once."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with StopRequest() as stop:
+        stop.patient = True
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert stop.received == signal.SIGTERM
+        now = 110.0
+        os.kill(os.getpid(), signal.SIGHUP)
+        with pytest.raises(SystemExit) as ending:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert ending.value.code == 128 + signal.SIGTERM

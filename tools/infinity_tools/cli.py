@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json as json_format
 import platform
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from infinity_tools import store
 from infinity_tools.export import export
@@ -15,7 +16,20 @@ from infinity_tools.failures import complain, failures
 from infinity_tools.messages import lasting_streams, open_missing_streams
 from infinity_tools.train import TrainCommand, train
 
+
+class _Commands(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; refuse empty arguments, which would mean the current folder where a name was meant."""
+        for before, argument in zip(["", *args], args, strict=False):
+            name, _, value = argument.partition("=")
+            if not (value if name.startswith("--") and "=" in argument else argument).strip():
+                what = name if name.startswith("--") else before or "an argument"
+                raise typer.BadParameter(f"{what} is empty: is a variable of the shell not set?", ctx=ctx)
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Train models larger than memory: the storage tier for PyTorch FSDP2.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -63,6 +63,8 @@ def export(
         from infinity_tools.runs import stored_runs
 
         file_bytes = parse_size(file_size, name="--file-size")
+        if file_bytes == 0:
+            raise ConfigError(f"--file-size {file_size} is no size of a file; the default is 1GiB")
         runs = {found.run_id: found for found in stored_runs(paths)}
         committed = [found.run_id for found in runs.values() if found.commits]
         if (run and run not in runs) or (not run and not committed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ from infinity_tools.presets import ModelSource, best_dtype, count_parameters, fi
 from infinity_tools.progress import StepView, View, open_view, short
 from infinity_tools.recipe import Recipe, begun, kept, resumed
 from infinity_tools.signals import SIGNALS, StopRequest
-from infinity_tools.summary import RunFacts, StepLog, check_log, summarise, summary_table, write_summary
+from infinity_tools.summary import RunFacts, StepLog, check_log, result_lines, summarise, summary_table, write_summary
 
 _log = logging.getLogger("infinity")
 _BYTE_VALUES = 256
@@ -129,7 +130,8 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         )
         source.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         facts = {
-            "data": _data_facts(options, settings, corpus), "model_config": json.loads(source.config.to_json_string())
+            "data": _data_facts(options, settings, corpus),
+            "model_config": json.loads(source.config.to_json_string()),
         }
         recipe = _agreed_recipe(recipe, paged, facts, options, ranks)
         training = Training(
@@ -140,6 +142,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         view.say(_heading(f"{source.name}, {dtype}", parameters, training, settings, corpus))
         training.train()
         summary = _summarise(training, source.name, dtype, parameters)
+        summary["next"] = _next_commands(training, settings, ranks)
         if ranks.rank == 0:
             written = _write_results(out, summary)
         if ranks.local_rank == 0 and options.metrics_port is not None and not stop.received:
@@ -385,8 +388,12 @@ def _agreed_recipe(
         return asked
     recipe, says = resumed(options.given, found.get("recipe"), options.steps, override=options.override)
     before, now = found.get("data", {}), facts["data"]
-    if other := [f"{name} {now[name]} (was {before[name]})" for name in now if now[name] != before.get(name, now[name])]:
-        says.append(f"the command line holds, not the commit: {', '.join(other)}; batches are others than they would be")
+    if other := [
+        f"{name} {now[name]} (was {before[name]})" for name in now if now[name] != before.get(name, now[name])
+    ]:
+        says.append(
+            f"the command line holds, not the commit: {', '.join(other)}; batches are others than they would be"
+        )
     before, now = found.get("model_config", {}), facts["model_config"]
     if other := [
         f"{name} {now.get(name)} (was {before[name]})"
@@ -416,6 +423,8 @@ def _heading(name: str, parameters: int, training: Training, settings: Config, c
     ranks = training.ranks.world_size
     each = " per rank" if ranks > 1 else ""
     went_on = f", resumed at step {training.first_step - 1}" if training.first_step > 1 else ""
+    if settings.run.resume == "auto" and not went_on:
+        went_on = ", new: there was nothing to resume"
     return (
         f"run {run.folder.run_id}{went_on}\n"
         f"{name}: {short(parameters)} parameters, {format_size(layout.state_bytes)} of state{each} on "
@@ -445,8 +454,28 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
         update_placement=optimizer.update_placement,
         nvme_paths=tuple(str(root.parent.resolve()) for root in optimizer.run.folder.roots),
         interrupted=bool(training.stopped_by),
+        committed_step=training.committed or None,
+        recipe=kept(training.recipe),
     )
     return summarise(facts, [found for found in reports if found.node == mine])
+
+
+def _next_commands(training: Training, settings: Config, ranks: Ranks) -> dict[str, str]:
+    """Return the commands for what a run has left: to export it, to go on, and to free its space. None: {}."""
+    if settings.run.keep == "never" or not training.committed:
+        return {}
+    options, run = training.options, training.optimizer.run.folder
+    folders = shlex.join(str(root.parent) for root in run.roots)
+    train = ["infinity", "train"]
+    if ranks.world_size > 1:
+        train = ["torchrun", "--nproc-per-node", str(ranks.local_world_size), "-m", "infinity_tools", "train"]
+    steps = options.steps if training.stopped_by else 2 * options.steps
+    out = training.out / f"step{training.committed}"
+    return {
+        "export": f"infinity export {folders} --out {shlex.quote(str(out))}",
+        "resume": shlex.join([*train, *options.again, "--out", str(training.out), "--resume", "--steps", str(steps)]),
+        "free": f"infinity store rm {folders} {run.run_id}",
+    }
 
 
 def _finished(settings: Config, options: TrainOptions, ranks: Ranks) -> tuple[str, int] | None:
@@ -457,6 +486,8 @@ def _finished(settings: Config, options: TrainOptions, ranks: Ranks) -> tuple[st
     """
     paths = settings.run.resume_paths or settings.storage.paths
     run_id = choose_run(paths, settings.run.resume, ranks)
+    if not run_id:
+        return None
     folder = ranks.together("finding the run's folders", lambda: folders_of(paths, run_id, settings.storage.paths))
     published = set[Published]().union(*ranks.collect(published_in(folder.commits)))
     step = choose_commit(run_id, complete_commits(published), settings.run.resume_step).step
@@ -478,6 +509,9 @@ def _show(summary: dict[str, Any], written: Sequence[Path], options: TrainOption
         return
     console.print()
     console.print(summary_table(summary))
+    console.print()
+    for line in result_lines(summary):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if written:
         console.print()
         console.print(", ".join(map(str, written)), highlight=False, soft_wrap=True)

@@ -27,6 +27,8 @@ class RankReport:
     parameters: int
     state_bytes: int
     arena_bytes: int
+    stored_bytes: int
+    """Space that its files take on NVMe."""
     peak_rss_bytes: int
     read_bytes_total: int
     written_bytes_total: int
@@ -110,6 +112,7 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
         parameters=optimizer.layout.parameters,
         state_bytes=optimizer.layout.state_bytes,
         arena_bytes=int(page.value("tier_capacity_bytes", tier="host")),
+        stored_bytes=int(page.value("tier_capacity_bytes", tier="nvme")),
         peak_rss_bytes=peak_rss(),
         read_bytes_total=read,
         written_bytes_total=written,

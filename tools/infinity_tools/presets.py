@@ -108,8 +108,20 @@ def on_meta(source: ModelSource) -> nn.Module:
             )
     except ValueError as error:
         raise ConfigError(f"--model {source.name}: {str(error).splitlines()[0]}") from error
+    if _sees_what_follows(model.config):
+        raise ConfigError(
+            f"--model {source.name}: {source.config.model_type} sees the tokens that it is to predict; for a causal "
+            "model set is_decoder to true in its config.json"
+        )
     model.config.use_cache = False
     return model.train()  # type: ignore[no-any-return]
+
+
+def _sees_what_follows(config: Any) -> bool:
+    """Whether a model that transformers also has for masked tokens was not told to be a causal one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False
 
 
 def best_dtype() -> str:

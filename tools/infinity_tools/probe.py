@@ -40,8 +40,8 @@ def probe(
 ) -> None:
     """Measure read, write and mixed bandwidth of folders through infinity's own I/O engine."""
     file_bytes = parse_size(size, name="--size")
-    blocks = [parse_size(text, name="--block") for text in _items(block or ["256KiB,1MiB,4MiB"])]
-    depths = [_whole(text, "--depth") for text in _items(depth or ["1,4,8,16,32"])]
+    blocks = [parse_size(text, name="--block") for text in _items(block or ["256KiB,1MiB,4MiB"], "--block")]
+    depths = [_whole(text, "--depth") for text in _items(depth or ["1,4,8,16,32"], "--depth")]
     points = points_of(list(Load), blocks, depths)
     with ProgressBar(
         TextColumn("{task.description}"),
@@ -74,8 +74,11 @@ def probe(
         console.print(f"wrote {out / 'probe.json'} and {out / 'probe.png'}")
 
 
-def _items(values: list[str]) -> list[str]:
-    return [item.strip() for value in values for item in value.split(",") if item.strip()]
+def _items(values: list[str], name: str) -> list[str]:
+    items = [item.strip() for value in values for item in value.split(",")]
+    if not all(items):
+        raise ConfigError(f"{name} {','.join(values)!r} has an empty place; write numbers between the commas")
+    return items
 
 
 def _whole(text: str, name: str) -> int:

@@ -54,10 +54,14 @@ def resumed(
     other = {name: value for name in given if (value := getattr(asked, name)) != getattr(own, name)}
     says = []
     if other and override:
-        listed = ", ".join(f"{_option(name, value)} (was {_value(getattr(own, name))})" for name, value in other.items())
+        listed = ", ".join(
+            f"{_option(name, value)} (was {_value(getattr(own, name))})" for name, value in other.items()
+        )
         says.append(f"the command line holds, not the commit: {listed}")
     elif other:
-        listed = ", ".join(f"{_option(name, getattr(own, name))} (not {_value(value)})" for name, value in other.items())
+        listed = ", ".join(
+            f"{_option(name, getattr(own, name))} (not {_value(value)})" for name, value in other.items()
+        )
         says.append(f"the commit holds, not the command line: {listed}; --override takes the command line's")
     if override:
         own = replace(own, **other)

@@ -6,7 +6,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -45,6 +45,8 @@ class RunFacts:
     update_placement: str
     nvme_paths: tuple[str, ...]
     interrupted: bool
+    committed_step: int | None
+    recipe: Mapping[str, Any]
 
 
 def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
@@ -77,6 +79,7 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
         "step_seconds": step_seconds,
         "tokens_per_second": facts.tokens_per_step / step_seconds,
         "state_bytes": total(lambda r: r.state_bytes),
+        "stored_bytes": total(lambda r: r.stored_bytes),
         "host_memory_bytes": arena,
         "peak_rss_bytes": peak,
         "process_memory_bytes_outside_arena": max(0, peak - arena),
@@ -169,6 +172,20 @@ def summary_table(summary: dict[str, Any]) -> Table:
     for name, value in _rows(summary):
         table.add_row(name, value)
     return table
+
+
+def result_lines(summary: dict[str, Any]) -> list[str]:
+    """Return what is left of a run, and the commands that go on from there; whole lines, to be copied."""
+    last, committed, commands = summary["first_step"] + summary["steps"] - 1, summary["committed_step"], summary["next"]
+    if not commands:
+        return ["nothing is left on NVMe: --keep never"]
+    lost = f"; steps up to {last} are not in it" if committed != last else ""
+    return [
+        f"step {committed} of run {summary['run_id']} is committed in {', '.join(summary['nvme_paths'])}{lost}",
+        f"its weights:     {commands['export']}",
+        f"to go on:        {commands['resume']}",
+        f"to free {format_size(summary['stored_bytes'])}: {commands['free']}",
+    ]
 
 
 def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:

@@ -104,8 +104,8 @@ def train(
         int,
         typer.Option(
             min=0,
-            help="Make the state durable every so many steps, too. 0: after the last one only, which a signal may bring "
-            "forward. With --keep never not after that either.",
+            help="Make the state durable every so many steps, not only at the end of the run, whether that is the last "
+            "step or a signal. With --keep never there is no commit at the end.",
             rich_help_panel=_STATE,
         ),
     ] = 0,
@@ -236,7 +236,9 @@ def train(
         if resume not in (None, "latest", "auto"):
             raise ConfigError(f"--resume {resume!r}: leave it without a value, or say --resume auto")
         if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(f"--max-grad-norm {max_grad_norm:g} must be above 0; leave it out to train without clipping")
+            raise ConfigError(
+                f"--max-grad-norm {max_grad_norm:g} must be above 0; leave it out to train without clipping"
+            )
         if retained_commits is not None and keep == "never" and not commit_every:
             raise ConfigError(
                 f"--retained-commits {retained_commits} with --keep never: there is no commit to retain; name "

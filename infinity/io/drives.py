@@ -14,6 +14,7 @@ from typing import Final
 
 SYSFS: Final = Path("/sys")
 _SECTOR_BYTES: Final = 512  # the unit of /sys/class/block/*/stat, whatever the drive's own sector is
+_IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
@@ -27,11 +28,12 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a folder is: its drive, and the number of its file system (`st_dev`)."""
+    """Where a folder is: its drive, and the number of its file system (`st_dev`), which may be in memory."""
 
     path: str
     drive: Drive
     file_system: int
+    in_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +62,16 @@ def locate(path: str, sysfs: Path = SYSFS) -> Place:
         OSError: the folder is missing or may not be looked at.
     """
     number = os.stat(path).st_dev
-    name = _block_name(number, sysfs)
+    name, kind = _block_name(number, sysfs), ""
     if name is None:
         kind, source = _mount_of(path)
         name = _block_name(_block_number(source), sysfs) or f"{kind}-{os.minor(number)}"
-    return Place(path=path, drive=Drive(name=name, identity=_identity(name, sysfs)), file_system=number)
+    return Place(
+        path=path,
+        drive=Drive(name=name, identity=_identity(name, sysfs)),
+        file_system=number,
+        in_memory=kind in _IN_MEMORY,
+    )
 
 
 def space(path: str) -> Space:

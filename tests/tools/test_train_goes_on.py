@@ -1,0 +1,159 @@
+"""`infinity train --resume`: what holds of the command line, and of the commit; when a new run begins."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from tools_command import SMALL, Finished, run_here, run_process
+
+from infinity_tools.presets import find_model
+
+
+def said(ended: Finished) -> str:
+    """Return what was said on stderr, without the line ends of a narrow terminal."""
+    return " ".join(ended.errors.split())
+
+
+def test_what_the_command_line_has_otherwise_is_said_and_the_commit_holds(tmp_path: Path) -> None:
+    """The rates and the bits are those of the run that nobody disturbed."""
+    recipe = ["--lr", "2e-3", "--weight-decay", "0.3", "--warmup-steps", "1", "--lr-steps", "6", "--max-grad-norm", "1"]
+    straight = run_here(*SMALL, *recipe, "--steps", "6", "--out", "a", "--json").summary
+    run_here(*SMALL, *recipe, "--steps", "3", "--out", "b")
+    other = ["--lr", "9e-3", "--weight-decay", "0.1", "--warmup-steps", "3", "--max-grad-norm", "1"]
+    ended = run_here(*SMALL, *other, "--steps", "6", "--out", "b", "--resume")
+    assert ended.status == 0
+    assert (
+        "the commit holds, not the command line: --lr 0.002 (not 0.009), --warmup-steps 1 (not 3), "
+        "--weight-decay 0.3 (not 0.1); --override takes the command line's"
+    ) in said(ended)
+    summary = json.loads((tmp_path / "b/summary.json").read_text())
+    assert summary["losses"] == straight["losses"][3:]
+    assert summary["recipe"] == straight["recipe"] == {
+        "lr": 2e-3, "weight_decay": 0.3, "warmup_steps": 1, "lr_steps": 6, "max_grad_norm": 1.0
+    }  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "b/steps.jsonl").read_text().splitlines()]
+    expected = [json.loads(line)["lr"] for line in (tmp_path / "a/steps.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in rows] == expected
+
+
+def test_override_takes_the_command_line(tmp_path: Path) -> None:
+    """Only what it names; it is what the next commit holds."""
+    run_here(*SMALL, "--lr", "2e-3", "--warmup-steps", "0", "--steps", "2", "--out", "o")
+    ended = run_here(
+        *SMALL, "--lr", "1e-3", "--max-grad-norm", "2", "--steps", "3", "--out", "o", "--resume", "--override"
+    )
+    assert "the command line holds, not the commit: --lr 0.001 (was 0.002), --max-grad-norm 2 (was off)" in said(ended)
+    assert "from step 2 on, where its cosine ends, the rate stays at 0.0001; --override --lr-steps 3" in said(ended)
+    row = json.loads((tmp_path / "o/steps.jsonl").read_text().splitlines()[-1])
+    assert row["lr"] == pytest.approx(1e-4)
+    recipe = run_here(*SMALL, "--steps", "4", "--out", "o", "--resume", "--json").summary["recipe"]
+    assert (recipe["lr"], recipe["weight_decay"], recipe["max_grad_norm"]) == (1e-3, 0.1, 2.0)
+    assert "--override needs --resume" in run_here(*SMALL, "--override").errors
+
+
+def test_other_batches_and_another_model_of_the_same_shape_are_said(tmp_path: Path) -> None:
+    """The command line holds there."""
+    config = json.loads(find_model("tiny").config.to_json_string())
+    (tmp_path / "one.json").write_text(json.dumps(config))
+    (tmp_path / "two.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    run_here(*SMALL, "--model", "one.json", "--steps", "1", "--out", "o")
+    ended = run_here(*SMALL, "--model", "two.json", "--batch-tokens", "64", "--steps", "2", "--out", "o", "--resume")
+    assert "the command line holds, not the commit: batch_tokens 64 (was 128)" in said(ended)
+    assert "the model is another one than that of the commit: rms_norm_eps 0.5 (was 1e-06)" in said(ended)
+    same = run_here(*SMALL, "--model", "two.json", "--batch-tokens", "64", "--steps", "3", "--out", "o", "--resume")
+    assert "commit" not in said(same).replace("--resume", ""), "nothing differs"
+
+
+def test_resume_auto_begins_anew_or_goes_on(tmp_path: Path) -> None:
+    """One command, until it has finished."""
+    train = [*SMALL, "--out", "o", "--resume", "auto"]
+    first = run_here(*train, "--steps", "2")
+    assert first.status == 0
+    assert "new: there was nothing to resume" in first.errors
+    second = run_here(*train, "--steps", "3")
+    assert "resumed at step 2" in second.errors
+    assert "is at step 3 already: finished" in run_here(*train, "--steps", "3").errors
+    assert len(list((tmp_path / "o/nvme").glob("*/commits"))) == 1
+
+
+@pytest.mark.parametrize("state", ["damaged", "other model", "part of the ranks", "no marker", "other drive"])
+def test_resume_auto_never_begins_anew_beside_a_commit_that_it_cannot_take(state: str, tmp_path: Path) -> None:
+    """It is refused, and nothing is changed."""
+    train = [*SMALL, "--out", "o", "--steps", "2"]
+    folders = ["--nvme", "p", "--nvme", "q"] if state == "other drive" else []
+    for name in ("p", "q"):
+        (tmp_path / name).mkdir()
+    run_here(*train, *folders)
+    manifest = next(tmp_path.glob("*/**/commits/step*.json"))
+    root, options, expected = manifest.parent.parent, [], "neither resumed nor begun anew"
+    if state == "damaged":
+        manifest.write_bytes(manifest.read_bytes()[:-100])
+        expected = "malformed"
+    elif state == "other model":
+        config = json.loads(find_model("tiny").config.to_json_string())
+        (tmp_path / "other.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+        options, expected = ["--model", "other.json"], "model"
+    elif state == "part of the ranks":
+        manifest.rename(manifest.with_name(manifest.name.replace("-of-00001", "-of-00002")))
+    elif state == "no marker":
+        (root / "infinity.run").unlink()
+    else:
+        shutil.rmtree(tmp_path / "p")
+        folders = ["--nvme", "q"]
+    before = sorted(tmp_path.glob("*/*/**/*"))
+    ended = run_here(*train, *folders, *options, "--steps", "3", "--resume", "auto")
+    assert ended.status == 2, ended.errors
+    assert expected in said(ended)
+    assert sorted(tmp_path.glob("*/*/**/*")) == before
+
+
+def test_resume_auto_is_decided_by_all_ranks(tmp_path: Path) -> None:
+    """Two ranks begin one run, and go on with it together."""
+    train = [*SMALL, "--out", "o", "--resume", "auto", "--json"]
+    first = run_process(tmp_path, *train, "--steps", "1", ranks=2).summary
+    second = run_process(tmp_path, *train, "--steps", "2", ranks=2).summary
+    assert (first["first_step"], second["first_step"]) == (1, 2)
+    assert first["run_id"] == second["run_id"]
+
+
+@pytest.mark.parametrize("option", [("--resume-step", "1"), ("--resume-path", "old")])
+def test_what_would_go_back_at_every_start_is_refused(option: tuple[str, str], tmp_path: Path) -> None:
+    """Named with `--resume auto`, which stands in a script that is started again and again."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "n").mkdir()
+    ended = run_here(*SMALL, "--nvme", "n", "--resume", "auto", *option)
+    assert ended.status == 2
+    assert "would go back there at every start" in ended.errors
+
+
+def test_the_end_is_committed_and_the_next_commands_work(tmp_path: Path) -> None:
+    """Exactly as the summary prints them."""
+    ended = run_here(*SMALL, "--steps", "2", "--out", "my out", "--seed", "3", "--lr", "1e-3")
+    summary = json.loads((tmp_path / "my out/summary.json").read_text())
+    assert summary["committed_step"] == 2
+    assert f"step 2 of run {summary['run_id']} is committed in" in ended.output
+    commands = summary["next"]
+    assert all(command in ended.output for command in commands.values())
+    assert commands["resume"].startswith("infinity train --model tiny --batch-tokens 128 --seq 32"), (
+        "what was said is said again"
+    )
+    assert run_here(*shlex.split(commands["export"])[1:]).status == 0
+    assert (tmp_path / "my out/step2/model.safetensors").exists()
+    again = run_here(*shlex.split(commands["resume"])[1:])
+    assert "resumed at step 2" in again.errors
+    assert "step 4/4" in again.errors
+    assert run_here(*shlex.split(commands["free"])[1:], "--yes").status == 0
+    assert not list((tmp_path / "my out/nvme").glob("*/*.pages"))
+
+
+def test_nothing_is_left_where_that_is_asked_for(tmp_path: Path) -> None:
+    """And that is said, too."""
+    ended = run_here(*SMALL, "--steps", "1", "--out", "o", "--keep", "never")
+    assert "nothing is left on NVMe: --keep never" in ended.output
+    assert "thrown away" not in ended.errors
+    assert not list((tmp_path / "o/nvme").iterdir())
+    assert json.loads((tmp_path / "o/summary.json").read_text())["next"] == {}

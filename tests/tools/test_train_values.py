@@ -1,0 +1,104 @@
+"""Values that would be taken without a word, and lead to something else than was meant."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from tools_command import SMALL, run_here
+
+from infinity.config import check_config, load_config
+from infinity.errors import ConfigError
+from infinity.run import _say_where
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-grad-norm", "-1"], "--max-grad-norm -1 must be above 0"),
+        (["--max-grad-norm", "0"], "--max-grad-norm 0 must be above 0"),
+        (["--max-grad-norm", "nan"], "--max-grad-norm nan must be above 0"),
+        (["--trace", "missing/t.json"], "'missing/t.json' cannot be written: 'missing' is not a folder"),
+        (["--trace", "tmp"], "'tmp' cannot be written: it is a folder"),
+        (["--nvme", ""], "--nvme is empty"),
+        (["--nvme="], "--nvme is empty"),
+        (["--out", " "], "--out is empty"),
+        (["--retained-commits", "3", "--keep", "never"], "there is no commit to retain"),
+        (["--resume", "newest"], "--resume 'newest': leave it without a value, or say --resume auto"),
+    ],
+)
+def test_a_value_that_means_something_else_is_refused(options: list[str], message: str, tmp_path: Path) -> None:
+    """In one message, before anything is made."""
+    ended = run_here(*SMALL, "--steps", "1", "--out", "o", *options)
+    assert ended.status == 2, ended.errors
+    assert message in " ".join(ended.errors.replace("│", " ").split())
+    assert not (tmp_path / "o/nvme").exists() or not list((tmp_path / "o/nvme").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["export", "", "--out", "o"], "is empty"),
+        (["export", ".", "--out", "o", "--file-size", "0"], "--file-size 0 is no size of a file"),
+        (["store", "ls", ""], "ls is empty"),
+    ],
+)
+def test_so_is_one_of_other_commands(command: list[str], message: str) -> None:
+    """An empty name is most often a variable of the shell that is not set."""
+    ended = run_here(*command)
+    assert ended.status == 2, ended.errors
+    assert message in " ".join(ended.errors.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("option", "value"), [("--block", ","), ("--depth", "1,,2")])
+def test_so_is_an_empty_place_in_a_list(option: str, value: str) -> None:
+    """Not measured as something else."""
+    with pytest.raises(ConfigError, match=f"{option} '{value}' has an empty place"):
+        run_here("probe", ".", option, value)
+
+
+@pytest.mark.parametrize("kind", ["BertConfig", "RobertaConfig"])
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: str, tmp_path: Path) -> None:
+    """Its loss would fall to nothing. What makes it a causal one is named."""
+    import transformers
+
+    from infinity_tools.presets import find_model, on_meta
+
+    config = getattr(transformers, kind)(vocab_size=300)
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    with pytest.raises(ConfigError, match="sees the tokens that it is to predict"):
+        on_meta(find_model("config.json"))
+    for name in ("bart", "bert"):
+        causal = transformers.AutoConfig.for_model(name, is_decoder=name == "bert")
+        (tmp_path / "config.json").write_text(json.dumps(causal.to_dict()))
+        on_meta(find_model("config.json"))
+
+
+def test_folders_in_memory_or_on_one_drive_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They work, but not as somebody may expect."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with caplog.at_level(logging.WARNING, "infinity"):
+        _say_where([str(tmp_path / "a")])
+        assert not [text for text in caplog.messages if "one drive" in text]
+        _say_where([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert any(f"{tmp_path / 'a'}, {tmp_path / 'b'} lie on one drive" in text for text in caplog.messages)
+    caplog.clear()
+    if " /dev/shm tmpfs " not in Path("/proc/self/mounts").read_text():
+        pytest.skip("there is no file system in memory")
+    with caplog.at_level(logging.WARNING, "infinity"):
+        _say_where(["/dev/shm"])
+    assert caplog.messages == ["storage.paths: /dev/shm is in memory (tmpfs): the state takes memory, and ends with it"]
+
+
+def test_settings_of_the_api_are_checked_too(tmp_path: Path) -> None:
+    """Not only options of the command."""
+    storage = {"paths": [str(tmp_path)]}
+    with pytest.raises(ConfigError, match="storage.paths has an empty name"):
+        check_config(load_config({"storage": {"paths": [""]}}))
+    with pytest.raises(ConfigError, match=r"telemetry.timeline = .* cannot be written: .* is not a folder"):
+        check_config(load_config({"storage": storage, "telemetry": {"timeline": str(tmp_path / "no/t.json")}}))
+    with pytest.raises(ConfigError, match=r"run.resume_step with run.resume = \"auto\""):
+        check_config(load_config({"storage": storage, "run": {"resume": "auto", "resume_step": 3}}))
