@@ -30,7 +30,11 @@ def _setting(default: Any, doc: str, *, size: bool = False, minimum: int | None 
 class StorageConfig:
     """Where pages live and how they are moved."""
 
-    paths: tuple[str, ...] = _setting((), "Folders on NVMe drives, one or more; pages are spread over them.")
+    paths: tuple[str, ...] = _setting(
+        (),
+        "Folders on NVMe drives, one or more; pages are spread over them. One that is missing is made, if the folder "
+        "that it lies in is there.",
+    )
     engine: Literal["auto", "io_uring", "threads"] = _setting(
         "auto", "I/O engine. `auto` takes io_uring where the kernel allows it, else threads."
     )
@@ -210,10 +214,12 @@ def check_config(config: Config) -> None:
     """
     if not config.storage.paths:
         raise ConfigError("storage.paths is empty; name at least one folder on an NVMe drive")
-    for name, paths in (("storage.paths", config.storage.paths), ("run.resume_paths", config.run.resume_paths)):
-        for path in paths:
-            if not Path(path).is_dir():
-                raise ConfigError(f"{name}: {path!r} is not a folder; create it or name another one")
+    for path in config.storage.paths:
+        if not Path(path).is_dir() and (os.path.lexists(path) or not Path(path).parent.is_dir()):
+            raise ConfigError(f"storage.paths: {path!r} is not a folder, and cannot be made there; name another one")
+    for path in config.run.resume_paths:
+        if not Path(path).is_dir():
+            raise ConfigError(f"run.resume_paths: {path!r} is not a folder; name the one that the run lies in")
     if config.run.resume_paths and not config.run.resume:
         raise ConfigError('run.resume_paths is set, but nothing is resumed; set run.resume to "latest" or a run\'s id')
     resolved = [str(Path(path).resolve()) for path in config.storage.paths]

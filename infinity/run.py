@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import json
 import logging
@@ -10,8 +9,6 @@ import math
 import os
 import resource
 import socket
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
+from infinity import live
 from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import (
     Committer,
@@ -66,7 +64,7 @@ from infinity.ranks import Ranks
 from infinity.schedule.pager import Pager
 from infinity.store.bandwidth import path_shares
 from infinity.store.extents import file_sizes, plan_slots, spread
-from infinity.store.folder import FolderLock, RunFolder, reserve
+from infinity.store.folder import FolderLock, RunFolder, make_paths, reserve, unmake_paths
 from infinity.store.marker import look_for_runs, new_run_id, passed_over
 from infinity.store.pages import PageStore
 from infinity.telemetry import Stats
@@ -77,7 +75,6 @@ from infinity.units import MIB, format_size
 _log = logging.getLogger("infinity")
 _SPARE_SLOTS = 16
 _LOAD_LIMIT = 256 * MIB
-_live_runs: weakref.WeakSet[PagedOptimizer] = weakref.WeakSet()
 
 
 def mesh(device_type: str | None = None) -> DeviceMesh:
@@ -147,6 +144,7 @@ def offload(
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
     ranks = Ranks.current()
+    ranks.together("closing earlier runs of this process", lambda: live.make_way(settings.storage.paths))
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
     _give_shapes(kernel, sharded, optimizer)
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
@@ -156,28 +154,8 @@ def offload(
         if run.is_here:
             end_all(partial(run.peers.leave, error), partial(run.abandon, error), cause=error)
         raise
-    _live_runs.add(paged)
+    live.add(paged, model)
     return paged
-
-
-def _leave_to_parent() -> None:
-    """In a child that was forked: runs, with their threads, locks and folders, are those of the parent."""
-    for optimizer in _live_runs:
-        optimizer.leave_to_parent()
-    _live_runs.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-@atexit.register
-def _close_all() -> None:
-    error = getattr(sys, "last_value", None)  # what ended the program, if that was an exception
-    left = list(_live_runs)
-    for optimizer in left:
-        if reason := optimizer.run.peers.explain(error):
-            _log.error("%s", reason)
-    end_all(*(partial(optimizer.close, error) for optimizer in left), cause=error)
 
 
 def _check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -340,15 +318,20 @@ class _Run:
         """
         paths, resume = settings.storage.paths, settings.run.resume
         old_paths = settings.run.resume_paths or paths
-        run_id = choose_run(old_paths, resume, ranks) if resume else ranks.agree(new_run_id())
-        undo: list[Callable[[], object]] = []
+        host = socket.gethostname()
+        made: list[Path] = []
+        ranks.together("making paths", lambda: made.extend(make_paths(paths)), lambda: unmake_paths(made))
+        # On this node, by whatever rank: the last one that leaves them removes them.
+        made = [path for name, of_rank in ranks.collect((host, made)) if name == host for path in of_rank]
+        undo: list[Callable[[], object]] = [partial(unmake_paths, made)]
 
         def take() -> FolderLock:
-            lock = FolderLock.acquire(paths, run_id, ranks.local_rank)
+            lock = FolderLock.acquire(paths, run_id, ranks.local_rank, made)
             undo.append(lock.release)
             return lock
 
         try:
+            run_id = choose_run(old_paths, resume, ranks) if resume else ranks.agree(new_run_id())
             lock = ranks.together("taking the NVMe paths", take)
             folder = RunFolder.of(paths, run_id)
             commits: list[Manifest] = []
@@ -624,6 +607,7 @@ class _Run:
         Raises:
             StallError: a device does not answer; the folder stays locked until this process ends.
         """
+        live.remove(self)
         keep = self.settings.run.keep
         end_all(self.end, partial(self._give_up, remove=keep == "auto" and not committed, always=keep == "never"))
 

@@ -15,11 +15,11 @@ import infinity
 PACKAGE = Path(infinity.__file__).parent
 ROOT = PACKAGE.parent
 LEVELS = {
-    "config": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0,
+    "config": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0, "variables": 0,
     "io": 1, "memory": 1, "telemetry": 1, "layout": 1, "ranks": 1, "peers": 1,
     "store": 2, "schedule": 2,
     "fsdp": 3, "optim": 3, "checkpoint": 3, "budget": 3,
-    "run": 4,
+    "run": 4, "live": 4,
     "": 5,
 }  # fmt: skip
 NO_TORCH = (
@@ -29,6 +29,7 @@ NO_TORCH = (
     "hugepages",
     "access",
     "ending",
+    "variables",
     "layout",
     "io",
     "telemetry",
