@@ -13,7 +13,8 @@ from core_train import KIB, MIB, Outcome, Paging, Recipe, offloaded, train
 
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, FolderBusyError
-from infinity.store.folder import RunFolder, find_runs, live_run
+from infinity.store.folder import RunFolder, live_run
+from infinity.store.marker import look_for_runs
 
 LATEST = {"resume": "latest"}
 MODELS = ("gpt2", "toy", "frozen", "spare")
@@ -40,7 +41,7 @@ def go_on(recipe: Recipe, folder: str, steps: int, state_format: str = "fp32") -
 def newest(folder: Path) -> CommitReader:
     """Return the newest commit of the newest run."""
     path = folder / "nvme0"
-    run_id = find_runs([path])[-1]
+    run_id = look_for_runs([path])[0][-1].run_id
     return CommitReader(RunFolder(run_id, (path / run_id,)))
 
 
