@@ -384,7 +384,9 @@ def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
             return settings
         (out / "nvme").mkdir(exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} cannot be made: {error.strerror}") from error
+        raise ConfigError(
+            f"--out {str(out)!r} cannot be made: {error.strerror}; name a folder of yours with --out"
+        ) from error
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
 
 
