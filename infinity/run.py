@@ -18,11 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
@@ -39,11 +37,12 @@ from infinity.checkpoint.commit import (
 from infinity.checkpoint.companions import carry_companions, keep_companions
 from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec
-from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.manifest import Manifest, published_in
 from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
 from infinity.checkpoint.room import CommitRoom, commit_bytes
+from infinity.checkpoint.state import check_extra
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.ending import end_all
 from infinity.errors import ConfigError, StallError, StorageError, UnsupportedError
@@ -56,6 +55,7 @@ from infinity.io import Ticket, open_engine
 from infinity.layout import Layout, Page, Role, StateFormat
 from infinity.memory.arena import Arena
 from infinity.memory.heap import FreedMemory
+from infinity.memory.limits import available_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
 from infinity.optim.probe import make_kernel, view_shape
@@ -97,7 +97,8 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return private.default_mesh(device_type)
 
 
@@ -231,7 +232,7 @@ def _budget(
             "master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model), the others also for fp32 "
             'states of the optimizer; set "fp32"'
         )
-    host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
+    host = settings.memory.host_bytes or available_memory() // 4 // ranks.local_world_size
     return choose_budget(units, formats, host, settings.memory.page_bytes)
 
 
@@ -557,6 +558,15 @@ class _Run:
                 "`infinity store rm`", old.step, old.folder.run_id, old.world_size, self.folder.run_id,
             )  # fmt: skip
 
+    def check_extra(self, extra: dict[str, Any]) -> None:
+        """Check what a commit is given; where it cannot be committed on one rank, nothing is on any.
+
+        Raises:
+            CommitError: it would come back as something else.
+            InfinityError: that of another rank would.
+        """
+        self.ranks.together("commit", partial(check_extra, extra))
+
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit.
 
@@ -607,8 +617,16 @@ class _Run:
         end_all(*self._closers, *reversed(self._own), self._write_timeline)
 
     def abandon(self, error: BaseException) -> None:
-        """End a run that did not come to its start because of `error`: what it has made goes, what was there stays."""
+        """End a run that did not come to its start because of `error`: what it has made goes, what was there stays.
+
+        What goes on with other pages commits before it has started. If this rank has published its part, others may
+        know a commit of all: it stays.
+        """
         end_all(self.end, partial(self._give_up, remove=not self.resuming), cause=error)
+
+    def _has_published(self) -> bool:
+        """Whether a manifest of this rank is there, be it of a commit of which this rank does not know how it ended."""
+        return any(name.rank == self.ranks.rank for name in published_in(self.folder.commits))
 
     def close(self, *, committed: bool) -> None:
         """Release files, memory and lock; remove the run when nothing of it is to be kept.
@@ -617,14 +635,17 @@ class _Run:
             StallError: a device does not answer; the folder stays locked until this process ends.
         """
         keep = self.settings.run.keep
-        remove = keep == "never" or (keep == "auto" and not committed and not self._committer.has_published)
-        end_all(self.end, partial(self._give_up, remove=remove))
+        end_all(self.end, partial(self._give_up, remove=keep == "auto" and not committed, always=keep == "never"))
 
-    def _give_up(self, *, remove: bool) -> None:
-        """Give the folders back, and what this rank has in them too if it is to be removed."""
+    def _give_up(self, *, remove: bool, always: bool = False) -> None:
+        """Give the folders back. What this rank has in them goes too: if it has published nothing, or `always`."""
+
+        def unmake() -> None:
+            if always or (remove and not self._has_published()):
+                self.folder.remove_rank(self.ranks.rank, commits=self.ranks.local_rank == 0)
+
         if not self._stalled:
-            unmake = partial(self.folder.remove_rank, self.ranks.rank, commits=self.ranks.local_rank == 0)
-            end_all(*([unmake] if remove else []), self._lock.release)
+            end_all(unmake, self._lock.release)
 
     def _close_engine(self) -> None:
         try:

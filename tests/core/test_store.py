@@ -26,7 +26,7 @@ from infinity.io import ThreadEngine
 from infinity.layout import Layout, Page, Role
 from infinity.store import folder as folders
 from infinity.store.extents import Extent, ExtentAllocator, SlotClass, file_sizes, plan_slots, spread
-from infinity.store.folder import FolderLock, describe_holder, live_run, reserve
+from infinity.store.folder import FolderLock, describe_holder, holders, reserve
 from infinity.store.marker import new_run_id
 from infinity.store.pages import PageStore, checksum
 
@@ -369,10 +369,10 @@ def test_a_held_folder_is_refused_and_says_who(tmp_path: Path) -> None:
     held = FolderLock.acquire([tmp_path], "20300101-000000-abcdef", 0)
     with pytest.raises(FolderBusyError, match=rf"20300101-000000-abcdef.*process {os.getpid()}"):
         FolderLock.acquire([tmp_path], new_run_id(), 0)
-    assert "20300101-000000-abcdef" in str(live_run(tmp_path))
+    assert "20300101-000000-abcdef" in str(holders(tmp_path)[0])
     held.release()
     held.release()
-    assert live_run(tmp_path) is None
+    assert not holders(tmp_path)
     assert list(tmp_path.iterdir()) == []
     FolderLock.acquire([tmp_path], new_run_id(), 0).release()
 
@@ -400,7 +400,7 @@ def test_a_dead_holder_holds_nothing(tmp_path: Path) -> None:
     files = list(tmp_path.iterdir())
     assert len(files) == 1
     assert "dead" in describe_holder(files[0])
-    assert live_run(tmp_path) is None
+    assert not holders(tmp_path)
     FolderLock.acquire([tmp_path], new_run_id(), 0).release()
 
 
