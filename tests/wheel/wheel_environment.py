@@ -114,15 +114,19 @@ class Environment:
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def run(self, *command: str, folder: Path, temporary: Path) -> subprocess.CompletedProcess[str]:
-        """Run a command of this environment in `folder` as a user who owns nothing, if this one may, without HOME."""
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of this environment as a user who owns nothing, if this one may, without HOME.
+
+        It runs in the folder `readonly` beside this one; temporary files are in `tmp` there.
+        """
+        place = self.folder.parent
         nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
         return subprocess.run(
             [str(self.folder / "bin" / command[0]), *command[1:]],
             capture_output=True,
             text=True,
             check=False,
-            cwd=folder,
-            env={"PATH": os.defpath, "TMPDIR": str(temporary), "COLUMNS": "200", **self.variables},
+            cwd=place / "readonly",
+            env={"PATH": os.defpath, "TMPDIR": str(place / "tmp"), "COLUMNS": "200", **self.variables},
             **nobody,
         )
