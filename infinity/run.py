@@ -37,12 +37,12 @@ from infinity.checkpoint.commit import (
 from infinity.checkpoint.companions import carry_companions, keep_companions
 from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec
+from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.manifest import Manifest, published_in
 from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
 from infinity.checkpoint.room import CommitRoom, commit_bytes
-from infinity.checkpoint.state import check_extra
 from infinity.config import Config, check_config, load_config, runtime_dir
 from infinity.ending import end_all
 from infinity.errors import ConfigError, StallError, StorageError, UnsupportedError
@@ -565,7 +565,7 @@ class _Run:
             CommitError: it would come back as something else.
             InfinityError: that of another rank would.
         """
-        self.ranks.together("commit", partial(check_extra, extra))
+        self.ranks.together("commit", partial(save_extra, extra))
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit.

@@ -11,12 +11,9 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
-from infinity.checkpoint.schema import brief
 from infinity.errors import CommitError
 
 _BUFFER, _TORCH, _CUDA, _NUMPY = "buffer.", "random.torch", "random.cuda.", "random.numpy"
-_MOST_NESTED = 100
-_MOST_BITS = 1 << 13  # of an integer: Python turns no longer ones into texts, or back
 
 
 def save_tensors(model: nn.Module) -> bytes:
@@ -173,52 +170,6 @@ def load_groups(saved: Sequence[Mapping[str, Any]], groups: list[dict[str, Any]]
         raise CommitError(f"the commit has {len(saved)} param groups, the optimizer {len(groups)}")
     for values, group in zip(read_groups(saved), groups, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
-
-
-def check_extra(extra: Any) -> None:
-    """Check what `commit` is given: that JSON gives back something equal to it.
-
-    NaN and infinities are accepted, as schedulers have them; Python's JSON gives them back.
-
-    Raises:
-        CommitError: it would come back changed, or not at all; the place is named.
-    """
-    if not isinstance(extra, dict):
-        raise CommitError(f"extra is of type {type(extra).__name__}; commit a dict")
-    _check_json(extra, "extra", _MOST_NESTED)
-
-
-def _check_json(value: Any, place: str, depth: int) -> None:
-    if not depth:
-        raise CommitError(f"{place[:200]}… is nested more than {_MOST_NESTED} deep, or contains itself")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise CommitError(
-                    f"{place} has the key {brief(key)}, which would come back as a text; commit a list of pairs, or "
-                    "use texts as keys"
-                )
-            _check_json(key, f"a key of {place}", depth)
-            _check_json(item, f"{place}[{brief(key)}]", depth - 1)
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            _check_json(item, f"{place}[{number}]", depth - 1)
-    elif isinstance(value, tuple):
-        raise CommitError(f"{place} is a tuple, which would come back as a list; commit a list")
-    elif isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise CommitError(
-                f"{place} is a text that is not Unicode: {brief(value)}; commit bytes as hex()"
-            ) from error
-    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        raise CommitError(f"{place} is an integer of more than {_MOST_BITS} bits; commit it as a text")
-    elif not isinstance(value, int | float | None):
-        raise CommitError(
-            f"{place} is of type {type(value).__name__}, which JSON does not have; commit numbers, texts, lists and "
-            "dicts (of a tensor or an array, tolist())"
-        )
 
 
 def _plain(value: Any) -> Any:

@@ -335,9 +335,8 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Args:
             extra: plain data of your own, such as a scheduler's `state_dict` or the data position: numbers (NaN and
-                infinities too), texts, None, and lists and dicts of them, as JSON has them. A resumed run finds it in
-                `resumed_extra`. What would come back as something else is refused: tuples, and keys that are no texts
-                (of torch's schedulers, `MultiStepLR` has such `milestones`).
+                infinities too), texts, None, and lists, tuples and dicts of them. A resumed run finds it in
+                `resumed_extra`, equal. What would come back as something else is refused.
 
         Raises:
             CommitError: `extra` is not such data; the place is named. Nothing is written.

@@ -58,7 +58,7 @@ class Rig:
         self.engine = FaultEngine(ThreadEngine(4, 1 << 20), 0, faults)
         self.store = PageStore(
             PAGES, HOMES, self.files, slots, self.engine,
-            name_of=lambda index: f"unit/page[{index}]", moved=lambda *_: None, timeout=1, committed=committed,
+            name_of=lambda index: f"unit/page[{index}]", moved=lambda *_: None, timeout=60, committed=committed,
             retained=RETAINED,
         )  # fmt: skip
         self._area = mmap.mmap(-1, 64 * KIB)
@@ -81,7 +81,7 @@ class Rig:
             ended.set()
 
         method(index, memory, done)
-        assert ended.wait(20)
+        assert ended.wait(300)
         if errors[0] is not None:
             raise errors[0]
         return bytes(memory)
@@ -360,7 +360,7 @@ def test_a_stall_report_names_the_oldest_request(tmp_path: Path) -> None:
     assert "read of 4096 bytes" in rig.store.oldest_request()
     assert str(rig.files[0]) in rig.store.oldest_request()
     rig.engine.release()
-    assert ended.wait(20)
+    assert ended.wait(300)
     rig.close()
 
 
@@ -396,7 +396,7 @@ def test_a_dead_holder_holds_nothing(tmp_path: Path) -> None:
         f"lock = FolderLock.acquire([{str(tmp_path)!r}], 'dead', 0)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=False, timeout=600)
     files = list(tmp_path.iterdir())
     assert len(files) == 1
     assert "dead" in describe_holder(files[0])

@@ -238,8 +238,8 @@ def test_nothing_starts_while_it_is_asked(nvme: Path, tmp_path: Path, command: t
         assert starter.poll() is None, "it waits"
         asking.stdin.write("y\n")
         asking.stdin.close()
-        assert asking.wait(30) == 0
-        assert starter.communicate(timeout=30)[0] == "started\n"
+        assert asking.wait(300) == 0
+        assert starter.communicate(timeout=300)[0] == "started\n"
     left = {run.run_id for run in stored_runs([nvme])}
     assert dead.run_id not in left
     assert late.run_id in left
