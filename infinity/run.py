@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
@@ -36,6 +35,7 @@ from infinity.checkpoint.commit import (
 from infinity.checkpoint.companions import carry_companions, keep_companions
 from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec
+from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.manifest import Manifest, published_in
 from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
@@ -94,7 +94,8 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return private.default_mesh(device_type)
 
 
@@ -539,6 +540,15 @@ class _Run:
                 "step %d of run %s (world size %d) goes on as run %s; the old one still takes its space, free it with "
                 "`infinity store rm`", old.step, old.folder.run_id, old.world_size, self.folder.run_id,
             )  # fmt: skip
+
+    def check_extra(self, extra: dict[str, Any]) -> None:
+        """Check what a commit is given; where it cannot be committed on one rank, nothing is on any.
+
+        Raises:
+            CommitError: it would come back as something else.
+            InfinityError: that of another rank would.
+        """
+        self.ranks.together("commit", partial(save_extra, extra))
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit.

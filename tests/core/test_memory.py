@@ -36,7 +36,7 @@ def start(
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
     """Return exit status, what the program printed, and its errors."""
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=900)
     return process.returncode, json.loads(out) if out.strip() else {}, err
 
 

@@ -17,7 +17,8 @@ from core_train import MIB, Paging, make_optimizer, settings
 
 import infinity
 from infinity.errors import FolderBusyError
-from infinity.store.folder import find_runs, live_run
+from infinity.store.folder import holders
+from infinity.store.marker import look_for_runs
 
 BUILD = """
 model = build()
@@ -31,6 +32,11 @@ for _ in range(2):
     optimizer.step()
     optimizer.zero_grad()
 """
+
+
+def runs_in(folder: Path) -> list[str]:
+    """Return the ids of the runs there."""
+    return [run.run_id for run in look_for_runs([folder / "nvme0"])[0]]
 
 
 def build() -> torch.nn.Module:
@@ -75,10 +81,8 @@ class Notebook:
         before = self.names["optimizer"].run.folder.run_id
         self.cell(BUILD)
         now = self.names["optimizer"].run.folder.run_id
-        owner = live_run(self.folder / "nvme0")
-        assert owner is not None
-        assert owner.run_id == now
-        return before != now and find_runs([self.folder / "nvme0"]) == [now]
+        assert [owner.run_id for owner in holders(self.folder / "nvme0")] == [now]
+        return before != now and runs_in(self.folder) == [now]
 
 
 @pytest.fixture
@@ -174,7 +178,7 @@ def test_a_commit_stays_and_other_folders_are_left_alone(notebook: Notebook, tmp
     notebook.cell("kept = optimizer; kept.commit(); other = build(); optimizer = elsewhere(other)")
     notebook.cell("loss_of(model, tokens()).backward(); kept.step(); kept.commit()")
     notebook.cell("model = build(); paged(model)")
-    assert len(find_runs([tmp_path / "nvme0"])) == 2
+    assert len(runs_in(tmp_path)) == 2
     notebook.cell("loss_of(other, tokens()).backward(); optimizer.step()")
 
 
@@ -191,8 +195,8 @@ def test_all_runs_are_closed_and_the_first_error_is_shown(notebook: Notebook, tm
     optimizer.run._own.append(fail)
     with pytest.raises(OSError, match="cannot be closed"):
         infinity.close_all()
-    assert live_run(tmp_path / "nvme0") is None
-    assert live_run(tmp_path / "other" / "nvme0") is None
+    assert not holders(tmp_path / "nvme0")
+    assert not holders(tmp_path / "other" / "nvme0")
     infinity.close_all()
 
 
@@ -202,7 +206,7 @@ def rebuild(folder: str) -> tuple[str, list[str]]:
     optimizer = paged(model, Path(folder))
     model = build()
     optimizer = paged(model, Path(folder))
-    found = optimizer.run.folder.run_id, find_runs([Path(folder) / "nvme0"])
+    found = optimizer.run.folder.run_id, runs_in(Path(folder))
     infinity.close_all()
     return found
 

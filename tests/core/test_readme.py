@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from infinity.checkpoint.manifest import published_in
-from infinity.store.folder import find_runs
+from infinity.store.marker import look_for_runs
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -24,5 +24,5 @@ def test_the_snippet_runs_in_an_empty_folder(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_RUNTIME_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (run_id,) = find_runs([tmp_path / "run"])
-    assert published_in(tmp_path / "run" / run_id / "commits")
+    (run,) = look_for_runs([tmp_path / "run"])[0]
+    assert published_in(run.roots[0] / "commits")

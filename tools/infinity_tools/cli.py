@@ -12,6 +12,7 @@ from rich.console import Console
 from infinity_tools import store
 from infinity_tools.export import export
 from infinity_tools.failures import failures
+from infinity_tools.probe import probe
 from infinity_tools.train import train
 
 app = typer.Typer(
@@ -24,12 +25,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(export)
-try:
-    from infinity_tools.probe import probe
-except ImportError:
-    pass
-else:
-    app.command()(probe)
+app.command()(probe)
 app.add_typer(store.app, name="store")
 
 
@@ -38,16 +34,22 @@ def version(
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Print the version, and those of what it runs on."""
+    from importlib import metadata
+
     import torch
-    import transformers
 
     import infinity
+
+    try:
+        transformers = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        transformers = "not installed"
 
     versions = {
         "infinity": infinity.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": transformers,
         "kernel": platform.release(),
         "devices": str(torch.cuda.device_count()) + " CUDA" if torch.cuda.is_available() else "CPU",
     }

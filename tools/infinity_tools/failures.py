@@ -15,11 +15,13 @@ from infinity.errors import (
     ConfigError,
     FolderBusyError,
     InfinityError,
+    MissingPackageError,
     UnsupportedError,
     is_lost_connection,
 )
+from infinity.extras import needs
 
-_BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, CommitError)
+_BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, CommitError, MissingPackageError)
 
 
 @contextmanager
@@ -32,7 +34,8 @@ def failures(*, debug: bool = False) -> Iterator[None]:
         typer.Exit: with that status.
     """
     try:
-        yield
+        with needs("cli", "this command"):
+            yield
     except InfinityError as error:
         if debug:
             Console(stderr=True).print_exception()
