@@ -214,7 +214,7 @@ def _text(file: Path) -> str:
 def _live(case: Case, struck: bool, rank: int, folder: str, swallowed: bool) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(filename=f"{folder}/log{rank}", format="%(message)s")
-    peers.GRACE_SECONDS = 2.0
+    peers.GRACE_SECONDS = 2.0 if swallowed else PATIENCE  # a rank that fails takes its time to close
     if case.prepare is not None:
         case.prepare()
     store = dist.FileStore(f"{folder}/group", 2)
