@@ -163,9 +163,9 @@ def test_commands_of_a_stranger(whole: Environment, place: Path) -> None:
 
 
 def test_the_snippet_of_the_readme(whole: Environment, place: Path) -> None:
-    """As printed."""
+    """As printed, where its user may write."""
     snippet = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     (place / "snippet.py").write_text(snippet)
     (place / "snippet.py").chmod(0o644)
-    done = whole.run("python", str(place / "snippet.py"))
+    done = whole.run("python", str(place / "snippet.py"), folder="tmp")
     assert done.returncode == 0, done.stderr

@@ -114,10 +114,11 @@ class Environment:
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, folder: str = "readonly") -> subprocess.CompletedProcess[str]:
         """Run a command of this environment as a user who owns nothing, if this one may, without HOME.
 
-        It runs in the folder `readonly` beside this one; temporary files are in `tmp` there.
+        Args:
+            folder: where it runs, beside this environment: `readonly`, or `tmp`, where temporary files are.
         """
         place = self.folder.parent
         nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
@@ -126,7 +127,7 @@ class Environment:
             capture_output=True,
             text=True,
             check=False,
-            cwd=place / "readonly",
+            cwd=place / folder,
             env={"PATH": os.defpath, "TMPDIR": str(place / "tmp"), "COLUMNS": "200", **self.variables},
             **nobody,
         )
