@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from infinity.errors import InfinityError, LostRankError, is_lost_connection
+from infinity import torchrun
+from infinity.errors import LostRankError, is_lost_connection
 
 T = TypeVar("T")
 
@@ -27,12 +27,12 @@ class Ranks:
     def current(cls) -> Ranks:
         """Return this process's place, from the process group and torchrun's environment."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        return cls(rank, int(os.environ.get("LOCAL_RANK", rank)), world_size)
+        return cls(rank, torchrun.number("LOCAL_RANK", rank), world_size)
 
     @property
     def local_world_size(self) -> int:
         """Ranks on this node."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        return torchrun.number("LOCAL_WORLD_SIZE", self.world_size)
 
     def agree(self, value: T) -> T:
         """Return rank 0's value on every rank. Raises `LostRankError`."""
@@ -62,7 +62,7 @@ class Ranks:
                 was interrupted or the connection lost: others may have learned then that all went well.
 
         Raises:
-            InfinityError: `action` failed here or elsewhere; the failing rank's own error is the cause here.
+            Exception: what `action` raised here. LostRankError: it failed elsewhere; the message says where and why.
         """
         failure: Exception | None = None
         result: T | None = None
@@ -81,7 +81,7 @@ class Ranks:
             raise failure
         for rank, report in enumerate(reports):
             if report is not None:
-                raise InfinityError(f"{what} failed on rank {rank}: {report}")
+                raise LostRankError(f"{what} failed on rank {rank}: {report}")
         return result  # type: ignore[return-value]
 
 

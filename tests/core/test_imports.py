@@ -15,7 +15,7 @@ import infinity
 PACKAGE = Path(infinity.__file__).parent
 ROOT = PACKAGE.parent
 LEVELS = {
-    "config": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0,
+    "config": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0, "torchrun": 0, "command": 0,
     "io": 1, "memory": 1, "telemetry": 1, "layout": 1, "ranks": 1, "peers": 1,
     "store": 2, "schedule": 2,
     "fsdp": 3, "optim": 3, "checkpoint": 3, "budget": 3,
@@ -29,6 +29,7 @@ NO_TORCH = (
     "hugepages",
     "access",
     "ending",
+    "torchrun",
     "layout",
     "io",
     "telemetry",
@@ -36,7 +37,7 @@ NO_TORCH = (
     "schedule.trace",
     "schedule.planner",
 )
-DAEMON_MAY = {"config", "errors", "units", "hugepages", "access", "io", "telemetry"}
+DAEMON_MAY = {"command", "config", "errors", "units", "hugepages", "access", "io", "telemetry"}
 
 
 def modules(folder: Path, package: str) -> dict[str, Path]:
