@@ -78,7 +78,7 @@ def train(
         str | None,
         typer.Option(
             callback=setting("memory.host_bytes"),
-            help="Size of the host arena per rank, such as 512MiB. [default: a quarter of the free memory]",
+            help="Size of the host arena per rank, such as 512MiB. [default: a quarter of what is free]",
             rich_help_panel=_STATE,
         ),
     ] = None,
