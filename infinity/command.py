@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,13 +25,12 @@ from infinity.errors import (
     ConfigError,
     FolderBusyError,
     InfinityError,
-    LostRankError,
     UnsupportedError,
     is_lost_connection,
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 _BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, CommitError)
 _PATIENCE = timedelta(seconds=3)  # for another rank that says it; nothing but a message waits for it
@@ -117,7 +117,7 @@ def _usage(error: Any, args: Sequence[str]) -> str:
 
 def _typed(names: Sequence[str], args: Sequence[str]) -> list[str]:
     """Return what a command line gives an option, as often as it names it; nothing for an argument without a name."""
-    given = [value for word, value in zip(args, args[1:], strict=False) if word in names]
+    given = [value for word, value in pairwise(args) if word in names]
     return given + [word.partition("=")[2] for word in args if word.partition("=")[0] in names and "=" in word]
 
 
@@ -156,7 +156,7 @@ def failures(*, debug: bool = False) -> Iterator[None]:
     except InfinityError as error:
         if debug:
             sys.excepthook(type(error), error, error.__traceback__)
-        _complain(str(error), consequence=isinstance(error, LostRankError))
+        _complain(str(error), consequence=error.told_elsewhere)
         raise typer.Exit(2 if isinstance(error, _BEFORE_WORK) else 1) from error
     except RuntimeError as error:
         if debug or not is_lost_connection(error):
@@ -182,7 +182,7 @@ def _store_of_ranks() -> Store | None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     try:
-        from torch.distributed import PrefixStore, TCPStore
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*place, is_master=False, timeout=_PATIENCE, wait_for_workers=False)

@@ -21,7 +21,6 @@ from infinity.access import read_regular, whose_folder
 from infinity.errors import ConfigError
 from infinity.units import GIB, KIB, LARGEST, MIB, format_setting, parse_size
 
-
 _FILE_LIMIT = 1 * MIB
 
 
@@ -39,7 +38,11 @@ class StorageConfig:
         "auto", "I/O engine. `auto` takes io_uring where the kernel allows it, else threads."
     )
     request_bytes: int = _setting(
-        2 * MIB, "Largest single request to a drive; a page is moved as several.", size=True, minimum=4 * KIB, maximum=GIB
+        2 * MIB,
+        "Largest single request to a drive; a page is moved as several.",
+        size=True,
+        minimum=4 * KIB,
+        maximum=GIB,
     )
     queue_depth: int = _setting(32, "Requests in flight at most.", minimum=1, maximum=4096)
     retries: int = _setting(

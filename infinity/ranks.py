@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from infinity import torchrun
-from infinity.errors import LostRankError, is_lost_connection
+from infinity.errors import InfinityError, LostRankError, is_lost_connection
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Ranks:
                 was interrupted or the connection lost: others may have learned then that all went well.
 
         Raises:
-            Exception: what `action` raised here. LostRankError: it failed elsewhere; the message says where and why.
+            InfinityError: `action` failed here or elsewhere; the failing rank's own error is the cause here.
         """
         failure: Exception | None = None
         result: T | None = None
@@ -81,7 +81,9 @@ class Ranks:
             raise failure
         for rank, report in enumerate(reports):
             if report is not None:
-                raise LostRankError(f"{what} failed on rank {rank}: {report}")
+                elsewhere = InfinityError(f"{what} failed on rank {rank}: {report}")
+                elsewhere.told_elsewhere = True
+                raise elsewhere
         return result  # type: ignore[return-value]
 
 

@@ -487,7 +487,9 @@ def test_what_belongs_to_another_user(
         monkeypatch.setattr(tempfile, "tempdir", str(place / "tmp"))
         monkeypatch.chdir(place)
         first, *rest = line.split()
-        words = [*SMALL, "--steps", "1", "--data", "text", "--out", "mine/o", *rest] if first == "train" else [first, *rest]
+        words = (
+            [*SMALL, "--steps", "1", "--data", "text", "--out", "mine/o", *rest] if first == "train" else [first, *rest]
+        )
         run_here("train", "--help")  # loads what another user may not read
         os.seteuid(65534)
         try:

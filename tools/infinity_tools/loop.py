@@ -438,7 +438,7 @@ def _heading(name: str, parameters: int, training: Training, settings: Config, c
     run, layout = training.optimizer.run, training.optimizer.layout
     arena = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
     share = f" ({arena / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
-    if run.arena.frames >= len(layout.pages):
+    if arena >= len(layout.pages) * layout.page_bytes:
         share = ", all of the state fits: nothing needs paging"
     ranks = training.ranks.world_size
     each = " per rank" if ranks > 1 else ""

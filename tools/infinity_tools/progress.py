@@ -141,7 +141,7 @@ class _Figures(RegexHighlighter):
 
 
 class _Bar:
-    """One line that always fits: a terminal that is too narrow shortens the bar, then the rates; step, loss, time stay."""
+    """One line that always fits: in a narrow terminal the bar is shorter, then rates go; step, loss, time stay."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

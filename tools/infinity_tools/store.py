@@ -248,7 +248,9 @@ def rm(
         names = [text for text in arguments if is_run_id(text)]
         paths = [Path(text) for text in arguments if text not in names]
         if strange := [str(path) for path in paths if not os.path.isdir(path)]:
-            raise ConfigError(f"{strange[0]!r} is neither a folder nor the id of a run; `infinity store ls` lists those")
+            raise ConfigError(
+                f"{strange[0]!r} is neither a folder nor the id of a run; `infinity store ls` lists those"
+            )
         if not paths:
             raise ConfigError("name the folders on which the runs are, as well as the runs")
         if not (names or dead):
