@@ -25,14 +25,16 @@ from infinity.errors import (
     ConfigError,
     FolderBusyError,
     InfinityError,
+    MissingPackageError,
     UnsupportedError,
     is_lost_connection,
 )
+from infinity.extras import needs
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, CommitError)
+_BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, CommitError, MissingPackageError)
 _PATIENCE = timedelta(seconds=3)  # for another rank that says it; nothing but a message waits for it
 _SAID = "said"
 
@@ -152,7 +154,8 @@ def failures(*, debug: bool = False) -> Iterator[None]:
         typer.Exit: with that status.
     """
     try:
-        yield
+        with needs("cli", "this command"):
+            yield
     except InfinityError as error:
         if debug:
             sys.excepthook(type(error), error, error.__traceback__)

@@ -29,6 +29,10 @@ class UnsupportedError(InfinityError):
     """A model or an optimizer that cannot be paged; the message gives the reason."""
 
 
+class MissingPackageError(InfinityError):
+    """A package that only a part of `infinity` needs is not installed; the message names the extra that brings it."""
+
+
 class FolderBusyError(InfinityError):
     """Another live run owns the folder; the message says which."""
 

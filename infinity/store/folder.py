@@ -36,7 +36,7 @@ from pathlib import Path
 
 from infinity.access import open_own, open_regular, own_folder, whose_folder
 from infinity.errors import BudgetError, ConfigError, FolderBusyError, StorageError
-from infinity.store.marker import MARKER_NAME, Marker, look_for_runs, sync_path, write_marker
+from infinity.store.marker import MARKER_NAME, Marker, sync_path, write_marker
 from infinity.units import format_size
 
 LOCK_NAME = "infinity.lock"
@@ -223,11 +223,6 @@ def _remove_empty(folder: int, root: Path) -> None:
         os.unlink(MARKER_NAME, dir_fd=folder)
     with suppress(FileNotFoundError):
         root.rmdir()
-
-
-def find_runs(paths: Sequence[str | Path]) -> list[str]:
-    """Return the ids of the runs on some folders, oldest first; see `look_for_runs`. Raises `OSError`."""
-    return [run.run_id for run in look_for_runs(paths)[0]]
 
 
 class FolderLock:

@@ -15,15 +15,17 @@ from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.core import Metric as Family
-from prometheus_client.registry import Collector
-
 from infinity.errors import ConfigError
+from infinity.extras import needs
 from infinity.telemetry.cells import label_sets
 from infinity.telemetry.metrics import METRICS, PREFIX, Metric
 from infinity.telemetry.page import Snapshot
+
+with needs("daemon", "serving metrics"):
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.core import Metric as Family
+    from prometheus_client.registry import Collector
 
 Source = Callable[[], Iterable[Snapshot]]
 Buckets = tuple[list[tuple[str, float]], float]

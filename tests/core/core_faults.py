@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from core_fault_engine import Fault, FaultKind
 from core_session import EVERY, Session
 from core_train import Switch, faulty
 
 from infinity import peers
 from infinity.checkpoint.manifest import published_in, read_manifest
 from infinity.errors import CorruptPageError
-from infinity.io import Fault, FaultKind, Op
+from infinity.io import Op
 from infinity.store.pages import read_version
 
 PATIENCE = 240.0

@@ -16,6 +16,7 @@ import core_session
 import numpy as np
 import pytest
 import torch
+from core_fault_engine import Fault, FaultKind
 from core_ranks import RankPool
 from core_session import EVERY, KILLS, STEPS, Session, killed, reference
 from core_train import MIB, Paging, Recipe, batch, faulty, make_optimizer, settings
@@ -32,7 +33,6 @@ from infinity.errors import (
     InfinityError,
     StorageError,
 )
-from infinity.io import Fault, FaultKind
 
 LATEST = {"resume": "latest"}
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from infinity.command import HELP, Commands, Version
 from infinity_tools import store
 from infinity_tools.export import export
+from infinity_tools.probe import probe
 from infinity_tools.train import train
 
 app = typer.Typer(
@@ -31,12 +32,7 @@ def _infinity(version: Version = False) -> None:
 
 app.command()(train)
 app.command()(export)
-try:
-    from infinity_tools.probe import probe
-except ImportError:
-    pass
-else:
-    app.command()(probe)
+app.command()(probe)
 app.add_typer(store.app, name="store")
 
 
@@ -46,16 +42,22 @@ def versions(
     version: Version = False,
 ) -> None:
     """Print the version, and those of what it runs on."""
+    from importlib import metadata
+
     import torch
-    import transformers
 
     import infinity
+
+    try:
+        transformers = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        transformers = "not installed"
 
     found = {
         "infinity": infinity.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": transformers,
         "kernel": platform.release(),
         "devices": str(torch.cuda.device_count()) + " CUDA" if torch.cuda.is_available() else "CPU",
     }

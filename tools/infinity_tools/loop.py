@@ -29,7 +29,6 @@ from infinity.config import check_config, runtime_dir
 from infinity.errors import ConfigError, InfinityError
 from infinity.ranks import Ranks
 from infinity.telemetry import read_page
-from infinity.telemetry.exporter import serve
 from infinity.telemetry.page import Snapshot, StatsPageError, page_files
 from infinity.units import format_size
 from infinity_tools.data import Batches, Corpus, tokenizer_of
@@ -108,6 +107,8 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             return 0
         pages = LocalPages(runtime_dir(settings.telemetry))
         if options.metrics_port is not None and ranks.local_rank == 0:
+            from infinity.telemetry.exporter import serve  # needs the extra `daemon`
+
             server = stack.enter_context(serve(options.metrics_port, pages, options.metrics_host))
             view.say(f"metrics: http://{options.metrics_host or socket.gethostname()}:{server.port}/metrics")
         dtype = best_dtype() if options.dtype == "auto" else options.dtype
@@ -395,7 +396,9 @@ def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
             return settings
         (out / "nvme").mkdir(exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} cannot be made: {error.strerror}") from error
+        raise ConfigError(
+            f"--out {str(out)!r} cannot be made: {error.strerror}; name a folder of yours with --out"
+        ) from error
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
 
 
