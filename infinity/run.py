@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
-from infinity import live
+from infinity import live, torchrun
 from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import (
     Committer,
@@ -85,18 +85,37 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
 
     Args:
         device_type: ``cuda`` or ``cpu``; by default ``cuda`` where there is a GPU.
+
+    Raises:
+        ConfigError: there is no such device, the environment is not that of torchrun, or the ranks do not find each
+            other.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    launched = not dist.is_initialized() and torchrun.launched()
+    _take_device(device_type)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
+        if launched:
+            try:
+                dist.init_process_group(backend)
+            except (RuntimeError, ValueError) as error:
+                place = f"MASTER_ADDR={os.environ['MASTER_ADDR']!r}, MASTER_PORT={os.environ['MASTER_PORT']}"
+                reason = str(error).partition("\n")[0]
+                raise ConfigError(f"the ranks do not find each other at {place}: {reason}") from error
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return private.default_mesh(device_type)
+
+
+def _take_device(device_type: str) -> None:
+    if device_type not in ("cuda", "cpu"):
+        raise ConfigError(f"infinity.mesh({device_type!r}): the devices are 'cuda' and 'cpu'")
+    if device_type == "cuda":
+        index, there = torchrun.number("LOCAL_RANK", 0), torch.cuda.device_count()
+        if index >= there:
+            raise ConfigError(f"local rank {index} has no GPU: there are {there} here; start as many ranks as GPUs")
+        torch.cuda.set_device(index)
 
 
 def offload(
@@ -162,6 +181,12 @@ def offload(
 def _check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, PagedOptimizer):
         raise UnsupportedError("the model is offloaded already")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedError(f"the optimizer is of type {type(optimizer).__name__}, no torch.optim.Optimizer")
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{name} of the optimizer is {value}; give it a finite number")
     known = {id(param) for unit in sharded.parameters() for param in unit}
     given = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if foreign := len(given - known):

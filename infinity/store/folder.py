@@ -621,7 +621,12 @@ def reserve(file: Path, size: int) -> None:
         existed = True
     except FileNotFoundError:
         there, existed = 0, False
-    free = shutil.disk_usage(file.parent).free
+    whole, _, free = shutil.disk_usage(file.parent)
+    if not whole:
+        raise BudgetError(
+            f"{file.parent} is on a file system without a size, such as ramfs, which is memory and no drive; name a "
+            "folder on an NVMe drive in storage.paths"
+        )
     if size - there > free:  # asked first: a file system may fill itself up before it refuses
         raise _no_room(file, size, free, os.strerror(errno.ENOSPC))
     try:

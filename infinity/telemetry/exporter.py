@@ -250,9 +250,10 @@ def serve_registry(
         raise ConfigError(f"metrics port {port} must be from 0 to 65535")
     try:
         server = _Server((host, port))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for names that no host can have
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"metrics port {port} on {host or 'all addresses'} cannot be used: {error.strerror}; "
+            f"metrics port {port} on {host or 'all addresses'} cannot be used: {reason}; "
             "choose another port, or 0 for any free one"
         ) from error
     metrics = make_wsgi_app(registry)

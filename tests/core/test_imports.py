@@ -16,6 +16,7 @@ PACKAGE = Path(infinity.__file__).parent
 ROOT = PACKAGE.parent
 LEVELS = {
     "config": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0, "variables": 0, "extras": 0,
+    "torchrun": 0, "command": 0,
     "io": 1, "memory": 1, "telemetry": 1, "layout": 1, "ranks": 1, "peers": 1,
     "store": 2, "schedule": 2,
     "fsdp": 3, "optim": 3, "checkpoint": 3, "budget": 3,
@@ -30,6 +31,7 @@ NO_TORCH = (
     "access",
     "ending",
     "variables",
+    "torchrun",
     "extras",
     "layout",
     "io",
@@ -38,7 +40,7 @@ NO_TORCH = (
     "schedule.trace",
     "schedule.planner",
 )
-DAEMON_MAY = {"config", "errors", "units", "hugepages", "access", "extras", "io", "telemetry"}
+DAEMON_MAY = {"command", "config", "errors", "units", "hugepages", "access", "extras", "io", "telemetry"}
 
 
 def modules(folder: Path, package: str) -> dict[str, Path]:
