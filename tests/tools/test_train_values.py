@@ -96,7 +96,7 @@ def test_folders_in_memory_or_on_one_drive_are_said(tmp_path: Path, caplog: pyte
 def test_settings_of_the_api_are_checked_too(tmp_path: Path) -> None:
     """Not only options of the command."""
     storage = {"paths": [str(tmp_path)]}
-    with pytest.raises(ConfigError, match="storage.paths has an empty name"):
+    with pytest.raises(ConfigError, match=r"storage\.paths has an empty name"):
         check_config(load_config({"storage": {"paths": [""]}}))
     with pytest.raises(ConfigError, match=r"telemetry.timeline = .* cannot be written: .* is not a folder"):
         check_config(load_config({"storage": storage, "telemetry": {"timeline": str(tmp_path / "no/t.json")}}))
