@@ -489,6 +489,7 @@ def wait(child, what=""):
 train()
 param, name = next(model.parameters()), next(iter(dict(model.named_parameters())))
 loss = loss_of(model, tokens())
+optimizer.run.pager.flush()
 before = content()
 refused = {
     "step": optimizer.step, "commit": optimizer.commit, "zero_grad": optimizer.zero_grad, "drain": optimizer.drain,
