@@ -156,7 +156,8 @@ def check(holds: Callable[[Any], bool], what: str) -> Check:
     """A value of which something holds."""
 
     def one(value: Any) -> Any:
-        need(holds(value), f"{value!r:.80} is not {what}")
+        if not holds(value):
+            raise Refused(f"{value!r:.80} is not {what}")
         return value
 
     return one
@@ -400,16 +401,16 @@ def values_of(segment: Segment, page_of: Callable[[int], bytes]) -> dict[str, np
 
 
 class Taker:
-    """Takes one row of items after another from the bytes of a page."""
+    """Takes one part after another from the bytes of a page."""
 
     def __init__(self, content: bytes) -> None:
         self._content, self._at = content, 0
 
     def __call__(self, code: str, count: int) -> np.ndarray:
-        """The next `count` items."""
-        items = np.frombuffer(self._content, code, count, self._at)
-        self._at += items.nbytes
-        return items
+        """The next `count` items of a dtype."""
+        part = np.frombuffer(self._content, code, count, self._at)
+        self._at += part.nbytes
+        return part
 
 
 def section(take: Taker, count: int, dtype: str, encoding: str | None, weights: np.ndarray) -> np.ndarray:
@@ -485,7 +486,7 @@ SHARD = record(name=text(), numel=size, padded=size, segment_key=text(), trainab
 FORMAT = record(
     param=dtype,
     master=one_of("", *DTYPES),
-    kinds=items(row(text(), dtype)),
+    kinds=items(row(text(".+"), dtype)),
     grads=items(dtype),
     encodings=items(row(text(), one_of(*ENCODED_SIZES))),
 )
@@ -521,7 +522,9 @@ BODY = record(
     groups=items(record(params=items(integer()), settings=table(text(r"(?!params$)(?s:.*)"), setting))),
     own=table(text(), setting),
     random=record(
-        python=row(integer(3, 3), row(*[word] * 624, integer(0, 624)), lambda value: value and number()(value)),
+        python=row(
+            integer(3, 3), row(*[word] * 624, integer(0, 624)), lambda value: None if value is None else number()(value)
+        ),
         numpy=row(one_of("MT19937"), integer(0, 624), integer(0, 1), number()),
     ),
     state_checksum=hex16,
@@ -684,28 +687,28 @@ def read(commit: Commit) -> Content:
     """
     ranks = [read_manifest(commit, rank) for rank in range(len(commit.manifests))]
     need(all(same_on_all_ranks(one) == same_on_all_ranks(ranks[0]) for one in ranks), "ranks have other parameters")
+    first, names = ranks[0].body, [tensor["names"] for tensor in ranks[0].tensors]
     slices = [dict(slices_of(manifest)) for manifest in ranks]
-    first, parameters, scalars = ranks[0].body, {}, {}
-    for number, tensor in enumerate(ranks[0].tensors):
-        name = tensor["names"][0]
+    parameters, scalars = {}, {}
+    for shard, tensor in enumerate(ranks[0].tensors):
+        name = names[shard][0]
         need(not tensor["tensor_parallel"], f"{name} is tensor-parallel")
-        held = {
-            manifest.tensors[number]["shard_rank"]: part[number] for manifest, part in zip(ranks, slices, strict=True)
-        }
+        held = {one.tensors[shard]["shard_rank"]: values[shard] for one, values in zip(ranks, slices, strict=True)}
         need(len(held) == tensor["shard_size"], f"slices of {name} are missing")
-        parts = [held[position] for position in sorted(held)]
-        parameters[name] = {
-            key: np.concatenate([part[key] for part in parts], tensor["dim"]) if tensor["shape"] else parts[0][key]
-            for key in parts[0]
-        }
-        of_it = [manifest.body["scalars"][number] for manifest in ranks if number in manifest.body["scalars"]]
-        if of_it:
-            scalars[name] = of_it[0]
-    names = [tensor["names"] for tensor in ranks[0].tensors]
-    groups = [group | {"params": [names[index][0] for index in group["params"]]} for group in first["groups"]]
+        parts = [held[position] for position in range(len(held))]
+        parameters[name] = {key: joined([part[key] for part in parts], tensor["dim"]) for key in parts[0]}
+        known = [one.body["scalars"][shard] for one in ranks if shard in one.body["scalars"]]
+        if known:
+            scalars[name] = known[0]
+    groups = [group | {"params": [names[shard][0] for shard in group["params"]]} for group in first["groups"]]
     state = dict(safetensors.deserialize(ranks[0].state))
     buffers = {name: buffer(state, name) for name in first["description"]["buffers"]}
     return Content(commit.step, names, parameters, scalars, groups, buffers, first["extra"])
+
+
+def joined(slices: list[np.ndarray], dim: int) -> np.ndarray:
+    """The whole of slices; of shape [] there is one that has it, and others that are empty."""
+    return np.concatenate(slices, dim) if slices[0].shape else slices[0]
 
 
 def slices_of(manifest: Manifest) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
@@ -722,5 +725,6 @@ def buffer(state: dict[str, Any], name: str) -> np.ndarray:
     """A buffer of a state file."""
     need(f"buffer.{name}" in state, f"the state file has no buffer {name}")
     found = state[f"buffer.{name}"]
-    code = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "BOOL": "?"}
-    return np.frombuffer(found["data"], code[found["dtype"]]).reshape(found["shape"])
+    names = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
+    code = dict(zip(names, DTYPES.values(), strict=True))[found["dtype"]]
+    return np.frombuffer(found["data"], code).reshape(found["shape"])

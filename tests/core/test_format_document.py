@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 import os
 import random
@@ -369,7 +369,6 @@ def truncate(folder: Path) -> None:
     os.truncate(file, offset + length - 1)
 
 
-
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit in a page": flip_page,
     "two pages in each other's place": lambda folder: edit(folder, swap_pages),
@@ -413,12 +412,12 @@ def everything(run_folder: RunFolder) -> None:
             reader.read(index, key)
 
 
-def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every (container, key) of a tree of JSON."""
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield value, key
-        if isinstance(item, dict | list):
-            yield from places_in(item)
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the way to every value in a tree of JSON."""
+    for key in value if isinstance(value, dict) else range(len(value)):
+        yield (*path, key)
+        if isinstance(value[key], dict | list):
+            yield from places_in(value[key], (*path, key))
 
 
 GONE = object()
@@ -450,14 +449,14 @@ def test_both_refuse_the_same_manifests(two: Path, tmp_path: Path) -> None:
     run_folder, commit = stored(folder)
     file, chance = manifest_of(folder, 0), random.Random(1)
     good, taken, differing = file.read_bytes(), 0, []
-    kinds: dict[str, list[int]] = {}
-    for number, (container, key) in enumerate(places_in(body_of(file))):
-        kinds.setdefault(re.sub(r"\d+", "0", str(key)) + type(container).__name__, []).append(number)
+    places: dict[str, list[tuple[Any, ...]]] = {}  # items of one list are of one kind, and so are pages
+    for path in places_in(body_of(file)):
+        places.setdefault(re.sub(r"\d+", "0", repr(path)), []).append(path)
     for _ in range(150):
         body = body_of(file)
-        number = chance.choice(kinds[chance.choice(sorted(kinds))])
-        container, key = next(itertools.islice(places_in(body), number, None))
-        was, odd = container[key], chance.choice(ODD)
+        *way, key = path = chance.choice(places[chance.choice(sorted(places))])
+        container = functools.reduce(lambda inner, step: inner[step], way, body)
+        odd = chance.choice(ODD)
         if odd is GONE:
             del container[key]
         else:
@@ -470,7 +469,7 @@ def test_both_refuse_the_same_manifests(two: Path, tmp_path: Path) -> None:
         file.write_bytes(good)
         taken += not refused[0]
         if refused[0] != refused[1]:
-            differing.append((key, was, odd, refused))
+            differing.append((path, odd, refused))
     assert differing == []
     assert 0 < taken < 75
 
