@@ -54,7 +54,10 @@ class MemoryConfig:
     """The host arena."""
 
     host_bytes: int = _setting(
-        0, "Size of the pinned host arena of this rank, allocated once. 0: a quarter of the free memory.", size=True
+        0,
+        "Size of the pinned host arena of this rank, allocated once. 0: a quarter of what the machine has free and the "
+        "limits of this process's control groups (containers, Slurm, systemd) leave, shared by the ranks of the node.",
+        size=True,
     )
     page_bytes: int = _setting(
         0, "Largest page, and the size of a frame. 0: derived from the arena and the model.", size=True

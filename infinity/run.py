@@ -18,11 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
@@ -39,6 +37,7 @@ from infinity.checkpoint.commit import (
 from infinity.checkpoint.companions import carry_companions, keep_companions
 from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec
+from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.manifest import Manifest, published_in
 from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
@@ -56,6 +55,7 @@ from infinity.io import Ticket, open_engine
 from infinity.layout import Layout, Page, Role, StateFormat
 from infinity.memory.arena import Arena
 from infinity.memory.heap import FreedMemory
+from infinity.memory.limits import available_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
 from infinity.optim.probe import make_kernel, view_shape
@@ -97,7 +97,8 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return private.default_mesh(device_type)
 
 
@@ -231,7 +232,7 @@ def _budget(
             "master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model), the others also for fp32 "
             'states of the optimizer; set "fp32"'
         )
-    host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
+    host = settings.memory.host_bytes or available_memory() // 4 // ranks.local_world_size
     return choose_budget(units, formats, host, settings.memory.page_bytes)
 
 
@@ -556,6 +557,15 @@ class _Run:
                 "step %d of run %s (world size %d) goes on as run %s; the old one still takes its space, free it with "
                 "`infinity store rm`", old.step, old.folder.run_id, old.world_size, self.folder.run_id,
             )  # fmt: skip
+
+    def check_extra(self, extra: dict[str, Any]) -> None:
+        """Check what a commit is given; where it cannot be committed on one rank, nothing is on any.
+
+        Raises:
+            CommitError: it would come back as something else.
+            InfinityError: that of another rank would.
+        """
+        self.ranks.together("commit", partial(save_extra, extra))
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit.

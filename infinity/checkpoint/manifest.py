@@ -31,6 +31,7 @@ from infinity.access import read_regular
 from infinity.checkpoint import schema
 from infinity.checkpoint.description import DESCRIPTION, RunDescription
 from infinity.checkpoint.durable import write_durably
+from infinity.checkpoint.extra import load_extra, save_extra
 from infinity.checkpoint.schema import index, integer, number, record, row, sequence, setting, table, text
 from infinity.errors import CommitError
 from infinity.layout import PAGE_ALIGNMENT, Layout, Role
@@ -290,6 +291,7 @@ def _decode(file: Path, content: bytes) -> Manifest:
         values["pages"] = {
             page: Version(Extent(*place), int(digest, 16)) for page, (*place, digest) in values["pages"].items()
         }
+        values["extra"] = load_extra(values["extra"])
         manifest = Manifest(**values)
         _check_names(manifest, file)
         if manifest.layout.fingerprint != layout:
@@ -399,6 +401,7 @@ def _encode(manifest: Manifest) -> dict[str, Any]:
         **{field.name: getattr(manifest, field.name) for field in fields(manifest)},
         "pages": pages,
         "description": manifest.description.plain,
+        "extra": save_extra(manifest.extra),
         "layout": layout.fingerprint,
         "page_bytes": layout.page_bytes,
     }

@@ -37,14 +37,17 @@ class ShardedModel:
         """Find the units of a model.
 
         Raises:
-            UnsupportedError: the model is not sharded, or a parameter is outside of all units.
+            UnsupportedError: the model is not sharded, or a parameter is outside of all units; or this release of
+                torch lacks what is needed of FSDP2.
         """
+        private.require_names(model)
         found = list(private.parameter_groups(model))
         if not found:
             raise UnsupportedError("the model is not sharded: call fully_shard on its layers and on itself first")
         names_of: dict[int, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(param), []).append(name)
+            _check_gradient_dtype(name, param)
         members = []
         for name, group in found:
             if private.uses_cpu_offload(group):
@@ -92,11 +95,11 @@ class ShardedModel:
         """
         units: list[UnitSpec] = []
         formats: dict[str, StateFormat] = {}
-        for name, group, members in zip(self.names, self.groups, self.members, strict=True):
+        for name, members in zip(self.names, self.members, strict=True):
             shards = []
             for member in members:
                 param = member.param.sharded_param
-                gather = dtype_name(private.compute_dtype(group, member.param))
+                gather = dtype_name(private.compute_dtype(member.param))
                 own = dtype_name(param.dtype)
                 fmt = format_of(param, gather) if param.requires_grad else StateFormat(param=gather)
                 # Alone, a rank gets each gradient in the dtype in which it was computed: its lower half may be zero.
@@ -171,7 +174,7 @@ class Attachment:
             shard=index,
             name=member.names[0],
             padded=private.padded_shape(param),
-            gather_dtype=private.compute_dtype(group, param),
+            gather_dtype=private.compute_dtype(param),
             device=group.device,
         )
         shard = PagedShard.stored(home, local.shape, current.dtype, group.device)
@@ -233,8 +236,16 @@ class Attachment:
         self._allow_conversions()
 
 
+def _check_gradient_dtype(name: str, param: nn.Parameter) -> None:
+    if private.has_gradient_dtype(param):
+        raise UnsupportedError(
+            f"{name} has grad_dtype = {param.grad_dtype}, but the gradients of offloaded parameters are kept in the "
+            f"dtype of the parameter: set {name}.grad_dtype = {param.dtype}, or leave it"
+        )
+
+
 def _check(member: Member, exchanged: bool = False) -> None:
-    """Refuse what FSDP2 would silently compute with in place of the pages.
+    """Refuse what FSDP2 would silently compute with in place of the pages, and gradients that have no page.
 
     Args:
         exchanged: whether another parameter was found on the module.
@@ -244,3 +255,4 @@ def _check(member: Member, exchanged: bool = False) -> None:
             f"{member.names[0]} is on NVMe, but another tensor was put in its place (load_state_dict(assign=True), "
             "swap_tensors, a new nn.Parameter); use p.copy_(value) or load_state_dict(assign=False)"
         )
+    _check_gradient_dtype(member.names[0], member.param.sharded_param)

@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from infinity.errors import UnsupportedError
+from infinity.fsdp import private
 
 aten = torch.ops.aten
 Paged = TypeVar("Paged", bound="PagedTensor")
@@ -49,7 +50,7 @@ class Home(Protocol):
 class WithoutMemory(torch.Tensor):
     """A tensor without memory: what Python asks of it without an operation is answered by a copy, or refused."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = private.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     def dense(self) -> torch.Tensor:
         """Return a copy in memory, of the same shape."""

@@ -1,7 +1,7 @@
 """Every touch of FSDP2's and DTensor's private names, in one place.
 
-`tests/fsdp/test_private.py` says what is expected of each, so that a torch release that changes one is
-found by a named test and not by a wrong gradient.
+`tests/core/test_private.py` says what is expected of each, so that a torch release that changes one is
+found by a named test and not by a wrong gradient. `make test-torch` runs it on other releases than the pinned one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,94 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+
+from infinity.errors import UnsupportedError
+
+TESTED = "2.11 to 2.15"
+"""Releases of torch on which `make test-torch` has passed."""
+
+
+def _lacking(missing: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"torch {torch.__version__} is not supported: {missing}; install torch {TESTED}, with which this release of "
+        "infinity was tested, or a newer infinity"
+    )
+
+
+try:
+    from torch._C import (
+        _current_graph_task_id,
+        _disabled_torch_function_impl,
+        _storage_Use_Count,  # type: ignore[attr-defined]
+    )
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.nn.init import _no_grad_trunc_normal_
+except ImportError as error:
+    raise _lacking(str(error)) from None
+
+NO_TORCH_FUNCTION = _disabled_torch_function_impl
+"""The `__torch_function__` of a tensor class that wants to be asked in `__torch_dispatch__` only."""
+
+# What is read from the objects of FSDP2, by class; "a|b": one of them, as releases differ.
+_NAMES = {
+    "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),  # 2.11 has at most one group per state
+    "FSDPParamGroup": (
+        "fsdp_params",
+        "device",
+        "mesh_info",
+        "post_forward_mesh_info",
+        "offload_policy",
+        "_all_gather_comm",
+        "_reduce_scatter_comm",
+    ),
+    "FSDPParam": (
+        "sharded_param",
+        "sharded_size",
+        "padded_sharded_param_size",
+        "fsdp_placement",
+        "is_dtensor",
+        "mesh_info",
+        "mp_policy",
+        "reset_sharded_param",
+        "to_sharded_dtensor",
+        "_module_info",
+        "_orig_size",
+        "_setattr_on_modules",
+        "_sharded_local_tensor",
+        "_sharded_param_data",
+        "unsharded_grad_dtype|accumulate_unsharded_grad_if_needed",  # since 2.15 autograd adds up in the reduce dtype
+    ),
+}
+
+
+def require_names(model: nn.Module) -> None:
+    """Check that the objects of FSDP2 have what is read from them below.
+
+    Raises:
+        UnsupportedError: an unknown release of torch lacks some of it.
+    """
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        _require("FSDPState", module._get_fsdp_state())
+        for group in _groups_of(module):
+            _require("FSDPParamGroup", group)
+            for param in group.fsdp_params:
+                _require("FSDPParam", param)
+                return  # all are made by the same classes
+
+
+def _require(cls: str, found: Any) -> None:
+    has = set(dir(found))
+    missing = [name for name in _NAMES[cls] if has.isdisjoint(name.split("|"))]
+    if missing:
+        raise _lacking(f"{cls} of its FSDP2 has no {', '.join(missing).replace('|', ' or ')}")
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -38,7 +120,7 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _groups_of(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11 has at most one group per state
+    if groups is None:  # torch 2.11
         single = state._fsdp_param_group
         groups = [single] if single is not None else []
     return groups
@@ -67,7 +149,7 @@ def init_without_storage(*, draw: bool) -> Iterator[None]:
     Args:
         draw: `trunc_normal_`, which draws until all numbers are within its bounds, draws as many as for a real tensor.
     """
-    original = torch.nn.init._no_grad_trunc_normal_
+    original = _no_grad_trunc_normal_
 
     def trunc_normal(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if tensor.device.type != "meta":
@@ -187,10 +269,10 @@ def owner(param: Any) -> tuple[nn.Module, str]:
     return param._module_info.module, param._module_info.param_name
 
 
-def compute_dtype(group: Any, param: Any) -> torch.dtype:
+def compute_dtype(param: Any) -> torch.dtype:
     """Return the dtype in which a parameter is gathered."""
     dtype: torch.dtype = param.sharded_param.dtype
-    wanted = group.mp_policy.param_dtype
+    wanted = param.mp_policy.param_dtype
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
@@ -221,6 +303,11 @@ def shard_rank_and_size(param: Any) -> tuple[int, int]:
     """Return this rank's position among the ranks that share the parameter, and their number."""
     info = param.mesh_info
     return getattr(info, "shard_mesh_rank", 0), getattr(info, "shard_mesh_size", 1)
+
+
+def has_gradient_dtype(param: nn.Parameter) -> bool:
+    """Whether the user wants gradients of a parameter in another dtype than its own, which FSDP2 does since 2.15."""
+    return param.requires_grad and param.grad_dtype != param.dtype
 
 
 def reduces(param: Any) -> bool:
@@ -310,12 +397,12 @@ def reshard(module: Any) -> None:
 
 def in_backward() -> bool:
     """Whether the autograd engine is running on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(_current_graph_task_id() != -1)
 
 
 def backward_number() -> int:
     """Return the number of the backward that runs on this thread; -1 if none does."""
-    return int(torch._C._current_graph_task_id())
+    return int(_current_graph_task_id())
 
 
 def reuse_reduce_buffers(groups: Iterable[Any]) -> None:
@@ -323,7 +410,6 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> None:
 
     A group whose collective somebody has replaced keeps that one.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
     class ReusedBuffers(DefaultReduceScatter):
         def __init__(self) -> None:
@@ -353,7 +439,6 @@ def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContex
 
     A group whose collective somebody has replaced keeps that one. The all-reduce of HSDP cannot be reached.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     class Watched:
         def __init__(self, comm: Any) -> None:
@@ -378,7 +463,7 @@ def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContex
 def _is_unused(buffer: torch.Tensor) -> bool:
     """Whether no other tensor lies in the memory of this one."""
     storage = buffer.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) == 2  # type: ignore[attr-defined]  # the buffer and `storage`
+    return bool(_storage_Use_Count(storage._cdata) == 2)  # the buffer and `storage`
 
 
 def local_gradient(param: nn.Parameter) -> torch.Tensor:
@@ -390,7 +475,7 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor:
 def add_up_gradients(module: Any) -> None:
     """Let the gradients of a module be added up in the reduce dtype as they come in, until they are reduced.
 
-    What FSDP2 does after each backward without reduction, here after each `AccumulateGrad`.
+    What FSDP2 does over backwards without reduction, here after each `AccumulateGrad`.
 
     Args:
         module: `fully_shard` was called on it, and it is gathered.
@@ -403,8 +488,12 @@ def add_up_gradients(module: Any) -> None:
 
 
 def _add_up(param: Any, gathered: torch.Tensor) -> None:
-    param.accumulate_unsharded_grad_if_needed()
-    param.to_accumulated_grad_if_needed()
+    if hasattr(param, "accumulate_unsharded_grad_if_needed"):  # before torch 2.15
+        param.accumulate_unsharded_grad_if_needed()
+        param.to_accumulated_grad_if_needed()
+    elif gathered.grad is not None and param.unsharded_grad_dtype is not None:
+        # FSDP2 leaves the first gradient as it was computed; to a wider one, autograd adds in place.
+        gathered.grad = gathered.grad.to(param.unsharded_grad_dtype)
 
 
 def default_mesh(device_type: str) -> DeviceMesh:

@@ -62,6 +62,9 @@ class Run(Protocol):
     def resumed_extra(self) -> dict[str, Any]:
         """What the commit it resumed from was given as `extra`."""
 
+    def check_extra(self, extra: dict[str, Any]) -> None:
+        """Check, on all ranks, that `extra` would come back as it is. Raises `CommitError`."""
+
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit; the pages are flushed."""
 
@@ -331,10 +334,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         published. All ranks call it together.
 
         Args:
-            extra: plain data (JSON) of your own, such as a scheduler's `state_dict` or the data position; a resumed
-                run finds it in `resumed_extra`.
+            extra: plain data of your own, such as a scheduler's `state_dict` or the data position: numbers (NaN and
+                infinities too), texts, None, and lists, tuples and dicts of them. A resumed run finds it in
+                `resumed_extra`, equal. What would come back as something else is refused.
 
         Raises:
+            CommitError: `extra` is not such data; the place is named. Nothing is written.
             InfinityError: gradients are pending (call it after `step`), or another rank failed.
             UnsupportedError: parameters were added to a param group, or the state was replaced.
             StorageError: a device or the folder refused; the commit before is intact.
@@ -344,11 +349,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._reconcile()
         if self._step_state.has_gradients:
             raise InfinityError("commit() between backward and step(): call it after step()")
+        extra = {} if extra is None else extra
+        self._run.check_extra(extra)
         started = time.perf_counter()
         with self._ledger.phase("commit"):
             self.settle()
             self._pager.flush()
-            self._run.publish(self._steps, self._step_state.scalars, dict(extra or {}))
+            self._run.publish(self._steps, self._step_state.scalars, extra)
         self._committed = True
         self._ledger.committed(time.perf_counter() - started)
         self._ledger.restart_step()

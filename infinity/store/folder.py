@@ -104,16 +104,16 @@ class RunFolder:
                 _remove_empty(folder, root)
 
     def remove_file(self, file: Path) -> None:
-        """Remove a file that lies in one of the folders, or in that of the commits. No link is followed.
+        """Remove a file that lies in one of the folders, at any depth. No link is followed.
 
         Raises:
             OSError: it cannot be removed.
         """
-        within = file.parent not in self.roots
+        (root,) = (root for root in self.roots if root in file.parents)
         with suppress(FileNotFoundError), ExitStack() as opened:
-            folder = opened.enter_context(opened_folder(file.parent.parent if within else file.parent))
-            if within:
-                folder = opened.enter_context(opened_folder(file.parent, folder))
+            folder = opened.enter_context(opened_folder(root))
+            for within in reversed(file.parents[: file.parents.index(root)]):
+                folder = opened.enter_context(opened_folder(within, folder))
             with _naming(file):
                 os.unlink(file.name, dir_fd=folder)
 
@@ -254,7 +254,11 @@ class FolderLock:
             with ExitStack() as starting:
                 for path in paths:
                     if not starting.enter_context(_folder_locked(Path(path), fcntl.LOCK_SH, _START_SECONDS)):
-                        raise FolderBusyError(f"{path} is in use by `infinity store gc` or `rm`; wait for it to end")
+                        raise FolderBusyError(
+                            f"{path} has been locked for {_START_SECONDS:g} s: `infinity store gc` or `rm` runs there "
+                            f"until its question is answered, or another process that may read the folder has locked "
+                            f"it; {_who_has(path)}"
+                        )
                 for path in paths:
                     lock._take(Path(path), local_rank)
                 lock.name(run_id)
@@ -281,9 +285,13 @@ class FolderLock:
                         self._descriptors.append(descriptor)
                         self._files.append(file)
                         return
-                elif not _locked(descriptor, fcntl.LOCK_SH, file) or time.monotonic() > end:
+                elif not _locked(descriptor, fcntl.LOCK_SH, file):
                     raise FolderBusyError(
                         f"{path} is in use by {describe_holder(file)}; wait for it to end or name another folder"
+                    )
+                elif time.monotonic() > end:
+                    raise FolderBusyError(
+                        f"{file} has been locked for {_START_SECONDS:g} s by who only looks at it; {_who_has(file)}"
                     )
             except BaseException:
                 os.close(descriptor)
@@ -406,8 +414,16 @@ def no_starts(paths: Sequence[str | Path]) -> Iterator[None]:
     with ExitStack() as held:
         for path in {os.path.realpath(path): Path(path) for path in paths}.values():
             if not held.enter_context(_folder_locked(path, fcntl.LOCK_EX, _REMOVE_SECONDS)):
-                raise FolderBusyError(f"a run is starting on {path}, or runs are being removed there; try again")
+                raise FolderBusyError(
+                    f"a run is starting on {path}, or runs are being removed there; try again. If it stays so, another "
+                    f"process that may read the folder has locked it; {_who_has(path)}"
+                )
         yield
+
+
+def _who_has(path: str | Path) -> str:
+    """Return how to find out who holds a lock of which nobody has written whose it is."""
+    return f"as root, `fuser -v {path}` or `lsof {path}` names the process"
 
 
 def _locked(descriptor: int, operation: int, file: Path) -> bool:
@@ -434,12 +450,13 @@ def _still_there(descriptor: int, file: Path) -> bool:
 
 def describe_holder(file: Path) -> str:
     """Return who holds a lock file, from what the holder wrote into it."""
+    unknown = f"another run, or a process that holds {file.name}"
     try:
         descriptor = open_regular(file, os.O_RDONLY)
     except OSError:
-        return "another run"
+        return unknown
     try:
-        return str(_read_owner(descriptor) or "another run")
+        return str(_read_owner(descriptor) or unknown)
     finally:
         os.close(descriptor)
 
@@ -488,11 +505,6 @@ def holders(path: str | Path) -> list[Owner]:
     return found
 
 
-def live_run(path: str | Path) -> Owner | None:
-    """Return the first who holds a path, or None when nobody does; see `holders`."""
-    return next(iter(holders(path)), None)
-
-
 def believed(owner: Owner, root: Path) -> bool:
     """Whether a holder can have the run of this folder open: its lock is of the folder's owner, or of root and says so.
 
@@ -534,7 +546,7 @@ def _owner_of(file: Path) -> int | None:
 
 
 def stale_locks(path: Path) -> list[Path]:
-    """Return the lock files that nobody holds. Raises `ConfigError` as `live_run`."""
+    """Return the lock files that nobody holds. Raises `ConfigError` as `holders`."""
     found = []
     for file in _lock_files(path):
         with suppress(OSError):

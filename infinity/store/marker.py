@@ -157,7 +157,7 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
                 marker = _marker_of(root)
             except FileNotFoundError:
                 with suppress(FileNotFoundError):  # it was removed just now
-                    if os.listdir(root):  # an empty one is what a start or a removal that was cut off has left
+                    if os.listdir(root):  # see `empty_folders`
                         passed[root] = f"it has no {MARKER_NAME}"
             except OSError as error:
                 passed[root] = str(error.strerror)
@@ -169,6 +169,24 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
                 if run.paths != marker.paths or (first != root and not first.samefile(root)):
                     passed[root] = f"it is a second folder {marker.path} of that run, beside {first}"
     return [found[run_id] for run_id in sorted(found)], passed
+
+
+def empty_folders(path: Path) -> list[Path]:
+    """Return this user's folders that are named as a run and have nothing in them.
+
+    They are what is left of a start that was cut off before it made its marker, or of a removal before its end.
+
+    Raises:
+        OSError: `path` cannot be read.
+    """
+    found = []
+    for name in sorted(name for name in os.listdir(path) if is_run_id(name)):
+        root = path / name
+        with suppress(OSError):  # gone, no folder, or not to be read
+            about = root.lstat()
+            if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not os.listdir(root):
+                found.append(root)
+    return found
 
 
 def _marker_of(root: Path) -> Marker:

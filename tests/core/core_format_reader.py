@@ -465,6 +465,18 @@ def setting(value: Any, depth: int = 4) -> Any:
     return value if value is None or isinstance(value, bool) else any_number(value)
 
 
+def extra(value: Any) -> Any:
+    """What is in `extra`, with its tuples and mappings."""
+    if isinstance(value, dict) and value.keys() in ({"tuple"}, {"pairs"}):
+        ((kind, found),) = value.items()
+        if kind == "tuple":
+            return tuple(items(extra)(found))
+        return dict(items(row(check(lambda key: not isinstance(key, list | dict), "a key"), extra))(found))
+    if isinstance(value, dict):
+        return {key: extra(item) for key, item in value.items()}
+    return [extra(item) for item in value] if isinstance(value, list) else value
+
+
 def nested(value: Any, shape: list[int], each: Check) -> Any:
     """Lists in lists."""
     return items(lambda item: nested(item, shape[1:], each), shape[0], shape[0])(value) if shape else each(value)
@@ -528,7 +540,7 @@ BODY = record(
         numpy=row(one_of("MT19937"), integer(0, 624), integer(0, 1), number()),
     ),
     state_checksum=hex16,
-    extra=table(text(), anything),
+    extra=table(text(), extra),
 )
 
 

@@ -15,7 +15,7 @@ from core_train import KIB, MIB, Outcome, Paging, Recipe, offloaded, train
 from infinity import run
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, FolderBusyError, LostRankError
-from infinity.store.folder import RunFolder, find_runs, live_run
+from infinity.store.folder import RunFolder, find_runs, holders
 
 LATEST = {"resume": "latest"}
 MODELS = ("gpt2", "toy", "frozen", "spare")
@@ -204,7 +204,7 @@ def test_a_resharded_run_is_durable_at_once(tmp_path: Path) -> None:
     pages = {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}
     with Session(tmp_path, run=LATEST, memory=pages) as session:
         assert session.optimizer.run.folder.run_id != old
-        assert live_run(tmp_path / "nvme0").run_id == session.optimizer.run.folder.run_id  # type: ignore[union-attr]
+        assert holders(tmp_path / "nvme0")[0].run_id == session.optimizer.run.folder.run_id
     with Session(tmp_path, run=LATEST, memory=pages) as session:
         assert session.run() == undisturbed[EVERY:]
     with Session(tmp_path, run={"resume": old}) as session:

@@ -15,7 +15,7 @@ from infinity.io.ring import RingRefusedError
 
 KINDS = ("io_uring", "threads", "faulty-io_uring", "faulty-threads")
 BLOCK = 4096
-PATIENCE = 20.0
+PATIENCE = 300.0
 """Seconds after which a transfer is called lost."""
 
 

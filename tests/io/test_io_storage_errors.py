@@ -39,7 +39,7 @@ engine = make_engine(sys.argv[1])
 file = engine.open(sys.argv[2], create=True)
 ticket = engine.submit(Op.WRITE, file, 0, memoryview(mmap.mmap(-1, 2 << 20)))
 try:
-    ticket.wait(20)
+    ticket.wait(300)
 except StorageError as error:
     print(error.errno, error.op, error.offset, error.length, error.path)
 engine.close()
@@ -49,7 +49,7 @@ engine.close()
 def test_write_past_the_file_size_limit(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "file")
     command = [sys.executable, "-c", _LIMITED, kind, path, str(_ROOT), str(_ROOT / "tests" / "io")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == [str(errno.EFBIG), "write", "0", str(2 << 20), path], done.stderr
 
 

@@ -67,7 +67,7 @@ def run_process(
         [sys.executable, *launcher, *program, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         cwd=folder,
         env=environment(folder / "tmp"),
         check=False,

@@ -170,7 +170,8 @@ def gc(
 
     Runs without a commit; commits that not all ranks have published, where all ranks are here; temporary files; state
     files of no commit; locks that nobody holds. Name all folders of the runs. Only folders that are named as a run and
-    marked as one (`infinity.run`) are touched. No run starts on these folders until the command ends.
+    marked as one (`infinity.run`) are touched, and your own that are named so and empty. No run starts on these folders
+    until the command ends.
     """
     with failures():
         from infinity.store.folder import no_starts

@@ -74,7 +74,7 @@ def train(
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="Size of the host arena per rank, such as 512MiB. [default: a quarter of the free memory]",
+            help="Size of the host arena per rank, such as 512MiB. [default: a quarter of what is free]",
             rich_help_panel=_STATE,
         ),
     ] = None,
