@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import json
 import logging
@@ -10,8 +9,6 @@ import math
 import os
 import resource
 import socket
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
+from infinity import live, torchrun
 from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import (
     Committer,
@@ -66,7 +64,7 @@ from infinity.ranks import Ranks
 from infinity.schedule.pager import Pager
 from infinity.store.bandwidth import path_shares
 from infinity.store.extents import file_sizes, plan_slots, spread
-from infinity.store.folder import FolderLock, RunFolder, reserve
+from infinity.store.folder import FolderLock, RunFolder, make_paths, reserve, unmake_paths
 from infinity.store.marker import look_for_runs, new_run_id, passed_over
 from infinity.store.pages import PageStore
 from infinity.telemetry import Stats
@@ -77,7 +75,6 @@ from infinity.units import MIB, format_size
 _log = logging.getLogger("infinity")
 _SPARE_SLOTS = 16
 _LOAD_LIMIT = 256 * MIB
-_live_runs: weakref.WeakSet[PagedOptimizer] = weakref.WeakSet()
 
 
 def mesh(device_type: str | None = None) -> DeviceMesh:
@@ -88,18 +85,37 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
 
     Args:
         device_type: ``cuda`` or ``cpu``; by default ``cuda`` where there is a GPU.
+
+    Raises:
+        ConfigError: there is no such device, the environment is not that of torchrun, or the ranks do not find each
+            other.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    launched = not dist.is_initialized() and torchrun.launched()
+    _take_device(device_type)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
+        if launched:
+            try:
+                dist.init_process_group(backend)
+            except (RuntimeError, ValueError) as error:
+                place = f"MASTER_ADDR={os.environ['MASTER_ADDR']!r}, MASTER_PORT={os.environ['MASTER_PORT']}"
+                reason = str(error).partition("\n")[0]
+                raise ConfigError(f"the ranks do not find each other at {place}: {reason}") from error
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return private.default_mesh(device_type)
+
+
+def _take_device(device_type: str) -> None:
+    if device_type not in ("cuda", "cpu"):
+        raise ConfigError(f"infinity.mesh({device_type!r}): the devices are 'cuda' and 'cpu'")
+    if device_type == "cuda":
+        index, there = torchrun.number("LOCAL_RANK", 0), torch.cuda.device_count()
+        if index >= there:
+            raise ConfigError(f"local rank {index} has no GPU: there are {there} here; start as many ranks as GPUs")
+        torch.cuda.set_device(index)
 
 
 def offload(
@@ -148,6 +164,7 @@ def offload(
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
     ranks = Ranks.current()
+    ranks.together("closing earlier runs of this process", lambda: live.make_way(settings.storage.paths))
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
     _give_shapes(kernel, sharded, optimizer)
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
@@ -157,33 +174,19 @@ def offload(
         if run.is_here:
             end_all(partial(run.peers.leave, error), partial(run.abandon, error), cause=error)
         raise
-    _live_runs.add(paged)
+    live.add(paged, model)
     return paged
-
-
-def _leave_to_parent() -> None:
-    """In a child that was forked: runs, with their threads, locks and folders, are those of the parent."""
-    for optimizer in _live_runs:
-        optimizer.leave_to_parent()
-    _live_runs.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-@atexit.register
-def _close_all() -> None:
-    error = getattr(sys, "last_value", None)  # what ended the program, if that was an exception
-    left = list(_live_runs)
-    for optimizer in left:
-        if reason := optimizer.run.peers.explain(error):
-            _log.error("%s", reason)
-    end_all(*(partial(optimizer.close, error) for optimizer in left), cause=error)
 
 
 def _check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, PagedOptimizer):
         raise UnsupportedError("the model is offloaded already")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedError(f"the optimizer is of type {type(optimizer).__name__}, no torch.optim.Optimizer")
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{name} of the optimizer is {value}; give it a finite number")
     known = {id(param) for unit in sharded.parameters() for param in unit}
     given = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if foreign := len(given - known):
@@ -341,15 +344,20 @@ class _Run:
         """
         paths, resume = settings.storage.paths, settings.run.resume
         old_paths = settings.run.resume_paths or paths
-        run_id = choose_run(old_paths, resume, ranks) if resume else ranks.agree(new_run_id())
-        undo: list[Callable[[], object]] = []
+        host = socket.gethostname()
+        made: list[Path] = []
+        ranks.together("making paths", lambda: made.extend(make_paths(paths)), lambda: unmake_paths(made))
+        # On this node, by whatever rank: the last one that leaves them removes them.
+        made = [path for name, of_rank in ranks.collect((host, made)) if name == host for path in of_rank]
+        undo: list[Callable[[], object]] = [partial(unmake_paths, made)]
 
         def take() -> FolderLock:
-            lock = FolderLock.acquire(paths, run_id, ranks.local_rank)
+            lock = FolderLock.acquire(paths, run_id, ranks.local_rank, made)
             undo.append(lock.release)
             return lock
 
         try:
+            run_id = choose_run(old_paths, resume, ranks) if resume else ranks.agree(new_run_id())
             lock = ranks.together("taking the NVMe paths", take)
             folder = RunFolder.of(paths, run_id)
             commits: list[Manifest] = []
@@ -634,6 +642,7 @@ class _Run:
         Raises:
             StallError: a device does not answer; the folder stays locked until this process ends.
         """
+        live.remove(self)
         keep = self.settings.run.keep
         end_all(self.end, partial(self._give_up, remove=keep == "auto" and not committed, always=keep == "never"))
 

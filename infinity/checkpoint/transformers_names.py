@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.extras import needs
 from infinity.fsdp import private
 
 
@@ -196,10 +197,12 @@ def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
     """Build the model of a config.json on the meta device; None where its class is not one of transformers.
 
     Raises:
+        MissingPackageError: transformers is not installed.
         ValueError: it cannot be built.
     """
-    import transformers
-    from transformers import modeling_utils
+    with needs("hf", "the export of a model of transformers"):
+        import transformers
+        from transformers import modeling_utils
 
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None

@@ -503,6 +503,13 @@ def default_mesh(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (torch.distributed.get_world_size(),))
 
 
+def process_groups() -> list[Any]:
+    """Return all process groups of this process, and their stores."""
+    from torch.distributed.distributed_c10d import _world
+
+    return [part for group, (_, store) in _world.pg_map.items() for part in (group, store)]
+
+
 # torch.optim.Optimizer #
 
 

@@ -37,6 +37,10 @@ from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger, StepRecord
 
 _KEPT_RECORDS = 10_000
+_NOT_HERE = (
+    "this process was forked from the one that trains, and weights and states are that one's alone: give workers what "
+    "they need as plain tensors, made before they start"
+)
 
 
 class Run(Protocol):
@@ -125,7 +129,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups
         ]
         """Optimizers inside the given one that have the same param groups."""
-        self._closed = False
+        self._closed = ""  # why, if it is
         self._committed = committed
         self._steps = steps
         self.records: list[StepRecord] = []
@@ -486,7 +490,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             Exception: the first thing that could not be closed or removed; the rest is released all the same.
         """
         if not self._closed:
-            self._closed = True
+            self._closed = "this optimizer was closed"
             cause = error or sys.exception()
             end_all(
                 lambda: self._run.peers.leave(cause),
@@ -497,8 +501,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             )
 
     def leave_to_parent(self) -> None:
-        """In a child that was forked: have nothing to close any more. What there is belongs to the parent."""
-        self._closed = True
+        """In a child that was forked: have nothing to close any more, and refuse all else.
+
+        Threads, drives and counters are the parent's: this process could only wait for ever, or disturb that one.
+        """
+        self._closed = _NOT_HERE
+        self._pager.leave_to_parent(InfinityError(_NOT_HERE))
+        self._content.close(_NOT_HERE)
 
     def __enter__(self) -> PagedOptimizer:
         """Close at the end of a `with` block."""
@@ -510,7 +519,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             LostRankError: a collective failed because another rank did; in place of torch's error.
         """
-        reason = self._run.peers.explain(error)
+        reason = self._run.peers.explain(error) if not self._closed else None
         self.close(error)
         if reason is not None and reason is not error:
             raise reason from error
@@ -538,6 +547,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
         """Take over what is in `p.grad` after a reduction; see `StepState.gradient_arrived`."""
+        self._check_open()
         self._ledger.enter("backward")
         with self._ledger.part("python", name="gradient"):
             recording = not self._candidates
@@ -679,7 +689,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InfinityError("this optimizer was closed")
+            raise InfinityError(self._closed)
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

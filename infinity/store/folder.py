@@ -36,7 +36,7 @@ from pathlib import Path
 
 from infinity.access import open_own, open_regular, own_folder, whose_folder
 from infinity.errors import BudgetError, ConfigError, FolderBusyError, StorageError
-from infinity.store.marker import MARKER_NAME, Marker, look_for_runs, sync_path, write_marker
+from infinity.store.marker import MARKER_NAME, Marker, sync_path, write_marker
 from infinity.units import format_size
 
 LOCK_NAME = "infinity.lock"
@@ -225,9 +225,30 @@ def _remove_empty(folder: int, root: Path) -> None:
         root.rmdir()
 
 
-def find_runs(paths: Sequence[str | Path]) -> list[str]:
-    """Return the ids of the runs on some folders, oldest first; see `look_for_runs`. Raises `OSError`."""
-    return [run.run_id for run in look_for_runs(paths)[0]]
+def make_paths(paths: Sequence[str | Path]) -> list[Path]:
+    """Make those NVMe paths (mode 0700) that are missing; return them.
+
+    Raises:
+        ConfigError: one cannot be made; none is then.
+    """
+    made: list[Path] = []
+    for path in map(Path, paths):
+        try:
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+                made.append(path)
+                sync_path(path.parent)
+        except OSError as error:
+            unmake_paths(made)
+            raise ConfigError(f"storage.paths: {str(path)!r} cannot be made: {error.strerror}") from error
+    return made
+
+
+def unmake_paths(made: Sequence[Path]) -> None:
+    """Remove paths that `make_paths` has made and that hold nothing."""
+    for path in made:
+        with suppress(OSError):
+            path.rmdir()
 
 
 class FolderLock:
@@ -237,18 +258,26 @@ class FolderLock:
         self._descriptors: list[int] = []
         self._files: list[Path] = []
         """Names of what the descriptors are open on."""
+        self._made: Sequence[Path] = ()
+        """Paths that were made for it."""
         self._process = os.getpid()
         """Who owns them: a child that is forked has the descriptors too, but not the lock."""
 
     @classmethod
-    def acquire(cls, paths: Sequence[str | Path], run_id: str, local_rank: int) -> FolderLock:
+    def acquire(
+        cls, paths: Sequence[str | Path], run_id: str, local_rank: int, made: Sequence[Path] = ()
+    ) -> FolderLock:
         """Take every path. [Note: who holds what]
+
+        Args:
+            made: those that this start has made: they go when they are given back with nothing in them.
 
         Raises:
             FolderBusyError: another live run holds one; the message says which process.
             ConfigError: a path is not writable, or cannot be locked.
         """
         lock = cls()
+        lock._made = made
         _held.add(lock)
         try:
             with ExitStack() as starting:
@@ -330,6 +359,7 @@ class FolderLock:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that is just being started may have it open, too
             with suppress(OSError):
                 os.close(descriptor)
+        unmake_paths(self._made)
         _held.discard(self)
 
     def leave_to_parent(self) -> None:
@@ -591,7 +621,12 @@ def reserve(file: Path, size: int) -> None:
         existed = True
     except FileNotFoundError:
         there, existed = 0, False
-    free = shutil.disk_usage(file.parent).free
+    whole, _, free = shutil.disk_usage(file.parent)
+    if not whole:
+        raise BudgetError(
+            f"{file.parent} is on a file system without a size, such as ramfs, which is memory and no drive; name a "
+            "folder on an NVMe drive in storage.paths"
+        )
     if size - there > free:  # asked first: a file system may fill itself up before it refuses
         raise _no_room(file, size, free, os.strerror(errno.ENOSPC))
     try:

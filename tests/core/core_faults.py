@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from core_fault_engine import Fault, FaultKind
 from core_session import EVERY, Session
 from core_train import Switch, faulty
 
 from infinity import peers
 from infinity.checkpoint.manifest import published_in, read_manifest
 from infinity.errors import CorruptPageError
-from infinity.io import Fault, FaultKind, Op
+from infinity.io import Op
 from infinity.store.pages import read_version
 
 PATIENCE = 240.0
@@ -213,7 +214,7 @@ def _text(file: Path) -> str:
 def _live(case: Case, struck: bool, rank: int, folder: str, swallowed: bool) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(filename=f"{folder}/log{rank}", format="%(message)s")
-    peers.GRACE_SECONDS = 2.0
+    peers.GRACE_SECONDS = 2.0 if swallowed else PATIENCE  # a rank that fails takes its time to close
     if case.prepare is not None:
         case.prepare()
     store = dist.FileStore(f"{folder}/group", 2)

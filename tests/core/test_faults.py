@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from core_fault_engine import Fault, FaultKind
 from core_faults import CASES, KILLED, KILLED_UNSEEN, LEFT, DyingRanks, damaged_pages, describe, put_back
 from core_ranks import RankPool
 from core_session import EVERY, Session, reference
 from core_train import faulty
 
 from infinity.errors import InfinityError, StorageError
-from infinity.io import Fault, FaultKind, Op
+from infinity.io import Op
 
 LATEST = {"resume": "latest"}
 

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -392,13 +393,66 @@ def test_a_lock_that_cannot_be_opened_counts_as_held(tmp_path: Path, monkeypatch
     assert holder_of(run) is None
 
 
+# Paths that are made #
+
+
+def test_a_missing_path_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
+    """With all that lies in it; it stays if the run does."""
+    missing = tmp_path / "missing"
+    storage = {"paths": [str(missing)]}
+    with Session(tmp_path, "all", storage=storage) as session:
+        assert stat.S_IMODE(missing.stat().st_mode) == 0o700
+        session.step()
+    assert not missing.exists(), "nothing is left of a run without a commit"
+    with Session(tmp_path, "all", storage=storage) as session:
+        session.run(1, every=1)
+    assert len(look_for_runs([missing])[0]) == 1
+    with Session(tmp_path, "all", storage=storage, run={"resume": "latest"}) as session:
+        assert session.optimizer.steps == 1
+
+
+@pytest.mark.parametrize("wrong", ["arena", "resume", "second path", "attach"])
+def test_a_start_that_fails_removes_the_path_that_it_has_made(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever stage; and nothing that was there before."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    paths = [str(empty), str(tmp_path / "missing")]
+    sections: dict[str, Any] = {"run": {"resume": "latest" if wrong == "resume" else ""}}
+    if wrong == "second path":
+        paths.append("/proc/infinity")  # where nobody can make anything
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ConfigError("it fails")
+
+    if wrong == "arena":
+        monkeypatch.setattr("infinity.run.Arena", fails)
+    elif wrong == "attach":
+        monkeypatch.setattr("infinity.run.UpdateWorker", fails)
+    with pytest.raises(InfinityError):
+        Session(tmp_path, "all", storage={"paths": paths}, **sections)
+    assert empty.is_dir()
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("path", ["none/below", "file", "link"])
+def test_a_path_that_cannot_be_made_is_refused(path: str, tmp_path: Path) -> None:
+    """Parents are not made: a drive that is not mounted would be filled in another's place."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=f"storage.paths: '{tmp_path / path}' is not a folder, and cannot be made"):
+        Session(tmp_path, "all", storage={"paths": [str(tmp_path / path)]})
+    assert not (tmp_path / "none").exists()
+
+
 # Children #
 
 FORKED = """
-import contextlib, os, sys
+import contextlib, hashlib, multiprocessing, os, sys
 from pathlib import Path
 import torch
-from core_models import build
+from core_models import Toy, build, loss_of
 from core_session import RECIPE
 from core_train import MIB, Paging, make_optimizer, settings
 import infinity
@@ -406,14 +460,62 @@ from infinity.store.folder import holders
 
 place = Path(sys.argv[1])
 nvme = place / "nvme0"
+
+# One whose process group nothing but torch itself refers to.
+infinity.mesh("cpu")
+if not (child := os.fork()):
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+
 model = build(RECIPE.model)
 optimizer = infinity.offload(model, make_optimizer(RECIPE, model), settings(place, Paging(), 64 * MIB))
-before = sorted(nvme.rglob("*"))
 
-def wait(child):
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert sorted(nvme.rglob("*")) == before
+def tokens():
+    return torch.randint(0, Toy.vocabulary, (2, 8))
+
+def train():
+    loss_of(model, tokens()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def content():
+    return {file: file.is_file() and hashlib.md5(file.read_bytes()).digest() for file in place.rglob("*")}
+
+def wait(child, what=""):
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, what
+    assert content() == before
     assert holders(nvme)
+
+train()
+param, name = next(model.parameters()), next(iter(dict(model.named_parameters())))
+loss = loss_of(model, tokens())
+optimizer.run.pager.flush()
+before = content()
+refused = {
+    "step": optimizer.step, "commit": optimizer.commit, "zero_grad": optimizer.zero_grad, "drain": optimizer.drain,
+    "forward": lambda: loss_of(model, tokens()), "backward": loss.backward, "read": lambda: param.full_tensor().sum(),
+    "write": lambda: param.data.zero_(), "state": lambda: optimizer.state[param], "save": lambda: torch.save(
+        model.state_dict(), os.devnull), "read_state": lambda: optimizer.read_state(name),
+}
+for what, action in refused.items():
+    if not (child := os.fork()):
+        try:
+            action()
+        except infinity.InfinityError as error:
+            os._exit(0 if "forked from the one that trains" in str(error) else 3)
+        os._exit(2)
+    wait(child, what)
+
+context = multiprocessing.get_context("fork")
+def fail():
+    sys.stderr.close()
+    raise ValueError
+for target, status in ((optimizer.close, 0), (infinity.close_all, 0), (sys.exit, 0), (fail, 1)):
+    process = context.Process(target=target)
+    process.start()
+    process.join()
+    assert process.exitcode == status
+    assert content() == before
 
 if not (child := os.fork()):
     sys.exit(0)
@@ -435,8 +537,24 @@ class Data(torch.utils.data.Dataset):
                   and os.path.lexists(f"/proc/self/fd/{name}")]
         return float(any("infinity.lock" in name for name in opened))
 
-loader = torch.utils.data.DataLoader(Data(), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
-assert [float(has) for has in loader] == [0.0, 0.0], "a worker would keep the lock"
+class Weights(Data):
+    def __getitem__(self, index):
+        return param.full_tensor().sum()
+
+loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+try:
+    list(torch.utils.data.DataLoader(Weights(), num_workers=1, multiprocessing_context="fork"))
+except infinity.InfinityError as error:
+    assert "forked from the one that trains" in str(error)
+else:
+    raise SystemExit("a worker has read weights")
+loader = torch.utils.data.DataLoader(
+    Data(), num_workers=2, persistent_workers=True, pin_memory=True, multiprocessing_context="fork")
+for has in loader:
+    assert float(has) == 0.0, "a worker would keep the lock"
+    train()
 assert holders(nvme)
 optimizer.close()
 assert not holders(nvme), "though the worker lives"
@@ -446,7 +564,7 @@ print("ended in order")
 
 
 def test_children_end_nothing_of_their_parents(tmp_path: Path) -> None:
-    """Neither by ending as programs end, nor by closing; and workers do not keep the lock."""
+    """Whatever they do, and however they end: they neither wait for ever nor touch anything; workers keep no lock."""
     done = subprocess.run(
         [sys.executable, "-c", FORKED, str(tmp_path)],
         capture_output=True, text=True, timeout=600, check=False,

@@ -12,11 +12,12 @@ import core_models
 import pytest
 import torch
 import torch.distributed as dist
+from core_fault_engine import Fault, FaultKind
 from core_ranks import RankPool
 from core_train import Outcome, Paging, Recipe, batch, faulty, offloaded, train
 
 import infinity.fsdp.content as content
-from infinity.io import Fault, FaultKind, Op
+from infinity.io import Op
 from infinity.optim.update import Update
 from infinity.telemetry.metrics import PARTS
 

@@ -15,7 +15,8 @@ from core_train import KIB, MIB, Outcome, Paging, Recipe, offloaded, train
 from infinity import run
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, FolderBusyError, LostRankError
-from infinity.store.folder import RunFolder, find_runs, holders
+from infinity.store.folder import RunFolder, holders
+from infinity.store.marker import look_for_runs
 
 LATEST = {"resume": "latest"}
 MODELS = ("gpt2", "toy", "frozen", "spare")
@@ -42,7 +43,7 @@ def go_on(recipe: Recipe, folder: str, steps: int, state_format: str = "fp32") -
 def newest(folder: Path) -> CommitReader:
     """Return the newest commit of the newest run."""
     path = folder / "nvme0"
-    run_id = find_runs([path])[-1]
+    run_id = look_for_runs([path])[0][-1].run_id
     return CommitReader(RunFolder(run_id, (path / run_id,)))
 
 

@@ -15,13 +15,14 @@ from threading import Event
 from typing import Any
 
 import pytest
+from core_fault_engine import Fault, FaultEngine, FaultKind
 from core_layouts import layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infinity.errors import BudgetError, ConfigError, CorruptPageError, FolderBusyError, StallError, StorageError
-from infinity.io import Fault, FaultEngine, FaultKind, ThreadEngine
+from infinity.io import ThreadEngine
 from infinity.layout import Layout, Page, Role
 from infinity.store import folder as folders
 from infinity.store.extents import Extent, ExtentAllocator, SlotClass, file_sizes, plan_slots, spread

@@ -174,7 +174,7 @@ def test_pretrained_folder_starts_where_the_model_in_memory_starts(tmp_path):
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (["--nvme", "missing"], 2, "'missing' is not a folder"),
+        (["--nvme", "missing/run"], 2, "'missing/run' is not a folder"),
         (["--data", "missing"], 2, "'missing' is no file or folder"),
         (["--model", "tinny"], 2, "did you mean tiny?"),
         (["--batch-tokens", "100"], 2, "try 96"),
