@@ -687,6 +687,7 @@ class Content:
     parameters: dict[str, dict[str, np.ndarray]]
     scalars: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
+    own: dict[str, Any]
     buffers: dict[str, np.ndarray]
     extra: dict[str, Any]
 
@@ -715,7 +716,7 @@ def read(commit: Commit) -> Content:
     groups = [group | {"params": [names[shard][0] for shard in group["params"]]} for group in first["groups"]]
     state = dict(safetensors.deserialize(ranks[0].state))
     buffers = {name: buffer(state, name) for name in first["description"]["buffers"]}
-    return Content(commit.step, names, parameters, scalars, groups, buffers, first["extra"])
+    return Content(commit.step, names, parameters, scalars, groups, first["own"], buffers, first["extra"])
 
 
 def joined(slices: list[np.ndarray], dim: int) -> np.ndarray:

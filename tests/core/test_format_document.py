@@ -37,7 +37,8 @@ from infinity.errors import BudgetError, InfinityError
 from infinity.fsdp.encoding import decode, encode
 from infinity.layout import ENCODINGS, UnitSpec, build_layout
 from infinity.store.extents import spread
-from infinity.store.folder import RunFolder, find_runs
+from infinity.store.folder import RunFolder
+from infinity.store.marker import look_for_runs
 
 EXTRA = {"note": [1, "é", (2.5, None)], "milestones": {3: 1, 7: 2}, "marked": {"tuple": []}}
 WEIGHTS = [1.0, 3.7, 0.9]
@@ -71,6 +72,12 @@ def by_rows(model: nn.Module) -> torch.optim.Optimizer:
     return core_optimizers.Centralised(trained, lr=1e-2, momentum=0.9)
 
 
+def counting(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that counts its steps on itself."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return core_optimizers.CounterOnSelf(trained, lr=1e-2, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Case:
     """What is trained and how it is stored."""
@@ -87,7 +94,7 @@ CASES = {
     "bf16-moments": Case("bf16-moments", paths=3),
     "8bit": Case("8bit"),
     "no master": Case("8bit", policy="fp32"),
-    "trained in bf16": Case(policy="pure_bf16"),
+    "trained in bf16": Case(policy="pure_bf16", make=counting),
     "whole rows": Case(make=by_rows),
 }
 
@@ -113,12 +120,17 @@ def trained(case: Case, folder: str) -> dict[str, dict[str, torch.Tensor]]:
 def stored(folder: Path) -> tuple[RunFolder, document.Commit]:
     """Return the only run of a folder, and its only commit as the document's reader finds it."""
     paths = sorted(folder.glob("nvme*"))
-    (run_id,) = find_runs(paths)
+    run_folder = folder_of_run(paths)
     (run,) = document.find_runs(paths[::-1])
-    run_folder = RunFolder.of(paths, run_id)
-    assert (run.run_id, tuple(run.folders)) == (run_id, run_folder.roots)
+    assert (run.run_id, tuple(run.folders)) == (run_folder.run_id, run_folder.roots)
     (commit,) = document.find_commits(run)
     return run_folder, commit
+
+
+def folder_of_run(paths: list[Path]) -> RunFolder:
+    """Return the only run on some paths, as `infinity` finds it."""
+    (found,), _ = look_for_runs(paths)
+    return RunFolder(found.run_id, found.in_order)
 
 
 def same(found: np.ndarray, expected: torch.Tensor) -> bool:
@@ -141,6 +153,7 @@ def differing(case: Case, folder: str) -> list[str]:
         "names": content.names == [list(spec.names) for spec in reader.tensors],
         "scalars": content.scalars == {reader.tensors[n].names[0]: plain(s) for n, s in reader.scalars().items()},
         "groups": content.groups == [named(reader, plain(group)) for group in reader.groups],
+        "own": content.own == reader.manifest(0).own == ({"count": 2} if case.make is counting else {}),
         "extra": content.extra == reader.extra == EXTRA,
         "buffers": content.buffers.keys() == dict(reader.buffers()).keys() == {"seen"},
     }
@@ -411,7 +424,7 @@ def test_what_is_damaged_is_refused_by_both(name: str, two: Path, tmp_path: Path
         with pytest.raises(document.Refused):
             document.read(commit)
     with pytest.raises(InfinityError):
-        everything(RunFolder.of(paths, find_runs(paths)[0]))
+        everything(folder_of_run(paths))
 
 
 def everything(run_folder: RunFolder) -> None:
