@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +36,8 @@ from infinity.checkpoint.manifest import Manifest, check_pages, checksum_of, rea
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import BudgetError, InfinityError
 from infinity.fsdp.encoding import decode, encode
-from infinity.layout import ENCODINGS, UnitSpec, build_layout
+from infinity.layout import ENCODINGS, ITEMSIZE, UnitSpec, build_layout
+from infinity.layout import FORMATS as STATE_FORMATS
 from infinity.store.extents import spread
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
@@ -206,6 +208,12 @@ def test_two_ranks(name: str, pair: RankPool, tmp_path: Path) -> None:
     assert pair.run(differing, CASES[name], str(tmp_path)) == [[], []]
 
 
+def test_every_state_format_is_among_the_cases() -> None:
+    """Each of `state.format`, with a master of its own and without."""
+    assert {case.format for case in CASES.values()} == set(STATE_FORMATS)
+    assert {case.policy for case in CASES.values()} == {"bf16", "fp32", "pure_bf16"}
+
+
 def places_are_right(manifest: Manifest) -> bool:
     """Whether every page is on the path, and in a slot, that the document says."""
     pages = [page for segment in segments_of(manifest) for page in segment.pages.values()]
@@ -261,7 +269,7 @@ def test_pages_are_numbered_and_cut_as_the_document_says(drawn: tuple[list[UnitS
 
 def test_the_example_is_worked_rightly() -> None:
     """The pages and the digest of the example, and what the rows change."""
-    said = DOCUMENT.read_text(encoding="utf-8")
+    said = text()
     example = json.loads(re.search(r"```json\n(.*?)```", said, re.DOTALL)[1])
     units, formats, page_bytes = example["units"], example["formats"], example["page_bytes"]
     segments = document.build(units, formats, page_bytes)
@@ -309,6 +317,46 @@ def two(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     pair.run(trained, CASES["8bit"], str(folder))
     return folder
+
+
+def names_in_table(start: str) -> list[str]:
+    """Return the names in the first column of the first table of the document after some text."""
+    _, _, after = text().partition(start)
+    table = re.search(r"^\|[-|]+\n((?:\|.*\n)+)", after, re.MULTILINE)
+    return [name for line in table[1].splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+
+
+def test_every_field_is_in_the_tables_of_the_document(two: Path) -> None:
+    """And nothing else is."""
+    body = body_of(manifest_of(two, 0))
+    described = body["description"]
+    (fmt, *_), (unit, *_) = described["formats"].values(), described["units"]
+    said = {
+        "## Manifest": body,
+        "## Description": described,
+        "| of a shard": {**unit["shards"][0], "row": 2},  # the only field that may be left out
+        "| of a state format": fmt,
+        "| of a tensor": described["tensors"][0],
+    }
+    for start, record in said.items():
+        assert sorted(names_in_table(start)) == sorted(record), start
+    assert unit.keys() == {"name", "shards"}
+    assert "| `units` | list of units in order: `name` and `shards` |" in text()
+
+
+def test_dtypes_and_encodings_are_those_of_the_document() -> None:
+    """With the bytes that an element takes up."""
+    dtypes = re.search(r"A dtype is one of (.*?)\.", text(), re.DOTALL)[1]
+    assert sorted(re.findall(r"`(\w+)`", dtypes)) == sorted(document.DTYPES) == sorted(ITEMSIZE)
+    sizes = re.search(r"or, encoded, (.*?) \|", text())[1]
+    said = {name: sum(map(Fraction, size.split("+"))) for size, name in re.findall(r"([\d+/ ]+) \(`(\w+)`\)", sizes)}
+    assert said == document.ENCODED_SIZES
+    assert sorted(names_in_table("| encoding | parts |")) == sorted(said) == sorted(ENCODINGS)
+
+
+def text() -> str:
+    """Return the document."""
+    return DOCUMENT.read_text(encoding="utf-8")
 
 
 def manifest_of(folder: Path, rank: int) -> Path:
