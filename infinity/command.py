@@ -100,8 +100,10 @@ def _main(run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, stand
 def _refuse_empty(words: Sequence[str]) -> None:
     """Refuse an empty word: it is a variable of a shell that is not set, and a path it would be that of this folder."""
     for before, word in zip(["", *words], words, strict=False):
-        if not word or (word.startswith("--") and word.endswith("=")):
-            where = (before if not word else word[:-1]) or "the first word"
+        name, equals, value = word.partition("=")
+        named = name.startswith("--") and equals
+        if not (value if named else word).strip():
+            where = (name if named else before) or "the first word"
             raise ConfigError(f"{where} has nothing after it but an empty text; give it a value or leave it out")
 
 
