@@ -130,7 +130,7 @@ NUMBERS = [
     wrong("probe d --block 1000", "block = 1000", "4096"),
     wrong("probe d --block 1MiB,x", "--block", "'x'"),
     wrong("probe d --depth 0", "depth = 0", "1 to 4096"),
-    wrong("probe d --depth 8,,x", "--depth", "'x'"),
+    wrong("probe d --depth 8,x", "--depth", "'x'"),
     wrong("probe d --depth 9999999", "depth = 9999999", "1 to 4096"),
     wrong("store scrub c --rate 0", "--rate 0", "leave it out"),
     wrong("store scrub c --rate -5", "--rate", "'-5'"),
