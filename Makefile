@@ -32,13 +32,15 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# Neighbours stay on one worker, so that what they compare with in memory is computed once.
 unit: install
-	$(BIN)/pytest -n 2 $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
-# What `make test` leaves out: long tables of optimizers, models and training loops, and the packages that they need.
+# What `make test` leaves out: long tables of optimizers, models and training loops with the packages that they need,
+# and further rows of tables of which `make test` takes one of each kind (tests/core/core_tables.py).
 test-wide: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wide]'
-	$(BIN)/pytest -n 2 -m wide $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m wide $(ARGS)
 
 # What a stranger gets: sdist and wheel are built, installed into a fresh environment and used by a user who owns nothing.
 test-wheel: install
