@@ -1,4 +1,5 @@
 # make demo    train a 100M-parameter model larger than its memory budget, on NVMe
+# make quick   lint, types and the tests of parts, in about a minute
 # make test    lint, types, the test-suite, and what is installed from the wheel
 # Everything is installed into .venv first; ARGS="..." is passed on.
 
@@ -9,12 +10,20 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 TRIALS ?= 1000
 
-.PHONY: demo test test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
+# Tests of parts, without processes of their own: what `make quick` runs.
+QUICK := tests/core/test_docs.py tests/core/test_imports.py tests/core/test_layout.py tests/core/test_planner.py \
+  tests/core/test_pager.py tests/core/test_settings_page.py tests/core/test_shares.py tests/core/test_store.py \
+  tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
+
+.PHONY: demo quick test test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
 
 test: install lint types unit test-wheel
+
+quick: install lint types
+	$(BIN)/pytest -n 2 --dist worksteal $(QUICK) $(ARGS)
 
 install: $(INSTALLED)
 
