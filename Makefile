@@ -1,4 +1,5 @@
 # make demo    train a 100M-parameter model larger than its memory budget, on NVMe
+# make quick   lint, types and the tests of parts, in about a minute
 # make test    lint, types, the test-suite, and what is installed from the wheel
 # Everything is installed into .venv first; ARGS="..." is passed on.
 
@@ -9,12 +10,20 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 TRIALS ?= 1000
 
-.PHONY: demo test test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
+# Tests of parts, without processes of their own: what `make quick` runs.
+QUICK := tests/core/test_docs.py tests/core/test_imports.py tests/core/test_layout.py tests/core/test_planner.py \
+  tests/core/test_pager.py tests/core/test_settings_page.py tests/core/test_shares.py tests/core/test_store.py \
+  tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
+
+.PHONY: demo quick test test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
 
 test: install lint types unit test-wheel
+
+quick: install lint types
+	$(BIN)/pytest -n 2 --dist worksteal $(QUICK) $(ARGS)
 
 install: $(INSTALLED)
 
@@ -32,13 +41,15 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# Neighbours stay on one worker, so that what they compare with in memory is computed once.
 unit: install
-	$(BIN)/pytest -n 2 $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
-# What `make test` leaves out: long tables of optimizers, models and training loops, and the packages that they need.
+# What `make test` leaves out: long tables of optimizers, models and training loops with the packages that they need,
+# and further rows of tables of which `make test` takes one of each kind (tests/core/core_tables.py).
 test-wide: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wide]'
-	$(BIN)/pytest -n 2 -m wide $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m wide $(ARGS)
 
 # What a stranger gets: sdist and wheel are built, installed into a fresh environment and used by a user who owns nothing.
 test-wheel: install

@@ -397,8 +397,3 @@ def _pretences(recipe: Recipe, paging: Paging, found: Outcome) -> list[str]:
     if (found.moved > 0) is not (paging.arena != "all"):
         listed.append(f"the last step read {found.moved} bytes with arena {paging.arena}")
     return listed
-
-
-def variants(recipes: dict[str, Recipe], pagings: dict[str, Paging]) -> dict[str, tuple[Recipe, Paging]]:
-    """Return every recipe with every paging, by a readable name."""
-    return {f"{r}-{p}": (recipe, paging) for r, recipe in recipes.items() for p, paging in pagings.items()}

@@ -12,7 +12,8 @@ import core_models
 import pytest
 import torch
 from core_ranks import RankPool
-from core_train import Outcome, Paging, Recipe, batch, compare, evaluate, in_memory, local, offloaded, train, variants
+from core_tables import in_turn, variants
+from core_train import Outcome, Paging, Recipe, batch, compare, evaluate, in_memory, local, offloaded, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -29,8 +30,8 @@ PLACEMENTS = {
     for placement in ("in_backward", "in_forward", "after_backward")
 }
 SLICED = {"sequences": 4, "slices": 4, "steps": 6}
-ONE_RANK = {
-    **variants(
+ONE_RANK = [
+    *variants(
         {
             "llama": Recipe(**SLICED),
             "gpt2": Recipe(model="gpt2", sequences=4, slices=2, steps=6),  # dropout is on
@@ -38,40 +39,41 @@ ONE_RANK = {
         },
         PLACEMENTS,
     ),
-    **variants(
+    *variants(
         {
             "fp32": Recipe(policy="fp32", **SLICED),
             "clip": Recipe(clip=0.5, **SLICED),
             "eval-between": Recipe(evaluate=True, **SLICED),
             "loop": Recipe(micro=2, **SLICED),
-            "frozen": Recipe(model="frozen", **SLICED),
-            "toy": Recipe(model="toy", **SLICED),
-            "repeated": Recipe(model="repeated", **SLICED),
-            "spare": Recipe(model="spare", **SLICED),
         },
         LEAST,
     ),
-}
-TWO_RANKS = {
-    **variants({"llama": Recipe(**SLICED)}, PLACEMENTS),
-    **variants(
+    *variants(
+        {name: Recipe(model=name, **SLICED) for name in ("frozen", "toy", "repeated", "spare")},
+        LEAST,
+        wide=True,
+    ),
+]
+TWO_RANKS = [
+    *variants(
         {
-            "gpt2": Recipe(model="gpt2", sequences=4, slices=2, steps=4),
-            "tied": Recipe(model="tied", **SLICED),
+            "llama": Recipe(**SLICED),
             "clip": Recipe(clip=0.5, **SLICED),
+            "tied": Recipe(model="tied", **SLICED),
         },
-        LEAST,
+        {"least": Paging(arena="least"), **{name: PLACEMENTS[name] for name in ("in_forward", "after_backward")}},
     ),
-}
+    *variants({"gpt2": Recipe(model="gpt2", sequences=4, slices=2, steps=4)}, LEAST, wide=True),
+]
 
 
-@pytest.mark.parametrize(("recipe", "paging"), ONE_RANK.values(), ids=ONE_RANK.keys())
+@pytest.mark.parametrize(("recipe", "paging"), ONE_RANK)
 def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
     """Losses, norms, parameters and moments equal those of the same slices in memory."""
     assert compare(recipe, paging, str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(("recipe", "paging"), TWO_RANKS.values(), ids=TWO_RANKS.keys())
+@pytest.mark.parametrize(("recipe", "paging"), TWO_RANKS)
 def test_paging_changes_no_bit_on_two_ranks(recipe: Recipe, paging: Paging, tmp_path: Path, pair: RankPool) -> None:
     """The same over gloo."""
     assert pair.run(compare, recipe, paging, str(tmp_path)) == [[], []]
@@ -80,8 +82,7 @@ def test_paging_changes_no_bit_on_two_ranks(recipe: Recipe, paging: Paging, tmp_
 # The order of summation #
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "tied", "toy"])
-@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+@pytest.mark.parametrize(("model", "policy"), in_turn(["llama", "gpt2", "tied", "toy"], ["bf16", "fp32"]))
 def test_one_slice_is_the_whole_batch_to_the_bit(model: str, policy: str) -> None:
     """Nothing but recomputation, with the same random numbers."""
     whole = in_memory(Recipe(model=model, policy=policy, steps=4))
@@ -289,7 +290,7 @@ def moved(recipe: Recipe, placement: str, folder: Path) -> tuple[list[int], int]
         return total, traffic.read_bytes + traffic.written_bytes
 
 
-@pytest.mark.parametrize("placement", ["in_backward", "in_forward"])
+@pytest.mark.parametrize("placement", ["in_backward", pytest.param("in_forward", marks=pytest.mark.wide)])
 def test_bytes_per_step_do_not_depend_on_the_number_of_slices(placement: str, tmp_path: Path) -> None:
     """1, 4 or 16 micro-batches: the plan is one and the same, and so are the bytes; a loop multiplies them.
 

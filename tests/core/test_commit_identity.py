@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from core_ranks import RankPool
 from core_session import Session
+from core_tables import in_turn
 
 from infinity.checkpoint import commit as commits
 from infinity.checkpoint import manifest as manifests
@@ -185,8 +186,7 @@ def once_published(patch: pytest.MonkeyPatch, action: Callable[[], None]) -> Non
     patch.setattr(CommitRoom, "took", then)
 
 
-@pytest.mark.parametrize("committed", [True, False], ids=["second", "first"])
-@pytest.mark.parametrize("what", INTERRUPTIONS)
+@pytest.mark.parametrize(("what", "committed"), in_turn(INTERRUPTIONS, [True, False]))
 def test_a_rank_that_does_not_know_how_a_commit_ended_removes_nothing(
     what: str, committed: bool, pair: RankPool, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ import torch
 from core_fault_engine import Fault, FaultKind
 from core_ranks import RankPool
 from core_session import EVERY, KILLS, STEPS, Session, killed, reference
+from core_tables import all_but, in_turn
 from core_train import MIB, Paging, Recipe, batch, faulty, make_optimizer, settings
 
 import infinity
@@ -65,7 +66,7 @@ def test_the_session_is_sensitive(undisturbed: list[float], tmp_path: Path) -> N
     assert len(set(undisturbed)) == STEPS
 
 
-@pytest.mark.parametrize("where", KILLS)
+@pytest.mark.parametrize("where", all_but(KILLS, "forward", "before step", "commit: pages flushed"))
 def test_a_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], tmp_path: Path) -> None:
     """kill -9 at any place: the next start goes on from the last commit."""
     step = 6 if where.startswith("commit") else 8
@@ -179,7 +180,7 @@ def test_an_earlier_commit_serves_when_the_newest_is_corrupt(undisturbed: list[f
         assert session.run() == undisturbed[3:]
 
 
-@pytest.mark.parametrize("numbers", [(1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize("numbers", [(1, 3), (3, 1), pytest.param((2, 3), marks=pytest.mark.wide)])
 def test_a_resumed_run_may_keep_more_or_fewer(
     numbers: tuple[int, int], undisturbed: list[float], tmp_path: Path
 ) -> None:
@@ -276,8 +277,7 @@ def nonsense(data: bytes) -> bytes:
     return b'{"checksum": 5, "body": [1, 2]}'
 
 
-@pytest.mark.parametrize("damage", [torn, emptied, flipped, nonsense])
-@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+@pytest.mark.parametrize(("damage", "suffix"), in_turn([torn, emptied, flipped, nonsense], ["json", "safetensors"]))
 def test_a_damaged_commit_is_an_error(
     suffix: str, damage: Callable[[bytes], bytes], undisturbed: list[float], tmp_path: Path
 ) -> None:
@@ -394,7 +394,8 @@ def test_what_is_left_after_close(keep: str, commit: bool, left: int, tmp_path: 
     assert [file for file in (tmp_path / "runtime").rglob("*") if file.is_file()] == []
 
 
-def test_a_hundred_runs_leak_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs", [20, pytest.param(100, marks=pytest.mark.wide)])
+def test_many_runs_leak_nothing(runs: int, tmp_path: Path) -> None:
     """No descriptor, no thread, no mapping, no file."""
 
     def once() -> None:
@@ -411,10 +412,10 @@ def test_a_hundred_runs_leak_nothing(tmp_path: Path) -> None:
         files = sorted(file for file in tmp_path.rglob("*") if file.is_file())
         return descriptors, threading.active_count(), tasks, mappings, files
 
-    for _ in range(5):
+    for _ in range(3):
         once()
     before = census()
-    for _ in range(100):
+    for _ in range(runs):
         once()
     after = census()
     # Fewer is possible: what tests before this one left behind may be collected in between.

@@ -63,7 +63,16 @@ def test_one_rank(name: str, undisturbed: list[float], tmp_path: Path) -> None:
         assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
-@pytest.mark.parametrize(("name", "rank"), [*((name, 1) for name in CASES), ("EIO-read", 0), ("own-mistake", 0)])
+QUICK = {"EIO-read", "ENOSPC", "flipped", "own-mistake"}
+"""A drive that fails, one that is full, pages that are not what was written, an error that is not ours."""
+ON_TWO_RANKS = [
+    *(pytest.param(name, 1, marks=[] if name in QUICK else pytest.mark.wide) for name in CASES),
+    ("EIO-read", 0),
+    pytest.param("own-mistake", 0, marks=pytest.mark.wide),
+]
+
+
+@pytest.mark.parametrize(("name", "rank"), ON_TWO_RANKS)
 def test_two_ranks(
     name: str, rank: int, pair: RankPool, dying: DyingRanks, undisturbed_pair: list[list[float]], tmp_path: Path
 ) -> None:

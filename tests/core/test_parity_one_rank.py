@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_train import Paging, Recipe, compare, variants
+from core_tables import variants
+from core_train import Paging, Recipe, compare
 
 ARENAS = {arena: Paging(arena=arena) for arena in ("least", "middle", "all")}
 ARENAS_AND_PLACEMENTS = {
@@ -20,9 +21,9 @@ ENDS = {
 }
 DELAYS = {f"{arena}-delays": Paging(arena=arena, delays=True) for arena in ("least", "middle")}
 
-CASES = {
-    **variants({"bf16": Recipe(), "fp32": Recipe(policy="fp32")}, ARENAS_AND_PLACEMENTS),
-    **variants(
+CASES = [
+    *variants({"bf16": Recipe(), "fp32": Recipe(policy="fp32")}, ARENAS_AND_PLACEMENTS),
+    *variants(
         {
             "clip": Recipe(clip=0.5),
             "clip-fp32": Recipe(clip=0.5, policy="fp32"),
@@ -33,7 +34,7 @@ CASES = {
         },
         ARENAS,
     ),
-    **variants(
+    *variants(
         {
             "checkpointing": Recipe(checkpointing=True),
             "toy-checkpointing-clip": Recipe(model="toy", checkpointing=True, clip=1.0),
@@ -52,7 +53,7 @@ CASES = {
         },
         ENDS,
     ),
-    **variants(
+    *variants(
         {
             "plain": Recipe(),
             "clip": Recipe(clip=0.5, seed=1),
@@ -62,7 +63,7 @@ CASES = {
         },
         DELAYS,
     ),
-    **variants(
+    *variants(
         {
             "plain": Recipe(model="even"),
             "checkpointing": Recipe(model="even", checkpointing=True, seed=1),
@@ -76,7 +77,7 @@ CASES = {
             "both-split": Paging(arena="least", placement="in_both", format="split"),
         },
     ),
-    **variants(
+    *variants(
         {"plain": Recipe(), "clip": Recipe(clip=0.5)},
         {
             "paths": Paging(arena="least", paths=3),
@@ -85,10 +86,10 @@ CASES = {
             "large-pages": Paging(arena="least", page=192 << 10),
         },
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("recipe", "paging"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("recipe", "paging"), CASES)
 def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
     """Losses, norms, parameters and moments equal those in memory."""
     assert compare(recipe, paging, str(tmp_path)) == []

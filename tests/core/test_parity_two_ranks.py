@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from core_ranks import RankPool
-from core_train import Paging, Recipe, compare, variants
+from core_tables import variants
+from core_train import Paging, Recipe, compare
 
 LEAST = {"least": Paging(arena="least")}
 ENDS = {
@@ -16,9 +17,9 @@ ENDS = {
 }
 ARENAS = {arena: Paging(arena=arena) for arena in ("least", "middle", "all")}
 
-CASES = {
-    **variants({"bf16": Recipe(), "clip": Recipe(clip=0.5), "fp32": Recipe(policy="fp32")}, ARENAS),
-    **variants(
+CASES = [
+    *variants({"bf16": Recipe(), "clip": Recipe(clip=0.5), "fp32": Recipe(policy="fp32")}, ARENAS),
+    *variants(
         {
             "fp32-clip": Recipe(policy="fp32", clip=0.5),
             "accumulate": Recipe(micro=2),
@@ -29,7 +30,7 @@ CASES = {
         },
         ENDS,
     ),
-    **variants(
+    *variants(
         {
             "checkpointing": Recipe(checkpointing=True),
             "eval-between": Recipe(evaluate=True, model="toy"),
@@ -41,19 +42,19 @@ CASES = {
         },
         LEAST,
     ),
-    **variants(
+    *variants(
         {"plain": Recipe(seed=5), "gpt2": Recipe(model="gpt2", seed=6), "clip": Recipe(clip=0.5, micro=2, seed=7)},
         {"delays": Paging(arena="least", delays=True)},
     ),
-    **variants({"toy": Recipe(model="toy", clip=0.5)}, {"paths": Paging(paths=2)}),
-    **variants(
+    *variants({"toy": Recipe(model="toy", clip=0.5)}, {"paths": Paging(paths=2)}),
+    *variants(
         {"even": Recipe(model="even"), "eval-between": Recipe(model="even", evaluate=True, seed=1)},
         {"both-delays": Paging(arena="least", placement="in_both", delays=True)},
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("recipe", "paging"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("recipe", "paging"), CASES)
 def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path, pair: RankPool) -> None:
     """Losses, norms, parameters and moments equal those in memory, on every rank."""
     assert pair.run(compare, recipe, paging, str(tmp_path)) == [[], []]

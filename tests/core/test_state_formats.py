@@ -10,6 +10,7 @@ import pytest
 import torch
 from core_ranks import RankPool
 from core_session import EVERY, STEPS, Session
+from core_tables import variants
 from core_train import (
     KIB,
     MIB,
@@ -22,7 +23,6 @@ from core_train import (
     paged,
     settings,
     train,
-    variants,
 )
 from test_reshard import begin, everything, go_on, newest, same
 from test_traffic import STEADY, WARM, as_planned, traffic
@@ -80,9 +80,9 @@ SPLIT = {
     "forward": Paging(arena="least", format="split", placement="in_forward"),
     "after": Paging(format="split", placement="after_backward"),
 }
-CASES = {
-    **variants({"llama": Recipe(), "clip": Recipe(clip=0.5), "toy": Recipe(model="toy", groups=True)}, SPLIT),
-    **variants(
+CASES = [
+    *variants({"llama": Recipe(), "clip": Recipe(clip=0.5), "toy": Recipe(model="toy", groups=True)}, SPLIT),
+    *variants(
         {
             "accumulate": Recipe(model="toy", micro=2),
             "frozen": Recipe(model="frozen", evaluate=True),
@@ -93,12 +93,17 @@ CASES = {
         },
         {"least": LEAST},
     ),
-    "delays": (Recipe(model="toy"), Paging(arena="least", format="split", delays=True)),
-    "all": (Recipe(model="toy"), Paging(arena="all", format="split")),
-}
+    *variants(
+        {"toy": Recipe(model="toy")},
+        {
+            "delays": Paging(arena="least", format="split", delays=True),
+            "all": Paging(arena="all", format="split"),
+        },
+    ),
+]
 
 
-@pytest.mark.parametrize(("recipe", "paging"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("recipe", "paging"), CASES)
 def test_a_split_master_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
     """Losses, norms, parameters and moments equal those in memory."""
     assert compare(recipe, paging, str(tmp_path)) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from core_layouts import PLACEMENTS
 from core_ranks import RankPool
+from core_tables import all_but, in_turn
 from core_train import PAGE, Outcome, Paging, Recipe, offloaded, train
 
 import infinity
@@ -71,18 +72,20 @@ def as_planned(measured: float, planned: float) -> bool:
     return 0.85 * planned <= measured <= 1.01 * planned
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("model", "arena"), [("even", "least"), ("even", "middle"), ("even", "all"), ("toy", "least")])
-def test_measured_bytes_are_the_planned_ones(model: str, arena: str, placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_and_arena", "placement"),
+    in_turn([("even", "least"), ("even", "middle"), ("even", "all"), ("toy", "least")], PLACEMENTS),
+)
+def test_measured_bytes_are_the_planned_ones(model_and_arena: tuple[str, str], placement: str, tmp_path: Path) -> None:
     """Within 1 % over steady steps; nothing at all where everything fits the arena."""
+    model, arena = model_and_arena
     seen = traffic(Recipe(model=model, steps=WARM), Paging(arena=arena, placement=placement), str(tmp_path))
     assert as_planned(seen["read"], seen["planned_read"]), seen
     assert as_planned(seen["written"], seen["planned_written"]), seen
     assert (seen["read"] == 0) == (seen["written"] == 0) == (arena == "all")
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("share", [10, 25, 50, 75, 90])
+@pytest.mark.parametrize(("share", "placement"), in_turn([10, 25, 50, 75, 90], PLACEMENTS))
 def test_measured_bytes_at_every_share(share: int, placement: str, tmp_path: Path) -> None:
     """Within 1 %, above and below, in arenas of a tenth to nine tenths of the state.
 
@@ -105,7 +108,7 @@ def test_measured_bytes_are_the_planned_ones_in_other_loops(recipe: Recipe, tmp_
     assert seen["planned_read"] > 0
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", all_but(PLACEMENTS, "in_both", "after_backward"))
 def test_measured_bytes_are_the_planned_ones_on_two_ranks(placement: str, tmp_path: Path, pair: RankPool) -> None:
     """Each rank moves its own shards."""
     paging = Paging(arena="least", placement=placement)
