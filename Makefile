@@ -1,5 +1,5 @@
 # make demo    train a 100M-parameter model larger than its memory budget, on NVMe
-# make test    lint, types and the test-suite
+# make test    lint, types, the test-suite, and what is installed from the wheel
 # Everything is installed into .venv first; ARGS="..." is passed on.
 
 PYTHON ?= python3
@@ -8,14 +8,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 TRIALS ?= 1000
-VERSIONS ?= 2.11 2.13 newest
 
-.PHONY: demo test test-torch test-wide lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
+.PHONY: demo test test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
 
-test: install lint types unit
+test: install lint types unit test-wheel
 
 install: $(INSTALLED)
 
@@ -41,11 +40,9 @@ test-wide: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wide]'
 	$(BIN)/pytest -n 2 -m wide $(ARGS)
 
-# Parity, private names and refusals on other releases of torch, each in an environment of its own: gigabytes, so not a
-# part of `make test`, but run for every release of infinity. ARGS="--environments FOLDER" keeps the environments,
-# ARGS="--transformers 5.9" takes another release of transformers than the newest.
-test-torch:
-	$(PYTHON) tests/torch_versions.py $(VERSIONS) $(ARGS)
+# What a stranger gets: sdist and wheel are built, installed into a fresh environment and used by a user who owns nothing.
+test-wheel: install
+	$(BIN)/pytest -m wheel tests/wheel
 
 fuzz: install
 	$(BIN)/pytest tests/core/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)

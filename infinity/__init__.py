@@ -9,17 +9,19 @@ from infinity.hugepages import use_for_tensors
 
 if TYPE_CHECKING:
     from infinity.fsdp.accumulation import micro_batches
+    from infinity.live import close_all
     from infinity.optim.optimizer import PagedOptimizer
     from infinity.run import mesh, offload
 
 __version__ = "0.1.0"
-__all__ = ["Config", "InfinityError", "PagedOptimizer", "load_config", "mesh", "micro_batches", "offload"]
+__all__ = ["Config", "InfinityError", "PagedOptimizer", "close_all", "load_config", "mesh", "micro_batches", "offload"]
 
 use_for_tensors()
 
 # Loaded at first use: the daemon and the telemetry import this package and must not pay for torch.
 _HOMES = {
     "PagedOptimizer": "infinity.optim.optimizer",
+    "close_all": "infinity.live",
     "mesh": "infinity.run",
     "micro_batches": "infinity.fsdp.accumulation",
     "offload": "infinity.run",

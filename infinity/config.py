@@ -17,35 +17,46 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infinity.access import whose_folder
+from infinity.access import read_regular, whose_folder
 from infinity.errors import ConfigError
-from infinity.units import KIB, MIB, parse_size
+from infinity.units import GIB, KIB, LARGEST, MIB, format_setting, parse_size
+
+_FILE_LIMIT = 1 * MIB
 
 
-def _setting(default: Any, doc: str, *, size: bool = False, minimum: int | None = None) -> Any:
-    return field(default=default, metadata={"doc": doc, "size": size, "minimum": minimum})
+def _setting(default: Any, doc: str, *, size: bool = False, minimum: int = 0, maximum: int = LARGEST) -> Any:
+    """Declare a setting; the bounds are those of numbers and sizes, both included."""
+    return field(default=default, metadata={"doc": doc, "size": size, "minimum": minimum, "maximum": maximum})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:
     """Where pages live and how they are moved."""
 
-    paths: tuple[str, ...] = _setting((), "Folders on NVMe drives, one or more; pages are spread over them.")
+    paths: tuple[str, ...] = _setting(
+        (),
+        "Folders on NVMe drives, one or more; pages are spread over them. One that is missing is made, if the folder "
+        "that it lies in is there.",
+    )
     engine: Literal["auto", "io_uring", "threads"] = _setting(
         "auto", "I/O engine. `auto` takes io_uring where the kernel allows it, else threads."
     )
     request_bytes: int = _setting(
-        2 * MIB, "Largest single request to a drive; a page is moved as several.", size=True, minimum=4 * KIB
+        2 * MIB,
+        "Largest single request to a drive; a page is moved as several.",
+        size=True,
+        minimum=4 * KIB,
+        maximum=GIB,
     )
-    queue_depth: int = _setting(32, "Requests in flight at most.", minimum=1)
+    queue_depth: int = _setting(32, "Requests in flight at most.", minimum=1, maximum=4096)
     retries: int = _setting(
         3,
         "How often a transfer of a page that failed with EIO, or brought a page that does not match its checksum, is "
         "submitted again before it ends the run.",
-        minimum=0,
+        maximum=1000,
     )
     timeout_seconds: int = _setting(
-        120, "A transfer that takes longer ends the run with a report of what is waited for.", minimum=1
+        120, "A transfer that takes longer ends the run with a report of what is waited for.", minimum=1, maximum=10**6
     )
 
 
@@ -54,7 +65,10 @@ class MemoryConfig:
     """The host arena."""
 
     host_bytes: int = _setting(
-        0, "Size of the pinned host arena of this rank, allocated once. 0: a quarter of the free memory.", size=True
+        0,
+        "Size of the pinned host arena of this rank, allocated once. 0: a quarter of what the machine has free and the "
+        "limits of this process's control groups (containers, Slurm, systemd) leave, shared by the ranks of the node.",
+        size=True,
     )
     page_bytes: int = _setting(
         0, "Largest page, and the size of a frame. 0: derived from the arena and the model.", size=True
@@ -89,6 +103,7 @@ class UpdateConfig:
         "Cores that updates may take, on a thread beside the training thread; 0: they run on that thread. -1: 1 where "
         "a GPU computes, or torch leaves a core of this rank's share idle; else 0, as they would take turns.",
         minimum=-1,
+        maximum=4096,
     )
 
     def cores_beside(self, device: str, idle: int) -> int:
@@ -158,10 +173,13 @@ class Config:
 
     def with_values(self, **dotted: Any) -> Config:
         """Return a copy with settings replaced, ``with_values(**{"memory.host_bytes": "2GiB"})``."""
-        tree: dict[str, dict[str, Any]] = {}
+        tree: dict[str, Any] = {}
         for name, value in dotted.items():
-            section, _, key = name.partition(".")
-            tree.setdefault(section, {})[key] = value
+            section, dot, key = name.partition(".")
+            if dot:
+                tree.setdefault(section, {})[key] = value
+            else:
+                tree[section] = value
         return _merged(self, tree)
 
 
@@ -189,12 +207,13 @@ def load_config(source: Config | Mapping[str, Any] | str | os.PathLike[str] | No
         return source
     if isinstance(source, Mapping):
         return _merged(Config(), source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"config = {source!r:.80} is neither a TOML file nor a mapping nor a Config")
     try:
-        with open(source, "rb") as file:
-            data = tomllib.load(file)
+        data = tomllib.loads(read_regular(os.path.realpath(source), _FILE_LIMIT).decode())
     except OSError as error:
         raise ConfigError(f"configuration file {os.fspath(source)!r} cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"configuration file {os.fspath(source)!r} is not valid TOML: {error}") from error
     return _merged(Config(), data)
 
@@ -207,10 +226,14 @@ def check_config(config: Config) -> None:
     """
     if not config.storage.paths:
         raise ConfigError("storage.paths is empty; name at least one folder on an NVMe drive")
-    for name, paths in (("storage.paths", config.storage.paths), ("run.resume_paths", config.run.resume_paths)):
-        for path in paths:
-            if not Path(path).is_dir():
-                raise ConfigError(f"{name}: {path!r} is not a folder; create it or name another one")
+    for path in config.storage.paths:
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise ConfigError(f"storage.paths: {path!r} is not a folder; name another one")
+        if not os.path.isdir(Path(path).parent):
+            raise ConfigError(f"storage.paths: {path!r} cannot be made: {str(Path(path).parent)!r} is not a folder")
+    for path in config.run.resume_paths:
+        if not os.path.isdir(path):
+            raise ConfigError(f"run.resume_paths: {path!r} is not a folder; name the one that the run lies in")
     if config.run.resume_paths and not config.run.resume:
         raise ConfigError('run.resume_paths is set, but nothing is resumed; set run.resume to "latest" or a run\'s id')
     resolved = [str(Path(path).resolve()) for path in config.storage.paths]
@@ -241,17 +264,35 @@ def _overlay(base: Any, values: Mapping[str, Any], prefix: str) -> Any:
     for key, value in values.items():
         name = f"{prefix}{key}"
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {prefix}{near[0]!r}?".replace("'", "") if near else ""
-            raise ConfigError(f"unknown setting {name}{hint} (known here: {', '.join(known)})")
+            near = _nearest(str(key), value, prefix)
+            hint = f"; did you mean {near}?" if near else ""
+            what = "settings" if prefix else "sections"
+            raise ConfigError(f"unknown setting {name:.80}{hint} (known {what} here: {', '.join(known)})")
         current = getattr(base, key)
         if is_dataclass(current):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{name} = {value!r} must be a table of settings")
+                raise ConfigError(
+                    f"{name} = {value!r:.80} must be a table of settings: {', '.join(f.name for f in fields(current))}"
+                )
             changes[key] = _overlay(current, value, f"{name}.")
         else:
             changes[key] = _checked(value, types_of[key], known[key].metadata, name)
     return replace(base, **changes)
+
+
+def _nearest(key: str, value: Any, prefix: str) -> str:
+    """Return the section or setting that was meant, if any is near: the same word elsewhere, or a similar one."""
+    sections = {section.name: fields(getattr(Config(), section.name)) for section in fields(Config)}
+    if not prefix and isinstance(value, Mapping):
+        return "".join(difflib.get_close_matches(key, sections, n=1, cutoff=0.4))
+    for name, settings in sections.items():
+        if key in [setting.name for setting in settings]:
+            return f"{name}.{key}"
+    here = [setting.name for setting in sections.get(prefix[:-1], ())]
+    if near := difflib.get_close_matches(key, here, n=1, cutoff=0.4):
+        return f"{prefix}{near[0]}"
+    everywhere = {setting.name: f"{name}.{setting.name}" for name, settings in sections.items() for setting in settings}
+    return "".join(everywhere[near] for near in difflib.get_close_matches(key, everywhere, n=1, cutoff=0.6))
 
 
 def _checked(value: Any, kind: Any, metadata: types.MappingProxyType[Any, Any], name: str) -> Any:
@@ -260,17 +301,38 @@ def _checked(value: Any, kind: Any, metadata: types.MappingProxyType[Any, Any], 
     elif typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
-            raise ConfigError(f"{name} = {value!r} is not one of {', '.join(map(repr, choices))}")
+            near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{name} = {value!r:.80} is not one of {', '.join(map(repr, choices))}{hint}")
     elif typing.get_origin(kind) is tuple:
         if not isinstance(value, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in value):
-            raise ConfigError(f"{name} = {value!r} must be a list of texts")
+            raise ConfigError(f"{name} = {value!r:.80} must be a list of texts")
         value = tuple(os.fspath(item) for item in value)
     elif type(value) is not kind:
-        raise ConfigError(f"{name} = {value!r} must be of type {kind.__name__}")
-    minimum = metadata["minimum"]
-    if minimum is not None and value < minimum:
-        raise ConfigError(f"{name} = {value} is below the minimum of {minimum}")
+        raise ConfigError(f"{name} = {value!r:.80} must be {_KINDS[kind]}")
+    if "\0" in (value if isinstance(value, str) else "".join(value) if isinstance(value, tuple) else ""):
+        raise ConfigError(f"{name} = {value!r:.80} has a zero byte in it, which no path can have")
+    if isinstance(value, int) and not metadata["minimum"] <= value <= metadata["maximum"]:
+        over = value > metadata["maximum"]
+        bound = f"above the maximum of {metadata['maximum']}" if over else f"below the minimum of {metadata['minimum']}"
+        raise ConfigError(f"{name} = {value!r:.80} is {bound}")
     return value
+
+
+_KINDS = {int: "a whole number", str: "a text"}
+
+
+def _range(metadata: Mapping[str, Any]) -> str:
+    """Return the bounds of a number in words."""
+    shown = format_setting if metadata["size"] else str
+    if metadata["maximum"] == LARGEST:
+        return f"{shown(metadata['minimum'])} or more"
+    return f"from {shown(metadata['minimum'])} to {shown(metadata['maximum'])}"
+
+
+def check_setting(name: str, value: Any) -> None:
+    """Check the value of one setting alone, ``check_setting("storage.queue_depth", 32)``. Raises `ConfigError`."""
+    Config().with_values(**{name: value})
 
 
 def settings_markdown() -> str:
@@ -285,10 +347,11 @@ def settings_markdown() -> str:
     for section in fields(Config):
         table = section.default_factory  # type: ignore[union-attr]
         lines += [f"## [{section.name}]", "", (table.__doc__ or "").strip(), ""]
-        lines += ["| setting | default | meaning |", "|---|---|---|"]
+        lines += ["| setting | default | range | meaning |", "|---|---|---|---|"]
         for item in fields(table):  # type: ignore[arg-type]
             default = str(list(item.default)) if isinstance(item.default, tuple) else repr(item.default)
-            lines.append(f"| `{item.name}` | `{default}` | {item.metadata['doc']} |")
+            bounds = _range(item.metadata) if isinstance(item.default, int) else ""
+            lines.append(f"| `{item.name}` | `{default}` | {bounds} | {item.metadata['doc']} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -13,6 +13,9 @@ import os
 class InfinityError(RuntimeError):
     """Base of all errors raised by this package."""
 
+    told_elsewhere = False
+    """Whether this repeats what another rank says itself."""
+
 
 class ConfigError(InfinityError, ValueError):
     """A setting is unknown, malformed or contradicts another one."""
@@ -24,6 +27,10 @@ class BudgetError(InfinityError):
 
 class UnsupportedError(InfinityError):
     """A model or an optimizer that cannot be paged; the message gives the reason."""
+
+
+class MissingPackageError(InfinityError):
+    """A package that only a part of `infinity` needs is not installed; the message names the extra that brings it."""
 
 
 class FolderBusyError(InfinityError):
@@ -71,6 +78,8 @@ class StallError(InfinityError):
 
 class LostRankError(InfinityError):
     """Another rank failed or has ended; the message says which and why, as far as it is known."""
+
+    told_elsewhere = True
 
 
 _LOST_CONNECTION = ("gloo", "NCCL", "TCPStore", "Connection closed by peer", "Connection reset")

@@ -16,6 +16,7 @@ from infinity.units import MIB, align_down
 
 _HUGE_PAGE = 2 * MIB
 _MADV_POPULATE_WRITE = 23
+_MADV_WIPEONFORK = 18
 
 
 def use_for_tensors() -> None:
@@ -29,7 +30,7 @@ def use_for_tensors() -> None:
 def transfer_memory(nbytes: int) -> memoryview:
     """Return `nbytes` bytes of zeroed private memory, a multiple of 4096, all of them present.
 
-    It is unmapped when the last view of it is gone.
+    It is unmapped when the last view of it is gone. A child that is forked has zeroes there.
 
     Raises:
         OSError, ValueError, OverflowError: there is not so much memory.
@@ -39,6 +40,8 @@ def transfer_memory(nbytes: int) -> memoryview:
     start = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE_PAGE
     with contextlib.suppress(OSError):  # a kernel without huge pages
         area.madvise(mmap.MADV_HUGEPAGE, start, align_down(nbytes, _HUGE_PAGE))
+    with contextlib.suppress(OSError):  # children that are forked see zeroes: else the kernel copies what is pinned
+        area.madvise(_MADV_WIPEONFORK)
     memory = memoryview(area)[start : start + nbytes]
     try:
         area.madvise(_MADV_POPULATE_WRITE, start, nbytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from infinity import torchrun
 from infinity.errors import InfinityError, LostRankError, is_lost_connection
 
 T = TypeVar("T")
@@ -27,12 +27,12 @@ class Ranks:
     def current(cls) -> Ranks:
         """Return this process's place, from the process group and torchrun's environment."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        return cls(rank, int(os.environ.get("LOCAL_RANK", rank)), world_size)
+        return cls(rank, torchrun.number("LOCAL_RANK", rank), world_size)
 
     @property
     def local_world_size(self) -> int:
         """Ranks on this node."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        return torchrun.number("LOCAL_WORLD_SIZE", self.world_size)
 
     def agree(self, value: T) -> T:
         """Return rank 0's value on every rank. Raises `LostRankError`."""
@@ -81,7 +81,9 @@ class Ranks:
             raise failure
         for rank, report in enumerate(reports):
             if report is not None:
-                raise InfinityError(f"{what} failed on rank {rank}: {report}")
+                elsewhere = InfinityError(f"{what} failed on rank {rank}: {report}")
+                elsewhere.told_elsewhere = True
+                raise elsewhere
         return result  # type: ignore[return-value]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import json
 import logging
@@ -10,21 +9,19 @@ import math
 import os
 import resource
 import socket
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
+from infinity import live, torchrun
 from infinity.budget import Budget, choose_budget
 from infinity.checkpoint.commit import (
     Committer,
@@ -38,7 +35,8 @@ from infinity.checkpoint.commit import (
 from infinity.checkpoint.companions import carry_companions, keep_companions
 from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec
-from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.extra import save_extra
+from infinity.checkpoint.manifest import Manifest, published_in
 from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
@@ -55,6 +53,7 @@ from infinity.io import Ticket, open_engine
 from infinity.layout import Layout, Page, Role, StateFormat
 from infinity.memory.arena import Arena
 from infinity.memory.heap import FreedMemory
+from infinity.memory.limits import available_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.optimizer import PagedOptimizer
 from infinity.optim.probe import make_kernel, view_shape
@@ -65,7 +64,7 @@ from infinity.ranks import Ranks
 from infinity.schedule.pager import Pager
 from infinity.store.bandwidth import path_shares
 from infinity.store.extents import file_sizes, plan_slots, spread
-from infinity.store.folder import FolderLock, RunFolder, reserve
+from infinity.store.folder import FolderLock, RunFolder, make_paths, reserve, unmake_paths
 from infinity.store.marker import look_for_runs, new_run_id, passed_over
 from infinity.store.pages import PageStore
 from infinity.telemetry import Stats
@@ -76,7 +75,6 @@ from infinity.units import MIB, format_size
 _log = logging.getLogger("infinity")
 _SPARE_SLOTS = 16
 _LOAD_LIMIT = 256 * MIB
-_live_runs: weakref.WeakSet[PagedOptimizer] = weakref.WeakSet()
 
 
 def mesh(device_type: str | None = None) -> DeviceMesh:
@@ -87,18 +85,37 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
 
     Args:
         device_type: ``cuda`` or ``cpu``; by default ``cuda`` where there is a GPU.
+
+    Raises:
+        ConfigError: there is no such device, the environment is not that of torchrun, or the ranks do not find each
+            other.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    launched = not dist.is_initialized() and torchrun.launched()
+    _take_device(device_type)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
+        if launched:
+            try:
+                dist.init_process_group(backend)
+            except (RuntimeError, ValueError) as error:
+                place = f"MASTER_ADDR={os.environ['MASTER_ADDR']!r}, MASTER_PORT={os.environ['MASTER_PORT']}"
+                reason = str(error).partition("\n")[0]
+                raise ConfigError(f"the ranks do not find each other at {place}: {reason}") from error
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return private.default_mesh(device_type)
+
+
+def _take_device(device_type: str) -> None:
+    if device_type not in ("cuda", "cpu"):
+        raise ConfigError(f"infinity.mesh({device_type!r}): the devices are 'cuda' and 'cpu'")
+    if device_type == "cuda":
+        index, there = torchrun.number("LOCAL_RANK", 0), torch.cuda.device_count()
+        if index >= there:
+            raise ConfigError(f"local rank {index} has no GPU: there are {there} here; start as many ranks as GPUs")
+        torch.cuda.set_device(index)
 
 
 def offload(
@@ -147,6 +164,7 @@ def offload(
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
     ranks = Ranks.current()
+    ranks.together("closing earlier runs of this process", lambda: live.make_way(settings.storage.paths))
     budget = ranks.together("planning memory", lambda: _budget(settings, sharded, optimizer, kernel, ranks))
     _give_shapes(kernel, sharded, optimizer)
     run = _Run.open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
@@ -156,33 +174,19 @@ def offload(
         if run.is_here:
             end_all(partial(run.peers.leave, error), partial(run.abandon, error), cause=error)
         raise
-    _live_runs.add(paged)
+    live.add(paged, model)
     return paged
-
-
-def _leave_to_parent() -> None:
-    """In a child that was forked: runs, with their threads, locks and folders, are those of the parent."""
-    for optimizer in _live_runs:
-        optimizer.leave_to_parent()
-    _live_runs.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-@atexit.register
-def _close_all() -> None:
-    error = getattr(sys, "last_value", None)  # what ended the program, if that was an exception
-    left = list(_live_runs)
-    for optimizer in left:
-        if reason := optimizer.run.peers.explain(error):
-            _log.error("%s", reason)
-    end_all(*(partial(optimizer.close, error) for optimizer in left), cause=error)
 
 
 def _check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, PagedOptimizer):
         raise UnsupportedError("the model is offloaded already")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedError(f"the optimizer is of type {type(optimizer).__name__}, no torch.optim.Optimizer")
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{name} of the optimizer is {value}; give it a finite number")
     known = {id(param) for unit in sharded.parameters() for param in unit}
     given = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if foreign := len(given - known):
@@ -231,7 +235,7 @@ def _budget(
             "master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model), the others also for fp32 "
             'states of the optimizer; set "fp32"'
         )
-    host = settings.memory.host_bytes or psutil.virtual_memory().available // 4 // ranks.local_world_size
+    host = settings.memory.host_bytes or available_memory() // 4 // ranks.local_world_size
     return choose_budget(units, formats, host, settings.memory.page_bytes)
 
 
@@ -340,15 +344,20 @@ class _Run:
         """
         paths, resume = settings.storage.paths, settings.run.resume
         old_paths = settings.run.resume_paths or paths
-        run_id = choose_run(old_paths, resume, ranks) if resume else ranks.agree(new_run_id())
-        undo: list[Callable[[], object]] = []
+        host = socket.gethostname()
+        made: list[Path] = []
+        ranks.together("making paths", lambda: made.extend(make_paths(paths)), lambda: unmake_paths(made))
+        # On this node, by whatever rank: the last one that leaves them removes them.
+        made = [path for name, of_rank in ranks.collect((host, made)) if name == host for path in of_rank]
+        undo: list[Callable[[], object]] = [partial(unmake_paths, made)]
 
         def take() -> FolderLock:
-            lock = FolderLock.acquire(paths, run_id, ranks.local_rank)
+            lock = FolderLock.acquire(paths, run_id, ranks.local_rank, made)
             undo.append(lock.release)
             return lock
 
         try:
+            run_id = choose_run(old_paths, resume, ranks) if resume else ranks.agree(new_run_id())
             lock = ranks.together("taking the NVMe paths", take)
             folder = RunFolder.of(paths, run_id)
             commits: list[Manifest] = []
@@ -557,6 +566,15 @@ class _Run:
                 "`infinity store rm`", old.step, old.folder.run_id, old.world_size, self.folder.run_id,
             )  # fmt: skip
 
+    def check_extra(self, extra: dict[str, Any]) -> None:
+        """Check what a commit is given; where it cannot be committed on one rank, nothing is on any.
+
+        Raises:
+            CommitError: it would come back as something else.
+            InfinityError: that of another rank would.
+        """
+        self.ranks.together("commit", partial(save_extra, extra))
+
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit.
 
@@ -607,8 +625,16 @@ class _Run:
         end_all(*self._closers, *reversed(self._own), self._write_timeline)
 
     def abandon(self, error: BaseException) -> None:
-        """End a run that did not come to its start because of `error`: what it has made goes, what was there stays."""
+        """End a run that did not come to its start because of `error`: what it has made goes, what was there stays.
+
+        What goes on with other pages commits before it has started. If this rank has published its part, others may
+        know a commit of all: it stays.
+        """
         end_all(self.end, partial(self._give_up, remove=not self.resuming), cause=error)
+
+    def _has_published(self) -> bool:
+        """Whether a manifest of this rank is there, be it of a commit of which this rank does not know how it ended."""
+        return any(name.rank == self.ranks.rank for name in published_in(self.folder.commits))
 
     def close(self, *, committed: bool) -> None:
         """Release files, memory and lock; remove the run when nothing of it is to be kept.
@@ -616,15 +642,19 @@ class _Run:
         Raises:
             StallError: a device does not answer; the folder stays locked until this process ends.
         """
+        live.remove(self)
         keep = self.settings.run.keep
-        remove = keep == "never" or (keep == "auto" and not committed and not self._committer.has_published)
-        end_all(self.end, partial(self._give_up, remove=remove))
+        end_all(self.end, partial(self._give_up, remove=keep == "auto" and not committed, always=keep == "never"))
 
-    def _give_up(self, *, remove: bool) -> None:
-        """Give the folders back, and what this rank has in them too if it is to be removed."""
+    def _give_up(self, *, remove: bool, always: bool = False) -> None:
+        """Give the folders back. What this rank has in them goes too: if it has published nothing, or `always`."""
+
+        def unmake() -> None:
+            if always or (remove and not self._has_published()):
+                self.folder.remove_rank(self.ranks.rank, commits=self.ranks.local_rank == 0)
+
         if not self._stalled:
-            unmake = partial(self.folder.remove_rank, self.ranks.rank, commits=self.ranks.local_rank == 0)
-            end_all(*([unmake] if remove else []), self._lock.release)
+            end_all(unmake, self._lock.release)
 
     def _close_engine(self) -> None:
         try:

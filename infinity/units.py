@@ -9,6 +9,7 @@ from infinity.errors import ConfigError
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+LARGEST = 2**63 - 1  # number of bytes in a file, and whole number in TOML
 
 _SUFFIX = {
     "": 1, "b": 1,
@@ -17,7 +18,7 @@ _SUFFIX = {
     "g": 10**9, "gb": 10**9, "gib": GIB,
     "t": 10**12, "tb": 10**12, "tib": 1 << 40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([a-zA-Z]{0,3})\s*", re.ASCII)
 
 
 def parse_size(value: int | str, *, name: str = "size") -> int:
@@ -29,12 +30,18 @@ def parse_size(value: int | str, *, name: str = "size") -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
             raise ConfigError(f"{name} = {value} is negative; give a size in bytes or text such as '64MiB'")
-        return value
+        return _possible(value, value, name)
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     factor = _SUFFIX.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise ConfigError(f"{name} = {value!r} is not a size; write bytes or text such as '64MiB' or '2GiB'")
-    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+        raise ConfigError(f"{name} = {value!r:.80} is not a size; write bytes or text such as '64MiB' or '2GiB'")
+    return _possible(int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor, value, name)
+
+
+def _possible(size: int, value: int | str, name: str) -> int:
+    if size > LARGEST:
+        raise ConfigError(f"{name} = {value!r:.80} is more than any file has; write a size such as '64MiB' or '2GiB'")
+    return size
 
 
 def format_size(size: float) -> str:

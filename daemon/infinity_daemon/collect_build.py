@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from importlib import metadata
 
 from prometheus_client.core import Metric as Family
 
+from infinity import __version__
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import new_family
-
-
-def version() -> str:
-    """Return the version of the installed package, or ``unknown`` for a bare checkout."""
-    try:
-        return metadata.version("infinity-offload")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 class BuildCollector:
@@ -31,7 +23,7 @@ class BuildCollector:
     def collect(self) -> Iterator[Family]:
         """Yield both families."""
         info = new_family(BY_NAME["daemon_build_info"])
-        info.add_sample(info.name, {"version": version(), "python_version": platform.python_version()}, 1)
+        info.add_sample(info.name, {"version": __version__, "python_version": platform.python_version()}, 1)
         yield info
         start = new_family(BY_NAME["daemon_start_time_seconds"])
         start.add_sample(start.name, {}, self._started)

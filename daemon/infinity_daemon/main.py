@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from infinity.command import HELP, Command, Version, failures, finite
 from infinity.config import TelemetryConfig, runtime_dir
-from infinity.errors import InfinityError
 from infinity.telemetry.exporter import LOOPBACK
 from infinity_daemon.log import start_logging
 from infinity_daemon.service import SOCKET_NAME, Options, run
@@ -20,7 +20,7 @@ def _daemon(
         str,
         typer.Option("--runtime-dir", help="Folder of the stats pages; default as telemetry.runtime_dir."),
     ] = "",
-    port: Annotated[int, typer.Option(help="TCP port of /metrics and /healthz; 0 takes any.")] = 9470,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port of /metrics and /healthz; 0 takes any.")] = 9470,
     host: Annotated[str, typer.Option(help="Address to listen on, without authentication; 0.0.0.0 is all.")] = LOOPBACK,
     device_path: Annotated[
         list[str] | None,
@@ -30,8 +30,9 @@ def _daemon(
         str, typer.Option(help=f"Unix socket for ranks; default {SOCKET_NAME} in the runtime folder.")
     ] = "",
     keep_dead_minutes: Annotated[
-        float, typer.Option(min=0, help="How long the page of a dead rank is still served.")
+        float, typer.Option(min=0, max=10**9, callback=finite, help="How long the page of a dead rank is still served.")
     ] = 15.0,
+    version: Version = False,
 ) -> None:
     """Serve the metrics of this node's ranks and drives, and answer the ranks' questions about space."""
     folder = runtime_dir(TelemetryConfig(runtime_dir=runtime_folder))
@@ -44,16 +45,17 @@ def _daemon(
         device_paths=tuple(device_path or ()),
         keep_dead_seconds=60 * keep_dead_minutes,
     )
-    try:
+    with failures():
         asyncio.run(run(options))
-    except InfinityError as error:
-        typer.echo(f"infinityd: {error}", err=True)
-        raise typer.Exit(2) from error
+
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command(cls=Command, context_settings=HELP)(_daemon)
 
 
 def main() -> None:
     """Run the daemon; exit status 2 for a setting or a socket that cannot be used."""
-    typer.run(_daemon)
+    app(prog_name="infinityd")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
+from infinity import __version__
 from infinity.access import own_folder
 from infinity.errors import ConfigError
 from infinity.telemetry.exporter import serve_registry
 from infinity_daemon.bandwidth import BandwidthProfile
-from infinity_daemon.collect_build import BuildCollector, version
+from infinity_daemon.collect_build import BuildCollector
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
@@ -58,7 +59,7 @@ async def run(options: Options) -> None:
     await profile.load()
     devices = DevicesCollector(paths=options.device_paths, pages=pages, reserved=ledger.by_drive, bandwidth=profile.of)
     collection = Collection([BuildCollector(started), devices, RanksCollector(pages)])
-    about: dict[str, object] = {"version": version(), "pid": os.getpid(), "started": started}
+    about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": started}
     server: SocketServer
 
     requests = Requests(

@@ -14,6 +14,7 @@ The pages of a commit are out of use until what became of its files is settled, 
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,11 +76,6 @@ class Committer:
     def close(self) -> None:
         """Give back what is held. Raises `OSError`."""
         self._room.close()
-
-    @property
-    def has_published(self) -> bool:
-        """Whether a manifest of this rank is there, be it of a commit of which this rank does not know how it ended."""
-        return any(name.rank == self._ranks.rank for name in files.published_in(self._folder.commits))
 
     def publish(
         self,
@@ -165,9 +161,9 @@ def remove_commits(folder: RunFolder, ranks: Ranks, *, keep: Iterable[CommitName
     """Remove what a rank has published, except of the commits `keep`: manifests first, then the rest, for good."""
     names = [commit.of(ranks.rank) for commit in keep]
     kept = {*(name.file_name for name in names), *(name.state_file for name in names)}
-    others = [file for file in folder.commits.glob(f"step*.rank{ranks.rank:05d}[.-]*") if file.name not in kept]
-    for file in sorted(others, key=lambda file: file.suffix != ".json"):
-        file.unlink(missing_ok=True)
+    others = set(fnmatch.filter(files.names_in(folder.commits), f"step*.rank{ranks.rank:05d}[.-]*")) - kept
+    for name in sorted(others, key=lambda name: (not name.endswith(".json"), name)):
+        (folder.commits / name).unlink(missing_ok=True)
     if others:
         sync_folder(folder.commits)
 

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from infinity.checkpoint.dcp_metadata import read_metadata
 from infinity.checkpoint.durable import NewFolder, sync_file
 from infinity.checkpoint.export import cut, digest_of
+from infinity.checkpoint.extra import load_extra, save_extra
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, ConfigError, InfinityError
 from infinity.fsdp import private
@@ -84,7 +85,7 @@ class DcpExport(DefaultSavePlanner):
             for index, values in scalars.items()
         }
         groups = [{**group, "params": [names[index][0] for index in group["params"]]} for group in reader.groups]
-        own = {"step": reader.step, "extra": json.dumps(reader.extra)}
+        own = {"step": reader.step, "extra": json.dumps(save_extra(reader.extra))}
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "infinity": own}
 
     def _section(self, key: str, index: int, name: str) -> torch.Tensor:
@@ -419,7 +420,8 @@ class DcpFolder(FirstValues):
         }
         counted = [int(values["step"]) for values in scalars.values() if "step" in values]
         step = self._read(_STEP) if _STEP in self._stored else max(counted, default=0)
-        return ResumedState(step, scalars, json.loads(self._read(_EXTRA)) if _EXTRA in self._stored else {})
+        extra = load_extra(json.loads(self._read(_EXTRA))) if _EXTRA in self._stored else {}
+        return ResumedState(step, scalars, extra)
 
     def _read(self, key: str) -> Any:
         """Return a whole tensor or plain data."""

@@ -8,6 +8,7 @@ made instead, and what is in them is checked before the real metadata are made o
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from infinity.access import read_regular
+
+_MOST = 1 << 30  # bytes of metadata, which take some hundred for a slice of a tensor
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _RECORDS = {
     *((_METADATA, kind.__name__) for kind in (BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex)),
@@ -102,9 +106,8 @@ def read_metadata(file: Path) -> Metadata:
         OSError: it cannot be read.
         pickle.UnpicklingError, ValueError, EOFError: it is malformed, names what is no metadata, or a file elsewhere.
     """
-    if not file.is_file():  # a pipe would be waited for
-        raise ValueError("it is not a file")
-    found = _Unpickler(io.BytesIO(file.read_bytes())).load()
+    content = read_regular(os.path.realpath(file), _MOST)  # caches of downloads have links in the place of files
+    found = _Unpickler(io.BytesIO(content)).load()
     state = _state(found, "Metadata")
     return Metadata(
         state_dict_metadata={_text(key): _entry(entry) for key, entry in _table(state["state_dict_metadata"])},

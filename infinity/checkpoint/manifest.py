@@ -11,6 +11,7 @@ file, the extents against the layout and the data files. Whatever is wrong is a 
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import time
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatch
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +31,7 @@ from infinity.access import read_regular
 from infinity.checkpoint import schema
 from infinity.checkpoint.description import DESCRIPTION, RunDescription
 from infinity.checkpoint.durable import write_durably
+from infinity.checkpoint.extra import load_extra, save_extra
 from infinity.checkpoint.schema import index, integer, number, record, row, sequence, setting, table, text
 from infinity.errors import CommitError
 from infinity.layout import PAGE_ALIGNMENT, Layout, Role
@@ -180,15 +183,23 @@ def new_identity(after: str) -> str:
 
 
 def published_in(folder: Path) -> list[Published]:
-    """Return what was published in a run's folder of commits, in order; other files are passed over."""
+    """Return what was published in a run's folder of commits, in order; others are passed over. Raises `OSError`."""
     found = []
-    for file in folder.glob("step*.json"):
-        if match := _NAME.fullmatch(file.name):
+    for file_name in names_in(folder):
+        if match := _NAME.fullmatch(file_name):
             step, rank, world_size, identity = match.groups()
             name = Published(int(step), identity or "", int(world_size), int(rank))
-            if name.rank < name.world_size and name.file_name == file.name:
+            if name.rank < name.world_size and name.file_name == file_name:
                 found.append(name)
     return sorted(found)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, none where there is none: another rank may have removed it. Raises `OSError`."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
@@ -202,8 +213,8 @@ def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
     known = {name.state_file for name in names}
     # Names of format 1 do not say which state file is theirs.
     unknown = {f"step{name.step:012d}.rank{name.rank:05d}" for name in names if not name.identity}
-    found = sorted(folder.glob("step*.safetensors"))
-    return [file for file in found if file.name not in known and ".".join(file.name.split(".")[:2]) not in unknown]
+    found = sorted(name for name in names_in(folder) if fnmatch(name, "step*.safetensors"))
+    return [folder / name for name in found if name not in known and ".".join(name.split(".")[:2]) not in unknown]
 
 
 def complete_commits(published: Iterable[Published]) -> list[CommitName]:
@@ -280,6 +291,7 @@ def _decode(file: Path, content: bytes) -> Manifest:
         values["pages"] = {
             page: Version(Extent(*place), int(digest, 16)) for page, (*place, digest) in values["pages"].items()
         }
+        values["extra"] = load_extra(values["extra"])
         manifest = Manifest(**values)
         _check_names(manifest, file)
         if manifest.layout.fingerprint != layout:
@@ -389,6 +401,7 @@ def _encode(manifest: Manifest) -> dict[str, Any]:
         **{field.name: getattr(manifest, field.name) for field in fields(manifest)},
         "pages": pages,
         "description": manifest.description.plain,
+        "extra": save_extra(manifest.extra),
         "layout": layout.fingerprint,
         "page_bytes": layout.page_bytes,
     }

@@ -23,7 +23,7 @@ from infinity.fsdp.content import dtype_name
 from infinity.fsdp.first_values import FirstValues, Member, ResumedState, ValueOf, local_slice
 from infinity.layout import Layout, ShardSpec
 from infinity.ranks import Ranks
-from infinity.store.folder import RunFolder, live_run
+from infinity.store.folder import RunFolder, holder_of
 from infinity.store.marker import look_for_runs
 
 
@@ -52,12 +52,9 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
         held: paths whose locks this process holds.
 
     Raises:
-        CommitError: it has none, or others too that are not named. FolderBusyError: another live run owns one.
+        CommitError: it has none, or others too that are not named. FolderBusyError: the run is live.
     """
     ours = {Path(path).resolve() for path in held}
-    for path in paths:
-        if Path(path).resolve() not in ours and (owner := live_run(path)):
-            raise FolderBusyError(f"{path} is in use by {owner}; resume when it has ended")
     runs = {run.run_id: run for run in look_for_runs(paths)[0]}
     listed = ", ".join(map(str, paths))
     if run_id not in runs:
@@ -67,6 +64,9 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
         raise CommitError(
             f"run {run_id} lies on {run.paths} paths, {len(run.roots)} were named ({listed}); name them all"
         )
+    others = tuple(root for root in run.in_order if root.parent.resolve() not in ours)
+    if owner := holder_of(RunFolder(run_id, others)):  # other runs there do not matter: nothing is written
+        raise FolderBusyError(f"{others[0].parent} is in use by {owner}; resume when it has ended")
     return RunFolder(run_id, run.in_order)
 
 

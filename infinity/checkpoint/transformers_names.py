@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.extras import needs
 from infinity.fsdp import private
 
 
@@ -196,10 +197,12 @@ def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
     """Build the model of a config.json on the meta device; None where its class is not one of transformers.
 
     Raises:
+        MissingPackageError: transformers is not installed.
         ValueError: it cannot be built.
     """
-    import transformers
-    from transformers import modeling_utils
+    with needs("hf", "the export of a model of transformers"):
+        import transformers
+        from transformers import modeling_utils
 
     architectures = config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
@@ -245,7 +248,7 @@ def reverted(
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     found: dict[str, Conversion | _Rule] = {}
     for name in sorted(tensors, key=loading.dot_natural_key) if rules else tensors:
-        target, pattern = loading.rename_source_key(name, [], converters)
+        target, pattern = loading.apply_converters(name, converters)
         if pattern is None:
             target = _renamed(name, renamings)
             found[target] = Conversion({name: tensors[name]}, {target: tensors[name]})
@@ -307,7 +310,8 @@ def _loading() -> Any | None:
         from transformers import conversion_mapping, core_model_loading
     except ImportError:
         return None
-    needed = ("WeightRenaming", "WeightConverter", "PrefixChange", "dot_natural_key", "rename_source_key")
+    needed = ("WeightRenaming", "WeightConverter", "PrefixChange", "dot_natural_key", "rename_source_key",
+              "apply_converters")  # fmt: skip
     complete = all(hasattr(core_model_loading, name) for name in needed)
     return core_model_loading if complete and hasattr(conversion_mapping, "get_model_conversion_mapping") else None
 

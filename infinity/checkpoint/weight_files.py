@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from infinity.access import read_regular
 from infinity.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST = 1 << 30  # bytes of a file of JSON
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -184,8 +186,10 @@ def read_json(file: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or is none.
     """
     try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads(read_regular(os.path.realpath(file), _MOST))  # caches of downloads have links for files
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; copy it anew") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; copy it anew") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{file} is not a JSON object; copy it anew")

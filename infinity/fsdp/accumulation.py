@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import update_wrapper
@@ -220,7 +221,7 @@ def _answering(module: nn.Module, answer: Any) -> Iterator[None]:
 
 def _is_causal_lm(model: Any) -> bool:
     """Whether the model is one of transformers whose loss is the sum over labels that are shifted by one."""
-    if not hasattr(model, "loss_function"):
+    if not hasattr(model, "loss_function") or "transformers" not in sys.modules:
         return False
     from transformers.loss.loss_utils import ForCausalLMLoss
 

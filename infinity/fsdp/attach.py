@@ -20,6 +20,8 @@ from infinity.fsdp.gradient import Gradient, PagedGradient
 from infinity.fsdp.shard import PagedShard, ShardHome, ShardSource
 from infinity.layout import HALVES, ShardSpec, StateFormat, UnitSpec
 
+_OTHER_WRAPPERS = {"FullyShardedDataParallel", "DistributedDataParallel"}
+
 
 @dataclass(frozen=True)
 class ShardedModel:
@@ -40,6 +42,13 @@ class ShardedModel:
             UnsupportedError: the model is not sharded, or a parameter is outside of all units; or this release of
                 torch lacks what is needed of FSDP2.
         """
+        if not isinstance(model, nn.Module):
+            raise UnsupportedError(f"the model is of type {type(model).__name__}, which is no torch.nn.Module")
+        if wrappers := _OTHER_WRAPPERS & {type(module).__name__ for module in model.modules()}:
+            raise UnsupportedError(
+                f"the model is wrapped in {min(wrappers)}, which keeps its weights in memory; leave that out and call "
+                "fully_shard(…, mesh=infinity.mesh()) of torch.distributed.fsdp on its layers and on itself"
+            )
         private.require_names(model)
         found = list(private.parameter_groups(model))
         if not found:

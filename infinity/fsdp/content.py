@@ -169,11 +169,17 @@ class ShardContent:
     ) -> None:
         self._layout, self._load_limit, self._copied, self._part = layout, load_limit, copied, part
         self._open: _Open | None = _Open(pager, gathering, gathered, look)
+        self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
         self._loaded = 0  # bytes of shards that `load` has returned, and which somebody still has
 
-    def close(self) -> None:
-        """Let go of the pager. Shards refer to this object from within tensors, where Python finds no cycles."""
+    def close(self, why: str = "") -> None:
+        """Let go of the pager. Shards refer to this object from within tensors, where Python finds no cycles.
+
+        Args:
+            why: what errors say from now on; by default that the optimizer was closed.
+        """
         self._open = None
+        self._why_closed = why or self._why_closed
 
     @property
     def _pager(self) -> Pager:
@@ -181,19 +187,19 @@ class ShardContent:
 
     def _opened(self) -> _Open:
         if self._open is None:
-            raise InfinityError("the optimizer of this model was closed, and the model's values went with it")
+            raise InfinityError(self._why_closed)
         return self._open
 
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the compute-dtype elements of a shard, padding included, into a flat tensor."""
-        placed = self._layout.shards[shard]
+        placed, opened = self._layout.shards[shard], self._opened()
         with self._part("python", placed.spec.name, name="gather"):
-            planned = self._opened().gathering(shard)
+            planned = opened.gathering(shard)
             with torch.no_grad():
                 self._copy_param(placed, destination, planned=planned)
             self._copied("host", "device", destination.numel() * destination.itemsize)
             if planned:
-                self._opened().gathered(shard)
+                opened.gathered(shard)
 
     def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
         segment = self._layout.segments[placed.segment]

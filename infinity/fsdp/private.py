@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from infinity.errors import UnsupportedError
 
 TESTED = "2.11 to 2.15"
-"""Releases of torch on which `make test-torch` has passed."""
+"""Releases of torch that are supported; the parity tests passed with both ends."""
 
 
 def _lacking(missing: str) -> UnsupportedError:
@@ -501,6 +501,13 @@ def default_mesh(device_type: str) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device_type, (torch.distributed.get_world_size(),))
+
+
+def process_groups() -> list[Any]:
+    """Return all process groups of this process, and their stores."""
+    from torch.distributed.distributed_c10d import _world
+
+    return [part for group, (_, store) in _world.pg_map.items() for part in (group, store)]
 
 
 # torch.optim.Optimizer #

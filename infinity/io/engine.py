@@ -105,7 +105,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in settings, metrics and logs: ``io_uring``, ``threads``, ``faulty(...)``."""
+        """Name in settings, metrics and logs: ``io_uring`` or ``threads``."""
 
     @property
     def inflight(self) -> int:

@@ -210,7 +210,10 @@ def _target(path: str, points: Sequence[Point], file_bytes: int, engine: str) ->
 
 
 def _probe_file(engine: Engine, folder: str, size: int) -> DataFile:
-    handle, name = tempfile.mkstemp(prefix=".infinity-probe-", dir=folder)
+    try:
+        handle, name = tempfile.mkstemp(prefix=".infinity-probe-", dir=folder)
+    except OSError as error:
+        raise ConfigError(f"folder {folder!r} takes no file: {error.strerror}; name another one") from error
     os.close(handle)
     try:
         file = engine.open(name)

@@ -37,6 +37,10 @@ from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger, StepRecord
 
 _KEPT_RECORDS = 10_000
+_NOT_HERE = (
+    "this process was forked from the one that trains, and weights and states are that one's alone: give workers what "
+    "they need as plain tensors, made before they start"
+)
 
 
 class Run(Protocol):
@@ -61,6 +65,9 @@ class Run(Protocol):
     @property
     def resumed_extra(self) -> dict[str, Any]:
         """What the commit it resumed from was given as `extra`."""
+
+    def check_extra(self, extra: dict[str, Any]) -> None:
+        """Check, on all ranks, that `extra` would come back as it is. Raises `CommitError`."""
 
     def publish(self, step: int, scalars: Mapping[int, Mapping[str, Any]], extra: dict[str, Any]) -> None:
         """Publish a commit; the pages are flushed."""
@@ -122,7 +129,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups
         ]
         """Optimizers inside the given one that have the same param groups."""
-        self._closed = False
+        self._closed = ""  # why, if it is
         self._committed = committed
         self._steps = steps
         self.records: list[StepRecord] = []
@@ -331,10 +338,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         published. All ranks call it together.
 
         Args:
-            extra: plain data (JSON) of your own, such as a scheduler's `state_dict` or the data position; a resumed
-                run finds it in `resumed_extra`.
+            extra: plain data of your own, such as a scheduler's `state_dict` or the data position: numbers (NaN and
+                infinities too), texts, None, and lists, tuples and dicts of them. A resumed run finds it in
+                `resumed_extra`, equal. What would come back as something else is refused.
 
         Raises:
+            CommitError: `extra` is not such data; the place is named. Nothing is written.
             InfinityError: gradients are pending (call it after `step`), or another rank failed.
             UnsupportedError: parameters were added to a param group, or the state was replaced.
             StorageError: a device or the folder refused; the commit before is intact.
@@ -344,11 +353,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._reconcile()
         if self._step_state.has_gradients:
             raise InfinityError("commit() between backward and step(): call it after step()")
+        extra = {} if extra is None else extra
+        self._run.check_extra(extra)
         started = time.perf_counter()
         with self._ledger.phase("commit"):
             self.settle()
             self._pager.flush()
-            self._run.publish(self._steps, self._step_state.scalars, dict(extra or {}))
+            self._run.publish(self._steps, self._step_state.scalars, extra)
         self._committed = True
         self._ledger.committed(time.perf_counter() - started)
         self._ledger.restart_step()
@@ -479,7 +490,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             Exception: the first thing that could not be closed or removed; the rest is released all the same.
         """
         if not self._closed:
-            self._closed = True
+            self._closed = "this optimizer was closed"
             cause = error or sys.exception()
             end_all(
                 lambda: self._run.peers.leave(cause),
@@ -490,8 +501,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             )
 
     def leave_to_parent(self) -> None:
-        """In a child that was forked: have nothing to close any more. What there is belongs to the parent."""
-        self._closed = True
+        """In a child that was forked: have nothing to close any more, and refuse all else.
+
+        Threads, drives and counters are the parent's: this process could only wait for ever, or disturb that one.
+        """
+        self._closed = _NOT_HERE
+        self._pager.leave_to_parent(InfinityError(_NOT_HERE))
+        self._content.close(_NOT_HERE)
 
     def __enter__(self) -> PagedOptimizer:
         """Close at the end of a `with` block."""
@@ -503,7 +519,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             LostRankError: a collective failed because another rank did; in place of torch's error.
         """
-        reason = self._run.peers.explain(error)
+        reason = self._run.peers.explain(error) if not self._closed else None
         self.close(error)
         if reason is not None and reason is not error:
             raise reason from error
@@ -531,6 +547,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
         """Take over what is in `p.grad` after a reduction; see `StepState.gradient_arrived`."""
+        self._check_open()
         self._ledger.enter("backward")
         with self._ledger.part("python", name="gradient"):
             recording = not self._candidates
@@ -672,7 +689,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InfinityError("this optimizer was closed")
+            raise InfinityError(self._closed)
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

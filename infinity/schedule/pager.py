@@ -340,6 +340,11 @@ class Pager:
             self._note(error)
             self._changed.notify_all()
 
+    def leave_to_parent(self, error: Exception) -> None:
+        """In a child that was forked: let every call raise `error`, whatever threads of the parent were doing."""
+        self._changed = Condition()  # that of the parent may be held for ever, by a thread that is not here
+        self._failure = error
+
     def drain(self) -> None:
         """Wait for all transfers without raising, after a failure a moment only; the pager is not used afterwards."""
         with self._changed:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import fnmatch
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ from pathlib import Path
 
 from infinity.access import open_own, open_regular, own_folder, whose_folder
 from infinity.errors import BudgetError, ConfigError, FolderBusyError, StorageError
-from infinity.store.marker import MARKER_NAME, Marker, look_for_runs, sync_path, write_marker
+from infinity.store.marker import MARKER_NAME, Marker, sync_path, write_marker
 from infinity.units import format_size
 
 LOCK_NAME = "infinity.lock"
@@ -103,16 +104,16 @@ class RunFolder:
                 _remove_empty(folder, root)
 
     def remove_file(self, file: Path) -> None:
-        """Remove a file that lies in one of the folders, or in that of the commits. No link is followed.
+        """Remove a file that lies in one of the folders, at any depth. No link is followed.
 
         Raises:
             OSError: it cannot be removed.
         """
-        within = file.parent not in self.roots
+        (root,) = (root for root in self.roots if root in file.parents)
         with suppress(FileNotFoundError), ExitStack() as opened:
-            folder = opened.enter_context(opened_folder(file.parent.parent if within else file.parent))
-            if within:
-                folder = opened.enter_context(opened_folder(file.parent, folder))
+            folder = opened.enter_context(opened_folder(root))
+            for within in reversed(file.parents[: file.parents.index(root)]):
+                folder = opened.enter_context(opened_folder(within, folder))
             with _naming(file):
                 os.unlink(file.name, dir_fd=folder)
 
@@ -128,14 +129,9 @@ class RunFolder:
         """
         # By name, with one descriptor at most, as a process may have no more left: in these nobody else puts links.
         own = {number: root for number, root in enumerate(self.roots) if _is_own(root)}
-        if commits and 0 in own and self.commits.is_dir() and not self.commits.is_symlink():
-            for name in os.listdir(self.commits):  # first, so that it is gone when no data file is left
-                entry = self.commits / name
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink(missing_ok=True)
-            self.commits.rmdir()
+        if 0 in own and self.commits.is_dir() and not self.commits.is_symlink():
+            with suppress(FileNotFoundError):  # the first rank of this node removes all of it
+                self._remove_commits("*" if commits else f"step*.rank{rank:05d}[.-]*")
         for number in own:
             self.data_file(number, rank).unlink(missing_ok=True)
         for root in own.values():
@@ -143,6 +139,20 @@ class RunFolder:
                 if not set(os.listdir(root)) - {MARKER_NAME}:
                     (root / MARKER_NAME).unlink(missing_ok=True)
                     root.rmdir()
+
+    def _remove_commits(self, pattern: str) -> None:
+        """Remove what is named so, and the folder if that is all of it; for good, before a data file goes."""
+        names = fnmatch.filter(os.listdir(self.commits), pattern)
+        for name in sorted(names, key=lambda name: not name.endswith(".json")):  # manifests first
+            entry = self.commits / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+        if names:
+            sync_path(self.commits)
+        if pattern == "*":
+            self.commits.rmdir()
 
 
 def _is_own(root: Path) -> bool:
@@ -215,9 +225,30 @@ def _remove_empty(folder: int, root: Path) -> None:
         root.rmdir()
 
 
-def find_runs(paths: Sequence[str | Path]) -> list[str]:
-    """Return the ids of the runs on some folders, oldest first; see `look_for_runs`. Raises `OSError`."""
-    return [run.run_id for run in look_for_runs(paths)[0]]
+def make_paths(paths: Sequence[str | Path]) -> list[Path]:
+    """Make those NVMe paths (mode 0700) that are missing; return them.
+
+    Raises:
+        ConfigError: one cannot be made; none is then.
+    """
+    made: list[Path] = []
+    for path in map(Path, paths):
+        try:
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+                made.append(path)
+                sync_path(path.parent)
+        except OSError as error:
+            unmake_paths(made)
+            raise ConfigError(f"storage.paths: {str(path)!r} cannot be made: {error.strerror}") from error
+    return made
+
+
+def unmake_paths(made: Sequence[Path]) -> None:
+    """Remove paths that `make_paths` has made and that hold nothing."""
+    for path in made:
+        with suppress(OSError):
+            path.rmdir()
 
 
 class FolderLock:
@@ -227,24 +258,36 @@ class FolderLock:
         self._descriptors: list[int] = []
         self._files: list[Path] = []
         """Names of what the descriptors are open on."""
+        self._made: Sequence[Path] = ()
+        """Paths that were made for it."""
         self._process = os.getpid()
         """Who owns them: a child that is forked has the descriptors too, but not the lock."""
 
     @classmethod
-    def acquire(cls, paths: Sequence[str | Path], run_id: str, local_rank: int) -> FolderLock:
+    def acquire(
+        cls, paths: Sequence[str | Path], run_id: str, local_rank: int, made: Sequence[Path] = ()
+    ) -> FolderLock:
         """Take every path. [Note: who holds what]
+
+        Args:
+            made: those that this start has made: they go when they are given back with nothing in them.
 
         Raises:
             FolderBusyError: another live run holds one; the message says which process.
             ConfigError: a path is not writable, or cannot be locked.
         """
         lock = cls()
+        lock._made = made
         _held.add(lock)
         try:
             with ExitStack() as starting:
                 for path in paths:
                     if not starting.enter_context(_folder_locked(Path(path), fcntl.LOCK_SH, _START_SECONDS)):
-                        raise FolderBusyError(f"{path} is in use by `infinity store gc` or `rm`; wait for it to end")
+                        raise FolderBusyError(
+                            f"{path} has been locked for {_START_SECONDS:g} s: `infinity store gc` or `rm` runs there "
+                            f"until its question is answered, or another process that may read the folder has locked "
+                            f"it; {_who_has(path)}"
+                        )
                 for path in paths:
                     lock._take(Path(path), local_rank)
                 lock.name(run_id)
@@ -271,9 +314,13 @@ class FolderLock:
                         self._descriptors.append(descriptor)
                         self._files.append(file)
                         return
-                elif not _locked(descriptor, fcntl.LOCK_SH, file) or time.monotonic() > end:
+                elif not _locked(descriptor, fcntl.LOCK_SH, file):
                     raise FolderBusyError(
                         f"{path} is in use by {describe_holder(file)}; wait for it to end or name another folder"
+                    )
+                elif time.monotonic() > end:
+                    raise FolderBusyError(
+                        f"{file} has been locked for {_START_SECONDS:g} s by who only looks at it; {_who_has(file)}"
                     )
             except BaseException:
                 os.close(descriptor)
@@ -312,6 +359,7 @@ class FolderLock:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that is just being started may have it open, too
             with suppress(OSError):
                 os.close(descriptor)
+        unmake_paths(self._made)
         _held.discard(self)
 
     def leave_to_parent(self) -> None:
@@ -396,8 +444,16 @@ def no_starts(paths: Sequence[str | Path]) -> Iterator[None]:
     with ExitStack() as held:
         for path in {os.path.realpath(path): Path(path) for path in paths}.values():
             if not held.enter_context(_folder_locked(path, fcntl.LOCK_EX, _REMOVE_SECONDS)):
-                raise FolderBusyError(f"a run is starting on {path}, or runs are being removed there; try again")
+                raise FolderBusyError(
+                    f"a run is starting on {path}, or runs are being removed there; try again. If it stays so, another "
+                    f"process that may read the folder has locked it; {_who_has(path)}"
+                )
         yield
+
+
+def _who_has(path: str | Path) -> str:
+    """Return how to find out who holds a lock of which nobody has written whose it is."""
+    return f"as root, `fuser -v {path}` or `lsof {path}` names the process"
 
 
 def _locked(descriptor: int, operation: int, file: Path) -> bool:
@@ -424,12 +480,13 @@ def _still_there(descriptor: int, file: Path) -> bool:
 
 def describe_holder(file: Path) -> str:
     """Return who holds a lock file, from what the holder wrote into it."""
+    unknown = f"another run, or a process that holds {file.name}"
     try:
         descriptor = open_regular(file, os.O_RDONLY)
     except OSError:
-        return "another run"
+        return unknown
     try:
-        return str(_read_owner(descriptor) or "another run")
+        return str(_read_owner(descriptor) or unknown)
     finally:
         os.close(descriptor)
 
@@ -478,11 +535,6 @@ def holders(path: str | Path) -> list[Owner]:
     return found
 
 
-def live_run(path: str | Path) -> Owner | None:
-    """Return the first who holds a path, or None when nobody does; see `holders`."""
-    return next(iter(holders(path)), None)
-
-
 def believed(owner: Owner, root: Path) -> bool:
     """Whether a holder can have the run of this folder open: its lock is of the folder's owner, or of root and says so.
 
@@ -524,7 +576,7 @@ def _owner_of(file: Path) -> int | None:
 
 
 def stale_locks(path: Path) -> list[Path]:
-    """Return the lock files that nobody holds. Raises `ConfigError` as `live_run`."""
+    """Return the lock files that nobody holds. Raises `ConfigError` as `holders`."""
     found = []
     for file in _lock_files(path):
         with suppress(OSError):
@@ -569,7 +621,12 @@ def reserve(file: Path, size: int) -> None:
         existed = True
     except FileNotFoundError:
         there, existed = 0, False
-    free = shutil.disk_usage(file.parent).free
+    whole, _, free = shutil.disk_usage(file.parent)
+    if not whole:
+        raise BudgetError(
+            f"{file.parent} is on a file system without a size, such as ramfs, which is memory and no drive; name a "
+            "folder on an NVMe drive in storage.paths"
+        )
     if size - there > free:  # asked first: a file system may fill itself up before it refuses
         raise _no_room(file, size, free, os.strerror(errno.ENOSPC))
     try:

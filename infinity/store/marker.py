@@ -13,6 +13,7 @@ import secrets
 import stat
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,9 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
             try:
                 marker = _marker_of(root)
             except FileNotFoundError:
-                if any(root.glob("*")):  # an empty one is what a start or a removal that was cut off has left
-                    passed[root] = f"it has no {MARKER_NAME}"
+                with suppress(FileNotFoundError):  # it was removed just now
+                    if os.listdir(root):  # see `empty_folders`
+                        passed[root] = f"it has no {MARKER_NAME}"
             except OSError as error:
                 passed[root] = str(error.strerror)
             except ValueError as error:
@@ -169,13 +171,33 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
     return [found[run_id] for run_id in sorted(found)], passed
 
 
+def empty_folders(path: Path) -> list[Path]:
+    """Return this user's folders that are named as a run and have nothing in them.
+
+    They are what is left of a start that was cut off before it made its marker, or of a removal before its end.
+
+    Raises:
+        OSError: `path` cannot be read.
+    """
+    found = []
+    for name in sorted(name for name in os.listdir(path) if is_run_id(name)):
+        root = path / name
+        with suppress(OSError):  # gone, no folder, or not to be read
+            about = root.lstat()
+            if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not os.listdir(root):
+                found.append(root)
+    return found
+
+
 def _marker_of(root: Path) -> Marker:
     if root.is_symlink() or not root.is_dir():
         raise ValueError("it is a link" if root.is_symlink() else "it is not a folder")
     marker = read_marker(root)
     commits = root / "commits"
-    if os.path.lexists(commits) and not stat.S_ISDIR(commits.lstat().st_mode):  # whoever removes would remove elsewhere
-        raise ValueError(f"its commits is {'a link' if commits.is_symlink() else 'not a folder'}")
+    with suppress(FileNotFoundError):
+        mode = commits.lstat().st_mode
+        if not stat.S_ISDIR(mode):  # whoever removes would remove elsewhere
+            raise ValueError(f"its commits is {'a link' if stat.S_ISLNK(mode) else 'not a folder'}")
     return marker
 
 

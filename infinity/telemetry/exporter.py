@@ -15,15 +15,17 @@ from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.core import Metric as Family
-from prometheus_client.registry import Collector
-
 from infinity.errors import ConfigError
+from infinity.extras import needs
 from infinity.telemetry.cells import label_sets
 from infinity.telemetry.metrics import METRICS, PREFIX, Metric
 from infinity.telemetry.page import Snapshot
+
+with needs("daemon", "serving metrics"):
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.core import Metric as Family
+    from prometheus_client.registry import Collector
 
 Source = Callable[[], Iterable[Snapshot]]
 Buckets = tuple[list[tuple[str, float]], float]
@@ -248,9 +250,10 @@ def serve_registry(
         raise ConfigError(f"metrics port {port} must be from 0 to 65535")
     try:
         server = _Server((host, port))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for names that no host can have
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"metrics port {port} on {host or 'all addresses'} cannot be used: {error.strerror}; "
+            f"metrics port {port} on {host or 'all addresses'} cannot be used: {reason}; "
             "choose another port, or 0 for any free one"
         ) from error
     metrics = make_wsgi_app(registry)

@@ -275,14 +275,6 @@ def error_reason(error: BaseException) -> str:
     return "eio" if code == errno.EIO else "other"
 
 
-def series_names(metric: Metric) -> tuple[str, ...]:
-    """Return the names under which Prometheus stores a metric, prefix included."""
-    name = PREFIX + metric.name
-    if metric.kind == "histogram":
-        return (f"{name}_bucket", f"{name}_sum", f"{name}_count")
-    return (name,)
-
-
 _SECTIONS = (
     (
         "rank",

@@ -41,7 +41,7 @@ from infinity.checkpoint.manifest import complete_commits, published_in
 
 STEPS = 8
 RETAINED = 2
-_PATIENCE = 60.0
+_PATIENCE = 300.0
 _GRACE = 0.05
 """Seconds at most for which the other ranks outlive the one that is killed."""
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core_volatile_engine import VolatileEngine
+
 from infinity.config import StorageConfig
-from infinity.io import VolatileEngine
 
 _CALLS = ("fsync", "rename", "unlink", "mkdir", "rmdir", "posix_fallocate", "truncate", "ftruncate")
 """System calls before or after which a life may end: the named points of the publish protocol, and of start and end."""

@@ -16,15 +16,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from core_fault_engine import Fault, FaultKind
 from core_session import EVERY, Session
 from core_train import Switch, faulty
 
 from infinity import peers
 from infinity.checkpoint.manifest import published_in, read_manifest
 from infinity.errors import CorruptPageError
-from infinity.io import Fault, FaultKind, Op
+from infinity.io import Op
 from infinity.store.pages import read_version
 
+PATIENCE = 240.0
+"""Seconds within which both ranks have ended; the process group waits for longer."""
 PLACE = r"(read|write) of \d+ bytes at offset \d+ of \S+\.pages"
 CORRUPT = rf"CorruptPageError: {PLACE} failed: .*page \S+ is corrupt: checksum"
 
@@ -127,9 +130,9 @@ CASES = {
     "flipped": Case(fault=Fault(kind=FaultKind.FLIP), says=CORRUPT),
     "no-answer": Case(
         fault=Fault(kind=FaultKind.STUCK, at=(4,)),
-        storage={"timeout_seconds": 1},
-        says=rf"StallError: waited 1 s for a page to be (read|written); oldest of \d+ requests in flight: {PLACE}, "
-        r"for \d\.\d s",
+        storage={"timeout_seconds": 5},
+        says=rf"StallError: waited 5 s for a page to be (read|written); oldest of \d+ requests in flight: {PLACE}, "
+        r"for \d+\.\d s",
     ),
     "data-file-gone": Case(
         act=_move_data,
@@ -159,7 +162,6 @@ class End:
     status: int
     said: str
     logged: str
-    when: float
 
 
 def describe(error: BaseException) -> str:
@@ -178,29 +180,28 @@ class DyingRanks:
         """Let `case` happen to `rank`; return how both have ended.
 
         Args:
-            swallowed: the rank catches its error and lives on, without closing.
+            swallowed: the rank catches its error and lives on, without closing, until the other one has ended.
         """
         arguments = [(case, number == rank, number, str(folder), swallowed) for number in range(2)]
         processes = [self._context.Process(target=_live, args=each) for each in arguments]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 60
-        when = [0.0, 0.0]
-        while not all(when) and time.monotonic() < deadline:
+        deadline = time.monotonic() + PATIENCE
+        left = set(range(2))
+        while left and time.monotonic() < deadline:
             time.sleep(0.02)
-            for number, process in enumerate(processes):
-                if not when[number] and process.exitcode is not None:
-                    when[number] = time.monotonic()
+            for number in [number for number in left if processes[number].exitcode is not None]:
+                left.remove(number)
+                (folder / f"ended{number}").touch()
         for process in processes:
             process.kill()
             process.join()
-        assert all(when), f"still alive after 60 s: {when}"
+        assert not left, f"still alive after {PATIENCE:.0f} s: ranks {sorted(left)}"
         return [
             End(
                 status=process.exitcode,
                 said=_text(folder / f"said{number}"),
                 logged=_text(folder / f"log{number}"),
-                when=when[number],
             )
             for number, process in enumerate(processes)
         ]
@@ -213,11 +214,11 @@ def _text(file: Path) -> str:
 def _live(case: Case, struck: bool, rank: int, folder: str, swallowed: bool) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(filename=f"{folder}/log{rank}", format="%(message)s")
-    peers.GRACE_SECONDS = 2.0
+    peers.GRACE_SECONDS = 2.0 if swallowed else PATIENCE  # a rank that fails takes its time to close
     if case.prepare is not None:
         case.prepare()
     store = dist.FileStore(f"{folder}/group", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2 * PATIENCE))
     try:
         _disturbed(case if struck else None, Path(folder), case.storage, swallowed)
     except BaseException as error:
@@ -236,7 +237,8 @@ def _disturbed(case: Case | None, folder: Path, storage: dict[str, Any], swallow
         except Exception:
             if not (swallowed and case):
                 raise
-            time.sleep(8)
+            while not (folder / f"ended{1 - dist.get_rank()}").exists():
+                time.sleep(0.02)
 
 
 def damaged_pages(folder: Path) -> int:

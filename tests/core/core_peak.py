@@ -15,7 +15,8 @@ import infinity
 import infinity.memory.heap
 from infinity.checkpoint.dcp import DcpExport
 from infinity.checkpoint.reader import CommitReader
-from infinity.store.folder import RunFolder, find_runs
+from infinity.store.folder import RunFolder
+from infinity.store.marker import look_for_runs
 
 WIDTH = 512
 ELEMENTS = 4 * WIDTH * WIDTH
@@ -54,7 +55,7 @@ def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
 
 def export(folder: Path) -> None:
     """Write the newest commit in files of a parameter each."""
-    run_id = find_runs([folder])[-1]
+    run_id = look_for_runs([folder])[0][-1].run_id
     reader = CommitReader(RunFolder(run_id, (folder / run_id,)))
     DcpExport(reader).write(folder / "dcp", file_bytes=4 * WIDTH * 2 * WIDTH)
 

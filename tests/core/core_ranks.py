@@ -13,7 +13,7 @@ from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 120.0
+PATIENCE = 900.0
 """Seconds after which a call on the ranks is called lost."""
 
 
@@ -88,7 +88,7 @@ class RankPool:
         for process in self._processes:
             if kill:
                 process.kill()
-            process.join(20)
+            process.join(60)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -104,7 +104,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600))
     while True:
         try:
             function, arguments = pipe.recv()

@@ -94,7 +94,7 @@ def killed(folder: Path, where: str, step: int) -> list[float]:
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_run_and_die, args=(str(folder), where, step))
     process.start()
-    process.join(120)
+    process.join(900)
     assert process.exitcode == -signal.SIGKILL, f"ended with {process.exitcode} instead of being killed"
     return json.loads((folder / "losses.json").read_text())
 

@@ -15,13 +15,14 @@ from typing import Any
 import core_models
 import torch
 import torch.distributed as dist
+from core_fault_engine import Fault, FaultEngine, FaultKind
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import infinity
 from infinity.config import StorageConfig
 from infinity.errors import BudgetError
-from infinity.io import DataFile, Engine, Fault, FaultEngine, FaultKind, Op, Ticket
+from infinity.io import DataFile, Engine, Op, Ticket
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 64 * KIB

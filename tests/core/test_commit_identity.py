@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,25 +160,29 @@ def interrupted(folder: str, what: str, committed: bool) -> None:
     original = Ranks.collect
 
     def collect(ranks: Ranks, value: Any) -> list[Any]:
-        values = original(ranks, value)
-        if armed and ranks.rank == 0:
-            armed.clear()
-            raise INTERRUPTIONS[what]("injected")
-        return values
+        original(ranks, value)
+        raise INTERRUPTIONS[what]("injected")
 
-    armed: list[bool] = []
-    Ranks.collect = collect  # type: ignore[method-assign]
     try:
-        with Session(Path(folder)) as session:
+        with pytest.MonkeyPatch.context() as patch, Session(Path(folder)) as session:
             session.run(3, every=3 if committed else 0)
             session.run(6, every=0)
-            armed.append(True)
+            if dist.get_rank() == 0:
+                once_published(patch, partial(patch.setattr, Ranks, "collect", collect))
             session.commit()
-            armed.clear()
-    except tuple(INTERRUPTIONS.values()):
+    except INTERRUPTIONS[what]:
         assert dist.get_rank() == 0
-    finally:
-        Ranks.collect = original  # type: ignore[method-assign]
+
+
+def once_published(patch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Call `action` when this rank has published its files, before it exchanges with the others how that went."""
+    took = CommitRoom.took
+
+    def then(room: CommitRoom, size: int) -> None:
+        took(room, size)
+        action()
+
+    patch.setattr(CommitRoom, "took", then)
 
 
 @pytest.mark.parametrize("committed", [True, False], ids=["second", "first"])
@@ -201,10 +207,13 @@ def test_a_commit_that_was_interrupted_before_the_exchange_is_withdrawn(
         session.run(3)
         store, folder = session.optimizer.run.store, run_folder(tmp_path)
         usual = len(store._named)
-        for target, name, left in ((CommitRoom, "took", [3]), (Ranks, "collect", [3, 5])):
+        for exchanging, left in ((False, [3]), (True, [3, 5])):
             session.run(session.optimizer.steps + 1, every=0)
             with monkeypatch.context() as patch:
-                patch.setattr(target, name, interrupt)
+                if exchanging:
+                    once_published(patch, partial(patch.setattr, Ranks, "collect", interrupt))
+                else:
+                    patch.setattr(CommitRoom, "took", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     session.commit()
             assert [found.step for found in published_in(folder.commits)] == left

@@ -35,7 +35,8 @@ import infinity
 from infinity.checkpoint.dcp import DcpExport, DcpFolder
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import ConfigError, CorruptPageError, InfinityError
-from infinity.store.folder import RunFolder, find_runs
+from infinity.store.folder import RunFolder
+from infinity.store.marker import look_for_runs
 
 HALF, WHOLE = 2, 4
 HOST = 4 * MIB
@@ -147,7 +148,7 @@ def export(folder: Path, out: Path) -> Path:
 def newest(folder: Path) -> CommitReader:
     """Return the newest commit of the newest run."""
     path = folder / "nvme0"
-    run_id = find_runs([path])[-1]
+    run_id = look_for_runs([path])[0][-1].run_id
     return CommitReader(RunFolder(run_id, (path / run_id,)))
 
 
@@ -253,7 +254,7 @@ def test_step_and_extra_go_along(name: str, counted: int, tmp_path: Path) -> Non
         model, optimizer = plain(recipe, meta=True)
         with infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST), weights=folder) as paged:
             assert (paged.steps, paged.resumed_extra) == known
-    assert find_runs([tmp_path / "nvme0"]) == []
+    assert look_for_runs([tmp_path / "nvme0"])[0] == []
 
 
 @pytest.mark.parametrize("form", ["app", "other names", "weights alone"])

@@ -16,6 +16,7 @@ import core_session
 import numpy as np
 import pytest
 import torch
+from core_fault_engine import Fault, FaultKind
 from core_ranks import RankPool
 from core_session import EVERY, KILLS, STEPS, Session, killed, reference
 from core_train import MIB, Paging, Recipe, batch, faulty, make_optimizer, settings
@@ -32,7 +33,7 @@ from infinity.errors import (
     InfinityError,
     StorageError,
 )
-from infinity.io import Fault, FaultKind
+from infinity.store.folder import FolderLock
 
 LATEST = {"resume": "latest"}
 
@@ -293,10 +294,12 @@ def test_a_damaged_commit_is_an_error(
 
 
 def test_a_second_run_is_refused_and_told_who(tmp_path: Path) -> None:
-    """Run id and process; the first one goes on undisturbed."""
+    """Run id, and process or variable; the first one goes on undisturbed."""
     with Session(tmp_path) as session:
         run_id = session.optimizer.run.folder.run_id
         with pytest.raises(FolderBusyError, match=rf"{run_id} \(process {os.getpid()}"):
+            FolderLock.acquire([tmp_path / "nvme0"], "another", 0)
+        with pytest.raises(FolderBusyError, match=rf"{run_id} of this process, to whose model `session` of"):
             Session(tmp_path)
         session.run(2, every=1)
         with pytest.raises(FolderBusyError, match=run_id):

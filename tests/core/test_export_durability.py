@@ -27,6 +27,7 @@ from infinity.checkpoint.dcp import DcpExport, DcpFolder
 from infinity.checkpoint.dcp_metadata import read_metadata
 from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.weight_files import read_json
 from infinity.errors import CommitError, ConfigError
 
 FILE_BYTES = 200 << 10
@@ -285,6 +286,29 @@ def test_metadata_name_no_file_elsewhere(name: str, committed: CommitReader, tmp
     os.mkfifo(out / kept)
     with pytest.raises(CommitError, match="which is no file"):
         DcpFolder(out)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("read", [read_metadata, read_json])
+def test_a_pipe_that_comes_after_the_look_is_not_waited_for(
+    read: Callable[[Path], Any], linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is opened is what is looked at, through links too, as caches of downloads have them."""
+    pipe, place = tmp_path / "pipe", tmp_path / ("link" if linked else "pipe")
+    os.mkfifo(pipe)
+    if linked:
+        place.symlink_to(pipe)
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    with pytest.raises((OSError, ConfigError), match="it is not a regular file"):
+        read(place)
+
+
+def test_metadata_may_be_linked(committed: CommitReader, tmp_path: Path) -> None:
+    """As a cache of downloads has them."""
+    to_dcp(committed, tmp_path / "dcp")
+    (tmp_path / "dcp" / ".metadata").rename(tmp_path / "blob")
+    (tmp_path / "dcp" / ".metadata").symlink_to(tmp_path / "blob")
+    DcpFolder(tmp_path / "dcp")
 
 
 def test_metadata_are_those_that_torch_reads(committed: CommitReader, tmp_path: Path) -> None:

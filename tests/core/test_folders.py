@@ -8,10 +8,10 @@ import json
 import os
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +25,7 @@ from core_train import MIB, Paging, make_optimizer, settings
 import infinity
 from infinity.access import open_own, own_folder, read_own, replacing, write_own
 from infinity.checkpoint.manifest import complete_commits, published_in
+from infinity.checkpoint.reshard import folders_of
 from infinity.errors import BudgetError, CommitError, ConfigError, FolderBusyError, InfinityError, StorageError
 from infinity.store import folder as folders
 from infinity.store.folder import (
@@ -32,7 +33,6 @@ from infinity.store.folder import (
     RunFolder,
     holder_of,
     holders,
-    live_run,
     no_starts,
     remove_stale_lock,
     reserve,
@@ -223,6 +223,41 @@ def test_links_in_a_run_are_removed_and_not_followed(tmp_path: Path) -> None:
     assert (victim / "precious").exists()
 
 
+@pytest.mark.parametrize("function", ["scandir", "listdir"])
+def test_commits_that_another_rank_removes_meanwhile_are_none(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank of a node removes them for all, the others look whether theirs are there."""
+    run = make_run(tmp_path)
+    original = getattr(os, function)
+
+    def late(path: Any) -> Any:
+        if Path(path) == run.commits:
+            shutil.rmtree(run.commits)
+        return original(path)
+
+    monkeypatch.setattr(os, function, late)
+    assert published_in(run.commits) == []
+
+
+def test_a_rank_removes_its_manifests_before_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes of the others: there is no commit of all of which pages are missing."""
+    run = make_run(tmp_path)
+    manifests = [run.commits / f"step000000000001.rank{rank:05d}-of-00002.{'a' * 24}.json" for rank in range(2)]
+    for file in (*manifests, run.data_file(0, 0), run.data_file(0, 1)):
+        file.touch()
+
+    def refuse(file: Path, **_: Any) -> None:
+        assert file.name != "rank00001.pages" or [name.rank for name in published_in(run.commits)] == [0]
+        os.unlink(file)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    run.remove_rank(1, commits=False)
+    assert not run.data_file(0, 1).exists()
+    assert [name.rank for name in published_in(run.commits)] == [0]
+    assert run.data_file(0, 0).exists()
+
+
 # Locks #
 
 
@@ -241,11 +276,9 @@ def test_a_planted_lock_is_refused(tmp_path: Path) -> None:
     }
     for reason, plant in plants.items():
         plant()
-        began = time.monotonic()
         with pytest.raises(ConfigError, match=reason):
             FolderLock.acquire([path], new_run_id(), 0)
-        assert live_run(path) is None
-        assert time.monotonic() - began < 5
+        assert not holders(path)
         lock.rmdir() if lock.is_dir() else lock.unlink()
     lock.symlink_to(tmp_path / "new")
     with pytest.raises(ConfigError, match="it is a link"):
@@ -308,6 +341,28 @@ def test_a_lock_of_another_user_hides_and_blocks_nothing(tmp_path: Path) -> None
             assert [holder.known for holder in holders(tmp_path)] == [False]
 
 
+def test_a_run_is_taken_up_elsewhere_unless_it_is_live(tmp_path: Path) -> None:
+    """Other runs on its paths do not matter, as nothing is written there."""
+    run, other = make_run(tmp_path), make_run(tmp_path)
+    lock = FolderLock.acquire([tmp_path], other.run_id, 0)
+    try:
+        assert folders_of([tmp_path], run.run_id, []) == run
+        with pytest.raises(FolderBusyError, match=rf"in use by run {other.run_id}.*resume when it has ended"):
+            folders_of([tmp_path], other.run_id, [])
+        assert folders_of([tmp_path], other.run_id, [tmp_path]) == other, "this process holds it"
+    finally:
+        lock.release()
+
+
+@as_root
+def test_a_lock_of_another_user_keeps_no_run_from_being_taken_up(tmp_path: Path) -> None:
+    """Whatever it says, and if it says nothing."""
+    run = make_run(tmp_path)
+    for claimed in (run.run_id, new_run_id(), "\x1b"):
+        with held_lock(tmp_path, "infinity.lock.0", claimed, OTHER_USER):
+            assert folders_of([tmp_path], run.run_id, []) == run
+
+
 def test_two_runs_on_one_path_do_not_hide_each_other(tmp_path: Path) -> None:
     """They are of different local ranks, as started one by one."""
     runs = [make_run(tmp_path), make_run(tmp_path)]
@@ -338,28 +393,129 @@ def test_a_lock_that_cannot_be_opened_counts_as_held(tmp_path: Path, monkeypatch
     assert holder_of(run) is None
 
 
+# Paths that are made #
+
+
+def test_a_missing_path_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
+    """With all that lies in it; it stays if the run does."""
+    missing = tmp_path / "missing"
+    storage = {"paths": [str(missing)]}
+    with Session(tmp_path, "all", storage=storage) as session:
+        assert stat.S_IMODE(missing.stat().st_mode) == 0o700
+        session.step()
+    assert not missing.exists(), "nothing is left of a run without a commit"
+    with Session(tmp_path, "all", storage=storage) as session:
+        session.run(1, every=1)
+    assert len(look_for_runs([missing])[0]) == 1
+    with Session(tmp_path, "all", storage=storage, run={"resume": "latest"}) as session:
+        assert session.optimizer.steps == 1
+
+
+@pytest.mark.parametrize("wrong", ["arena", "resume", "second path", "attach"])
+def test_a_start_that_fails_removes_the_path_that_it_has_made(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever stage; and nothing that was there before."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    paths = [str(empty), str(tmp_path / "missing")]
+    sections: dict[str, Any] = {"run": {"resume": "latest" if wrong == "resume" else ""}}
+    if wrong == "second path":
+        paths.append("/proc/infinity")  # where nobody can make anything
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ConfigError("it fails")
+
+    if wrong == "arena":
+        monkeypatch.setattr("infinity.run.Arena", fails)
+    elif wrong == "attach":
+        monkeypatch.setattr("infinity.run.UpdateWorker", fails)
+    with pytest.raises(InfinityError):
+        Session(tmp_path, "all", storage={"paths": paths}, **sections)
+    assert empty.is_dir()
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("path", ["none/below", "file", "link"])
+def test_a_path_that_cannot_be_made_is_refused(path: str, tmp_path: Path) -> None:
+    """Parents are not made: a drive that is not mounted would be filled in another's place."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=f"storage.paths: '{tmp_path / path}' is not a folder, and cannot be made"):
+        Session(tmp_path, "all", storage={"paths": [str(tmp_path / path)]})
+    assert not (tmp_path / "none").exists()
+
+
 # Children #
 
 FORKED = """
-import contextlib, os, sys
+import contextlib, hashlib, multiprocessing, os, sys
 from pathlib import Path
 import torch
-from core_models import build
+from core_models import Toy, build, loss_of
 from core_session import RECIPE
 from core_train import MIB, Paging, make_optimizer, settings
 import infinity
-from infinity.store.folder import live_run
+from infinity.store.folder import holders
 
 place = Path(sys.argv[1])
 nvme = place / "nvme0"
+
+# One whose process group nothing but torch itself refers to.
+infinity.mesh("cpu")
+if not (child := os.fork()):
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+
 model = build(RECIPE.model)
 optimizer = infinity.offload(model, make_optimizer(RECIPE, model), settings(place, Paging(), 64 * MIB))
-before = sorted(nvme.rglob("*"))
 
-def wait(child):
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert sorted(nvme.rglob("*")) == before
-    assert live_run(nvme) is not None
+def tokens():
+    return torch.randint(0, Toy.vocabulary, (2, 8))
+
+def train():
+    loss_of(model, tokens()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def content():
+    return {file: file.is_file() and hashlib.md5(file.read_bytes()).digest() for file in place.rglob("*")}
+
+def wait(child, what=""):
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, what
+    assert content() == before
+    assert holders(nvme)
+
+train()
+param, name = next(model.parameters()), next(iter(dict(model.named_parameters())))
+loss = loss_of(model, tokens())
+optimizer.run.pager.flush()
+before = content()
+refused = {
+    "step": optimizer.step, "commit": optimizer.commit, "zero_grad": optimizer.zero_grad, "drain": optimizer.drain,
+    "forward": lambda: loss_of(model, tokens()), "backward": loss.backward, "read": lambda: param.full_tensor().sum(),
+    "write": lambda: param.data.zero_(), "state": lambda: optimizer.state[param], "save": lambda: torch.save(
+        model.state_dict(), os.devnull), "read_state": lambda: optimizer.read_state(name),
+}
+for what, action in refused.items():
+    if not (child := os.fork()):
+        try:
+            action()
+        except infinity.InfinityError as error:
+            os._exit(0 if "forked from the one that trains" in str(error) else 3)
+        os._exit(2)
+    wait(child, what)
+
+context = multiprocessing.get_context("fork")
+def fail():
+    sys.stderr.close()
+    raise ValueError
+for target, status in ((optimizer.close, 0), (infinity.close_all, 0), (sys.exit, 0), (fail, 1)):
+    process = context.Process(target=target)
+    process.start()
+    process.join()
+    assert process.exitcode == status
+    assert content() == before
 
 if not (child := os.fork()):
     sys.exit(0)
@@ -381,21 +537,37 @@ class Data(torch.utils.data.Dataset):
                   and os.path.lexists(f"/proc/self/fd/{name}")]
         return float(any("infinity.lock" in name for name in opened))
 
-loader = torch.utils.data.DataLoader(Data(), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
-assert [float(has) for has in loader] == [0.0, 0.0], "a worker would keep the lock"
-assert live_run(nvme) is not None
+class Weights(Data):
+    def __getitem__(self, index):
+        return param.full_tensor().sum()
+
+loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+try:
+    list(torch.utils.data.DataLoader(Weights(), num_workers=1, multiprocessing_context="fork"))
+except infinity.InfinityError as error:
+    assert "forked from the one that trains" in str(error)
+else:
+    raise SystemExit("a worker has read weights")
+loader = torch.utils.data.DataLoader(
+    Data(), num_workers=2, persistent_workers=True, pin_memory=True, multiprocessing_context="fork")
+for has in loader:
+    assert float(has) == 0.0, "a worker would keep the lock"
+    train()
+assert holders(nvme)
 optimizer.close()
-assert live_run(nvme) is None, "though the worker lives"
+assert not holders(nvme), "though the worker lives"
 assert list(nvme.iterdir()) == [], "a run without a commit goes when it ends"
 print("ended in order")
 """
 
 
 def test_children_end_nothing_of_their_parents(tmp_path: Path) -> None:
-    """Neither by ending as programs end, nor by closing; and workers do not keep the lock."""
+    """Whatever they do, and however they end: they neither wait for ever nor touch anything; workers keep no lock."""
     done = subprocess.run(
         [sys.executable, "-c", FORKED, str(tmp_path)],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.stdout == "ended in order\n", done.stderr
@@ -417,12 +589,11 @@ def test_a_lock_is_its_owner_s_alone(tmp_path: Path) -> None:
             os._exit(0)
     try:
         assert os.read(released, 1) == b"."
-        owner = live_run(tmp_path)
-        assert owner is not None
+        (owner,) = holders(tmp_path)
         assert owner.pid == os.getpid()
         for descriptor, _ in zip(list(lock._descriptors), "x", strict=True):
             os.close(descriptor)  # as the kernel does when the parent is killed
-        assert live_run(tmp_path) is None
+        assert not holders(tmp_path)
     finally:
         os.close(end)
         os.waitpid(child, 0)
@@ -471,7 +642,7 @@ def test_other_errors_of_a_lock_are_named(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "infinity.lock.0").touch()
     monkeypatch.setattr(folders.fcntl, "flock", flock)
     with pytest.raises(ConfigError, match="ENOLCK"):
-        live_run(tmp_path)
+        holders(tmp_path)
 
 
 def test_who_only_looks_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
@@ -483,21 +654,22 @@ def test_who_only_looks_does_not_keep_a_run_from_starting(tmp_path: Path) -> Non
         nonlocal asked
         while not ended.is_set():
             (tmp_path / "infinity.lock.0").touch()
-            live_run(tmp_path)
+            holders(tmp_path)
             asked += 1
 
     threads = [threading.Thread(target=look) for _ in range(3)]
     for thread in threads:
         thread.start()
     try:
-        for _ in range(30):
+        starts = 0
+        while starts < 30 or asked <= 100:
             lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
             lock.release()
+            starts += 1
     finally:
         ended.set()
         for thread in threads:
             thread.join()
-    assert asked > 100
 
 
 def test_nothing_starts_while_runs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,20 +677,34 @@ def test_nothing_starts_while_runs_are_removed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(folders, "_START_SECONDS", 0.1)
     monkeypatch.setattr(folders, "_REMOVE_SECONDS", 0.1)
     with no_starts([tmp_path, tmp_path]):
-        with pytest.raises(FolderBusyError, match=r"infinity store gc.*wait"):
+        # Whoever may read the folder can lock it, so no more is said than is known, and how to find out.
+        reasons = rf"for 0.1 s: `infinity store gc` or `rm` .* or another process .*`fuser -v {tmp_path}`"
+        with pytest.raises(FolderBusyError, match=reasons):
             FolderLock.acquire([tmp_path], new_run_id(), 0)
         assert list(tmp_path.iterdir()) == []
         with pytest.raises(FolderBusyError, match="being removed there"), no_starts([tmp_path]):
             pass
     lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
     with no_starts([tmp_path]):
-        assert live_run(tmp_path) is not None, "a live run goes on, and is seen"
+        assert holders(tmp_path), "a live run goes on, and is seen"
     lock.release()
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    with pytest.raises(FolderBusyError, match="a run is starting"), no_starts([tmp_path]):
+    reasons = rf"a run is starting .* or runs are being removed .* another process .*`lsof {tmp_path}`"
+    with pytest.raises(FolderBusyError, match=reasons), no_starts([tmp_path]):
         pass
     os.close(descriptor)
+
+
+def test_who_looks_for_too_long_is_not_called_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that is shared is held by no run."""
+    monkeypatch.setattr(folders, "_START_SECONDS", 0.1)
+    file = tmp_path / "infinity.lock.0"
+    file.touch()
+    with open(file) as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        with pytest.raises(FolderBusyError, match=rf"{file} has been locked .* who only looks .*`fuser -v {file}`"):
+            FolderLock.acquire([tmp_path], new_run_id(), 0)
 
 
 def test_what_a_lock_file_says_is_not_trusted(tmp_path: Path) -> None:
@@ -528,7 +714,7 @@ def test_what_a_lock_file_says_is_not_trusted(tmp_path: Path) -> None:
         lock.write_text(content)
         with open(lock) as held:
             fcntl.flock(held, fcntl.LOCK_EX)
-            assert "a run of user" in str(live_run(tmp_path))
+            assert "a run of user" in str(holders(tmp_path)[0])
             with pytest.raises(FolderBusyError, match="another run"):
                 FolderLock.acquire([tmp_path], new_run_id(), 0)
 
@@ -541,7 +727,7 @@ def test_a_lock_that_cannot_be_removed_is_given_back(
     lock.release()
     monkeypatch.undo()
     assert "could not be removed: Input/output error" in caplog.text
-    assert live_run(tmp_path) is None
+    assert not holders(tmp_path)
 
 
 def _fails(*_: Any, **__: Any) -> None:
@@ -624,7 +810,7 @@ def test_a_start_that_fails_removes_nothing_that_was_there(
         with pytest.raises(OSError, match="Input/output error"):
             Session(tmp_path, run={"resume": "latest", "resume_step": EVERY, "keep": "never", **kept})
     assert tree(tmp_path / "nvme0") == files
-    assert live_run(tmp_path / "nvme0") is None
+    assert not holders(tmp_path / "nvme0")
     with Session(tmp_path, run={"resume": "latest", "resume_step": EVERY, **kept}) as session:
         assert steps_of(tmp_path) == [EVERY], "it has begun: later ones are gone now"
         assert session.run() == undisturbed[EVERY:]
@@ -683,13 +869,13 @@ def test_the_first_cause_is_what_is_raised(
         raise StorageError("read", "somewhere", 0, 1, errno.EIO)
     monkeypatch.undo()
     assert "at the end: OSError: [Errno 5] Input/output error" in caplog.text
-    assert live_run(tmp_path / "nvme0") is None
+    assert not holders(tmp_path / "nvme0")
     monkeypatch.setattr("infinity.run.PageStore.close", _fails)
     with Session(tmp_path, run={"resume": "latest"}) as session:
         assert session.optimizer.steps == EVERY
         with pytest.raises(OSError, match="Input/output error"):
             session.optimizer.close()
-    assert live_run(tmp_path / "nvme0") is None
+    assert not holders(tmp_path / "nvme0")
 
 
 def test_paths_in_another_order_are_the_same_run(tmp_path: Path, undisturbed: list[float]) -> None:

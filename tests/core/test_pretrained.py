@@ -25,7 +25,7 @@ from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.weight_files import WeightFiles
 from infinity.errors import ConfigError
-from infinity.store.folder import find_runs
+from infinity.store.marker import look_for_runs
 
 LATEST = {"resume": "latest"}
 
@@ -80,7 +80,7 @@ def refused(make: Callable[[], nn.Module], folder: Path, weights: Path, **option
     """Return why weights are refused; nothing may be left on the paths."""
     with pytest.raises(ConfigError) as caught:
         offload(on_meta(make), folder, weights=weights, **options)
-    assert find_runs([folder]) == []
+    assert look_for_runs([folder])[0] == []
     return str(caught.value)
 
 
@@ -187,7 +187,7 @@ def test_malformed_files_are_named(change: Callable[[Path], None], message: str,
     change(folder)
     with pytest.raises(ConfigError, match=message):
         offload(on_meta(Toy), tmp_path, weights=folder)
-    assert find_runs([tmp_path]) == []
+    assert look_for_runs([tmp_path])[0] == []
 
 
 @pytest.mark.parametrize(("there", "fits"), [(torch.int32, True), (torch.bool, False), (torch.float32, False)])

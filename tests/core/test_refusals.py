@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
         ({"memory": {"host_bytes": True}}, "memory.host_bytes"),
         ({"memory": {"host_bytes": 1.5}}, "memory.host_bytes"),
         ({"storage": {"queue_depth": 0}}, "storage.queue_depth = 0.*1"),
-        ({"storage": {"queue_depth": "8"}}, "storage.queue_depth.*int"),
+        ({"storage": {"queue_depth": "8"}}, "storage.queue_depth.*whole number"),
         ({"storage": {"request_bytes": "1KiB"}}, "storage.request_bytes.*4096"),
         ({"storage": {"paths": "/x"}}, "storage.paths"),
         ({"storage": {"engine": "uring"}}, "storage.engine.*'io_uring'"),
@@ -90,7 +91,7 @@ def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
     cases = {
         r"memory\.page_bytes = 100000": {"memory": {"page_bytes": 100_000}},
         r"memory\.host_bytes.*smaller than one page": {"memory": {"host_bytes": "64KiB", "page_bytes": "128KiB"}},
-        r"storage\.paths: .*nowhere": {"storage": {"paths": [str(tmp_path / "nowhere")]}},
+        r"storage\.paths: .*nowhere": {"storage": {"paths": [str(tmp_path / "nowhere" / "deeper")]}},
         r"twice": {"storage": {"paths": [str(tmp_path), str(tmp_path / "." / "..") + f"/{tmp_path.name}"]}},
         r"storage\.request_bytes": {"storage": {"request_bytes": 5000}},
     }
@@ -143,6 +144,43 @@ def test_a_model_that_is_not_sharded_is_refused(tmp_path: Path) -> None:
     text = refuse(model, make_optimizer(Recipe(), model), tmp_path)
     assert "embedding.weight" in text
     assert "fully_shard(model)" in text
+
+
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "DistributedDataParallel"])
+def test_another_wrapper_is_named(name: str, tmp_path: Path) -> None:
+    """Not called unsharded: whoever uses FSDP1 has sharded."""
+    wrapper = type(name, (nn.Sequential,), {})
+    model = wrapper(core_models.build("toy"))
+    text = refuse(model, make_optimizer(Recipe(), model), tmp_path)
+    assert f"wrapped in {name}" in text
+    assert "fully_shard" in text
+
+
+def test_what_is_no_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    """By its type."""
+    model = core_models.build("toy")
+    optimizer = make_optimizer(Recipe(), model)
+    assert "type OrderedDict" in refuse(model.state_dict(), optimizer, tmp_path)  # type: ignore[arg-type]
+    assert "type list" in refuse(model, [optimizer], tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_setting_that_is_not_finite_is_named(name: str, value: float, tmp_path: Path) -> None:
+    """Not taken for an optimizer that is not element-wise."""
+    model = core_models.build("toy")
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0][name] = value
+    assert f"ConfigError: {name} of the optimizer is {value}" in refuse(model, optimizer, tmp_path)
+
+
+def test_a_file_system_without_a_size_is_no_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ramfs, of which nothing is free: that is not said."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (0, 0, 0))
+    model = core_models.build("toy")
+    text = refuse(model, make_optimizer(Recipe(), model), tmp_path)
+    assert "ramfs" in text
+    assert "0 B free" not in text
 
 
 def test_cpu_offload_is_refused(tmp_path: Path) -> None:

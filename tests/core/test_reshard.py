@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from core_ranks import RankPool
 from core_session import EVERY, STEPS, Session, reference
 from core_train import KIB, MIB, Outcome, Paging, Recipe, offloaded, train
 
+from infinity import run
 from infinity.checkpoint.reader import CommitReader
-from infinity.errors import CommitError, FolderBusyError
-from infinity.store.folder import RunFolder, find_runs, live_run
+from infinity.errors import CommitError, FolderBusyError, LostRankError
+from infinity.store.folder import RunFolder, holders
+from infinity.store.marker import look_for_runs
 
 LATEST = {"resume": "latest"}
 MODELS = ("gpt2", "toy", "frozen", "spare")
@@ -40,7 +43,7 @@ def go_on(recipe: Recipe, folder: str, steps: int, state_format: str = "fp32") -
 def newest(folder: Path) -> CommitReader:
     """Return the newest commit of the newest run."""
     path = folder / "nvme0"
-    run_id = find_runs([path])[-1]
+    run_id = look_for_runs([path])[0][-1].run_id
     return CommitReader(RunFolder(run_id, (path / run_id,)))
 
 
@@ -100,6 +103,33 @@ def test_from_two_ranks_to_four(pair: RankPool, tmp_path: Path) -> None:
     found = newest(tmp_path)
     assert found.world_size == 4
     assert same(before, everything(found)) == []
+
+
+def lose_a_rank_at_start(recipe: Recipe, folder: str) -> bool:
+    """Go on with other ranks; the second is interrupted when all have published. Returns whether this one started."""
+    whole = run._Run._begin_resharded
+
+    def interrupted(*arguments: Any) -> None:
+        whole(*arguments)
+        raise LostRankError("the connection was lost")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(run._Run, "_begin_resharded", interrupted)
+        try:
+            go_on(recipe, folder, 0)
+        except LostRankError:
+            return False
+    return True
+
+
+def test_a_start_that_ends_when_others_know_a_commit_leaves_it(pair: RankPool, tmp_path: Path) -> None:
+    """The first rank has seen the commit of all; the second, which has not, keeps its part of it."""
+    recipe = Recipe(model="toy", steps=2)
+    begin(recipe, str(tmp_path))
+    assert pair.run(lose_a_rank_at_start, recipe, str(tmp_path)) == [True, False]
+    assert newest(tmp_path).world_size == 2
+    assert pair.run(go_on, recipe, str(tmp_path), 0) == [(2, {"note": "mine"})] * 2
 
 
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
@@ -175,7 +205,7 @@ def test_a_resharded_run_is_durable_at_once(tmp_path: Path) -> None:
     pages = {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}
     with Session(tmp_path, run=LATEST, memory=pages) as session:
         assert session.optimizer.run.folder.run_id != old
-        assert live_run(tmp_path / "nvme0").run_id == session.optimizer.run.folder.run_id  # type: ignore[union-attr]
+        assert holders(tmp_path / "nvme0")[0].run_id == session.optimizer.run.folder.run_id
     with Session(tmp_path, run=LATEST, memory=pages) as session:
         assert session.run() == undisturbed[EVERY:]
     with Session(tmp_path, run={"resume": old}) as session:

@@ -111,7 +111,7 @@ class Hanging:
 
     def collect(self):
         self.runs += 1
-        self.release.wait(10)
+        self.release.wait(300)
         return []
 
 
@@ -135,7 +135,7 @@ def test_a_failing_collector_does_not_hurt_the_others():
 
 def test_a_hanging_collector_is_left_behind_and_not_started_twice():
     hanging = Hanging()
-    _, text = scrape(hanging, Good(), timeout=0.05)
+    _, text = scrape(hanging, Good(), timeout=3)
     for _ in range(3):
         found = text()
         assert 'infinity_daemon_collector_success{collector="hanging"} 0.0' in found
@@ -279,7 +279,7 @@ def test_a_message_must_be_complete_in_time_and_an_idle_client_is_hung_up_on(tmp
         await server.start()
         reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
         writer.write(sent)
-        said = await asyncio.wait_for(reader.read(), 5)
+        said = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         await server.stop()
         return said
@@ -306,13 +306,14 @@ def test_a_peer_of_another_container_stands_and_falls_with_its_connection(tmp_pa
         before = server.is_alive(owners[0])
         writer.close()
         await writer.wait_closed()
-        await asyncio.sleep(0.05)
-        after = server.is_alive(owners[0])
+        async with asyncio.timeout(60):
+            while server.is_alive(owners[0]):
+                await asyncio.sleep(0.01)
         await server.stop()
-        return owners[0], before, after
+        return owners[0], before
 
-    owner, before, after = asyncio.run(scene())
-    assert (owner.pid, before, after) == (0, True, False)
+    owner, before = asyncio.run(scene())
+    assert (owner.pid, before) == (0, True)
 
 
 def test_a_peer_of_another_user_is_refused(tmp_path, monkeypatch):

@@ -47,10 +47,10 @@ def daemon(folder, *options):
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0, log.read_text()
+        assert process.wait(300) == 0, log.read_text()
 
 
-def until(condition, seconds=10):
+def until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited for too long"
@@ -67,7 +67,7 @@ def shared(tmp_path_factory):
 
 def client(folder):
     peer = socket.socket(socket.AF_UNIX)
-    peer.settimeout(5)
+    peer.settimeout(60)
     peer.connect(str(folder / "infinityd.sock"))
     return peer
 
@@ -83,7 +83,7 @@ def talk(folder, *messages):
 
 
 def get(port, path):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
         return answer.read().decode()
 
 
@@ -96,7 +96,7 @@ stats = Stats.create(
 )
 stats.counter("steps_total").add(5 + rank)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -244,7 +244,7 @@ def test_clients_are_bounded_and_the_daemon_recovers(shared):
 
 def start_second(folder, *options):
     command = [sys.executable, "-m", "infinity_daemon.main", "--runtime-dir", str(folder), *options]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=10)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def test_a_second_daemon_is_refused_and_told_who_holds_the_socket(shared):
@@ -288,7 +288,7 @@ def test_sigint_with_a_connected_client_ends_cleanly(tmp_path):
     with daemon(tmp_path) as process, client(tmp_path) as peer:
         peer.sendall(b'{"op": ')
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(300) == 0
         assert "Traceback" not in process.log.read_text()
         assert not (tmp_path / "infinityd.sock").exists()
 

@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 
 from infinity.config import load_config
-from infinity.telemetry import METRICS
-from infinity.telemetry.metrics import series_names
+from infinity.telemetry import METRICS, PREFIX, Metric
 
 DOCKER = Path(__file__).parents[2] / "docker"
+
+
+def series_names(metric: Metric) -> tuple[str, ...]:
+    """Return the names under which Prometheus stores a metric."""
+    name = PREFIX + metric.name
+    return (f"{name}_bucket", f"{name}_sum", f"{name}_count") if metric.kind == "histogram" else (name,)
+
+
 SERIES = {name: metric for metric in METRICS for name in series_names(metric)}
 
 

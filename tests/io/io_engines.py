@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from core_fault_engine import FaultEngine
 
-from infinity.io import Engine, FaultEngine, ThreadEngine, UringEngine
+from infinity.io import Engine, ThreadEngine, UringEngine
 from infinity.io.ring import RingRefusedError
 
 KINDS = ("io_uring", "threads", "faulty-io_uring", "faulty-threads")
 BLOCK = 4096
-PATIENCE = 20.0
+PATIENCE = 300.0
 """Seconds after which a transfer is called lost."""
 
 

@@ -313,7 +313,7 @@ def test_registering_twice_and_in_pieces(engine: Engine, filled: str, blob: byte
 
 
 def test_gil_is_released_during_transfers(kind: str, tmp_path: Path) -> None:
-    """Python code goes on at nearly full speed while bytes move."""
+    """Python code goes on while bytes move: held for a whole transfer, the lock would allow a step or two."""
     engine = make_engine(kind, depth=4, request=8 << 20)
     size = 64 << 20
     stop = threading.Event()
@@ -328,13 +328,15 @@ def test_gil_is_released_during_transfers(kind: str, tmp_path: Path) -> None:
         file = engine.open(str(tmp_path / "file"), create=True)
         counter = threading.Thread(target=count)
         counter.start()
-        started = time.perf_counter()
-        for _ in range(3):
-            engine.submit(Op.WRITE, file, 0, memory).wait(PATIENCE)
-            engine.submit(Op.READ, file, 0, memory).wait(PATIENCE)
-        seconds = time.perf_counter() - started
+        most = {Op.WRITE: 0, Op.READ: 0}
+        for _ in range(100):  # others may have the processor meanwhile
+            for op in most:
+                before = ticks[0]
+                engine.submit(op, file, 0, memory).wait(PATIENCE)
+                most[op] = max(most[op], ticks[0] - before)
+            if min(most.values()) >= 10:
+                break
         stop.set()
         counter.join()
         engine.close()
-    # Held for a whole transfer, the lock would allow a dozen ticks at most.
-    assert ticks[0] > max(20.0, seconds * 200), (ticks[0], seconds)
+    assert min(most.values()) >= 10, most

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from core_fault_engine import Fault, FaultEngine, FaultKind
 from io_engines import BLOCK, PATIENCE, make_engine, mapped
 
 from infinity.errors import ConfigError, StallError, StorageError
-from infinity.io import DataFile, Fault, FaultEngine, FaultKind, Op, ThreadEngine, Ticket
+from infinity.io import DataFile, Op, ThreadEngine, Ticket
 
 SIZE = 16 * BLOCK
 
@@ -108,28 +108,33 @@ def test_flip_changes_one_bit(rig: Rig) -> None:
 
 
 def test_slow_requests_are_overtaken(rig: Rig) -> None:
-    file = rig.start(Fault(kind=FaultKind.SLOW, at=(0,), seconds=0.4), seed=1)
-    order: list[int] = []
-    slow = rig.write(file)
-    slow.on_done(lambda _: order.append(0))
-    assert rig.engine.inflight == 1
-    for piece in (20, 21):
-        ticket = rig.write(file, piece)
-        ticket.on_done(lambda _, piece=piece: order.append(piece))
-        ticket.wait(PATIENCE)
-    slow.wait(PATIENCE)
+    for seconds in (0.4, 4, 40, 400):  # whatever else the machine does
+        file = rig.start(Fault(kind=FaultKind.SLOW, at=(0,), seconds=seconds), seed=1)
+        order: list[int] = []
+        slow = rig.write(file)
+        slow.on_done(lambda _, order=order: order.append(0))
+        for piece in (20, 21):
+            ticket = rig.write(file, piece)
+            ticket.on_done(lambda _, order=order, piece=piece: order.append(piece))
+            ticket.wait(PATIENCE)
+        slow.wait(PATIENCE + seconds)
+        assert slow.completed - slow.submitted >= rig.engine.injected[0].detail > 0
+        if order[2:] == [0]:
+            break
     assert sorted(order[:2]) == [20, 21]
     assert order[2:] == [0]
-    assert slow.completed - slow.submitted >= rig.engine.injected[0].detail > 0
     assert rig.piece(8) == b"\x02" * SIZE
 
 
 def test_delayed_requests_take_memory_late(rig: Rig) -> None:
     """Memory that is reused before its ticket completes shows in the file."""
-    file = rig.start(Fault(kind=FaultKind.SLOW, seconds=0.3))
-    ticket = rig.write(file)
-    rig.memory[:SIZE] = b"\x03" * SIZE
-    ticket.wait(PATIENCE)
+    for seconds in (0.3, 3, 30, 300):  # whatever else the machine does
+        file = rig.start(Fault(kind=FaultKind.SLOW, seconds=seconds))
+        ticket = rig.write(file)
+        rig.memory[:SIZE] = b"\x03" * SIZE
+        ticket.wait(PATIENCE + seconds)
+        if rig.piece(8) == b"\x03" * SIZE:
+            break
     assert rig.piece(8) == b"\x03" * SIZE
 
 
@@ -146,11 +151,9 @@ def test_stuck_until_released(rig: Rig) -> None:
 
 
 def test_close_loses_no_ticket(rig: Rig) -> None:
-    file = rig.start(Fault(kind=FaultKind.STUCK, every=3), Fault(kind=FaultKind.SLOW, every=2, seconds=30.0))
+    file = rig.start(Fault(kind=FaultKind.STUCK, every=3), Fault(kind=FaultKind.SLOW, every=2, seconds=36e3))
     tickets = [rig.write(file, piece) for piece in range(12)]
-    started = time.perf_counter()
-    rig.engine.close()
-    assert time.perf_counter() - started < 5
+    rig.engine.close()  # at once, not after hours
     assert all(ticket.done for ticket in tickets)
     failed = [piece for piece, ticket in enumerate(tickets) if ticket.error is not None]
     assert failed == [2, 5, 8, 11]

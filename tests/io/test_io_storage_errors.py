@@ -27,10 +27,11 @@ from infinity.io import select as select_module
 from infinity.io.ring import Ring, RingRefusedError
 
 _ROOT = Path(__file__).parents[2]
+_IMPORTED = (_ROOT, _ROOT / "tests" / "io", _ROOT / "tests" / "core")
 
 _LIMITED = """
 import mmap, resource, sys
-sys.path[:0] = [sys.argv[4], sys.argv[3]]
+sys.path[:0] = sys.argv[3:]
 from io_engines import make_engine
 from infinity.errors import StorageError
 from infinity.io import Op
@@ -39,7 +40,7 @@ engine = make_engine(sys.argv[1])
 file = engine.open(sys.argv[2], create=True)
 ticket = engine.submit(Op.WRITE, file, 0, memoryview(mmap.mmap(-1, 2 << 20)))
 try:
-    ticket.wait(20)
+    ticket.wait(300)
 except StorageError as error:
     print(error.errno, error.op, error.offset, error.length, error.path)
 engine.close()
@@ -48,8 +49,15 @@ engine.close()
 
 def test_write_past_the_file_size_limit(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "file")
-    command = [sys.executable, "-c", _LIMITED, kind, path, str(_ROOT), str(_ROOT / "tests" / "io")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = [
+        sys.executable,
+        "-c",
+        _LIMITED,
+        kind,
+        path,
+        *map(str, (_ROOT, _ROOT / "tests" / "io", _ROOT / "tests" / "core")),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == [str(errno.EFBIG), "write", "0", str(2 << 20), path], done.stderr
 
 

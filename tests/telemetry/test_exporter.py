@@ -95,7 +95,7 @@ def test_of_two_pages_of_a_rank_the_live_and_then_the_later_one_is_served():
 
 
 def get(port, path):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
         return answer.status, answer.read()
 
 

@@ -160,7 +160,7 @@ def test_killed_rank_leaves_its_counts_and_is_dead(tmp_path):
         "s = Stats.create(sys.argv[1], run_id='k', rank=0, local_rank=0, world_size=1, devices=[], info={})\n"
         "s.counter('steps_total').add(11)\n"
         "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(3600)\n"
     )
     path = tmp_path / "k.rank0.stats"
     with rank_process(code, tmp_path) as rank:

@@ -155,6 +155,57 @@ def test_a_run_without_a_folder_of_commits_is_collected(tmp_path: Path) -> None:
     assert listed(first) == listed(second) == []
 
 
+def test_drafts_of_companions_are_collected(nvme: Path, tmp_path: Path) -> None:
+    """A kill while they were being kept leaves them; a link in their place is neither listed nor followed."""
+    (run,) = stored_runs([nvme])
+    kept = run.folder.commits / "model"
+    kept.mkdir(exist_ok=True)
+    draft = kept / "config.json.0a1b2c3d.tmp"
+    draft.touch()
+    precious = tmp_path / "elsewhere" / "precious.tmp"
+    precious.parent.mkdir()
+    precious.touch()
+    (run.folder.commits / "link").symlink_to(precious.parent)
+    before = listed(nvme)
+    done = run_here("store", "gc", nvme, "--yes")
+    assert (done.status, done.output.count("temporary file")) == (0, 1)
+    assert listed(nvme) == [entry for entry in before if entry != draft]
+    assert precious.exists()
+
+
+def test_an_empty_folder_of_a_run_is_collected(nvme: Path) -> None:
+    """What a start leaves that is cut off before it has made its marker; not where a run is about to make it."""
+    before = listed(nvme)
+    left, starting, full = (nvme / f"20260101-000000-{name}" for name in ("aaaaaa", "bbbbbb", "cccccc"))
+    foreign, named = nvme / "20260101-000000-dddddd", nvme / "20260101"
+    for folder in (left, starting, full, foreign, named):
+        folder.mkdir()
+    (full / "precious").touch()
+    if os.geteuid() == 0:
+        os.chown(foreign, OTHER_USER, -1)
+    else:
+        foreign.rmdir()
+    (nvme / "20260101-000000-eeeeee").symlink_to(named)
+    kept = [entry for entry in listed(nvme) if entry != left]
+    lock = FolderLock.acquire([nvme], starting.name, 0)
+    try:
+        found = json.loads(run_here("store", "gc", nvme, "--dry-run", "--json").output)["waste"]
+        assert [(item["what"], item["paths"]) for item in found] == [("empty folder of a run", [str(left)])]
+        (item,) = waste([nvme])
+        (left / "late").touch()
+        with pytest.raises(ConfigError, match="cannot be removed: Directory not empty"):
+            item.remove()
+        (left / "late").unlink()
+        done = run_here("store", "gc", nvme, "--yes")
+        assert (done.status, f"{left}  " in done.output) == (0, True)
+    finally:
+        lock.release()
+    assert listed(nvme) == kept
+    assert run_here("store", "gc", nvme, "--yes").status == 0
+    assert listed(nvme) == [entry for entry in kept if entry != starting]
+    assert set(before) <= set(kept)
+
+
 ASK = """
 import sys
 from infinity_tools.cli import main
@@ -187,8 +238,8 @@ def test_nothing_starts_while_it_is_asked(nvme: Path, tmp_path: Path, command: t
         assert starter.poll() is None, "it waits"
         asking.stdin.write("y\n")
         asking.stdin.close()
-        assert asking.wait(30) == 0
-        assert starter.communicate(timeout=30)[0] == "started\n"
+        assert asking.wait(300) == 0
+        assert starter.communicate(timeout=300)[0] == "started\n"
     left = {run.run_id for run in stored_runs([nvme])}
     assert dead.run_id not in left
     assert late.run_id in left

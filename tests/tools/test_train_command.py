@@ -47,7 +47,9 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     alone = summary["predicted_read_bytes_per_step"] + summary["predicted_written_bytes_per_step"]
     alone /= summary["nvme_bandwidth_bytes_per_second"]
     assert alone == pytest.approx(summary["predicted_transfer_seconds_per_step"])
-    assert alone <= summary["predicted_step_seconds"] < alone + 2 * summary["step_seconds"]
+    # What it takes beside the transfers was measured in some of the steps.
+    steps = sum(record["seconds"] for record in summary["step_records"])
+    assert alone <= summary["predicted_step_seconds"] < alone + steps
     assert (tmp_path / "o/summary.png").read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == summary["losses"]
@@ -93,7 +95,7 @@ def test_trace_is_complete_also_after_ctrl_c(tmp_path):
             while "step 1/" not in process.stderr.readline():
                 assert process.poll() is None
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 128 + signal.SIGINT
+            assert process.wait(300) == 128 + signal.SIGINT
         finally:
             process.kill()
     spans = [event for event in json.loads((tmp_path / "u.json").read_text())["traceEvents"] if event["ph"] == "X"]
@@ -172,7 +174,7 @@ def test_pretrained_folder_starts_where_the_model_in_memory_starts(tmp_path):
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (["--nvme", "missing"], 2, "'missing' is not a folder"),
+        (["--nvme", "missing/run"], 2, "'missing/run' is not a folder"),
         (["--data", "missing"], 2, "'missing' is no file or folder"),
         (["--model", "tinny"], 2, "did you mean tiny?"),
         (["--batch-tokens", "100"], 2, "try 96"),
@@ -201,7 +203,7 @@ def test_unknown_setting_names_the_nearest(tmp_path):
 def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path):
     command = [sys.executable, "-m", "infinity_tools", *SMALL, "--steps", "100000", "--out", "o"]
     with subprocess.Popen(
-        [*command, "--metrics-port", "0", "--metrics-linger", "60", "--commit-every", "100000"],
+        [*command, "--metrics-port", "0", "--metrics-linger", "600", "--commit-every", "100000"],
         cwd=tmp_path, env=environment(tmp_path / "tmp"), stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
@@ -216,7 +218,7 @@ def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path
             summary = json.loads((tmp_path / "o/summary.json").read_text())
             text = _get(address[0])
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 128 + signal.SIGTERM
+            assert process.wait(300) == 128 + signal.SIGTERM
         finally:
             process.kill()
     assert summary["interrupted"]
@@ -234,12 +236,12 @@ def test_list_of_presets_and_version():
 
 
 def _get(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=10) as answer:
+    with urllib.request.urlopen(address, timeout=60) as answer:
         return answer.read().decode()
 
 
 def _wait_for(file: Path, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not file.exists():
         assert process.poll() is None
         assert time.monotonic() < until

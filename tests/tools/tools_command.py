@@ -39,7 +39,7 @@ def environment(runtime: Path) -> dict[str, str]:
     inherited = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "XDG_RUNTIME_DIR")
     }
-    paths = [str(ROOT), str(ROOT / "tools"), inherited.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "core"), inherited.get("PYTHONPATH", "")]
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -67,7 +67,7 @@ def run_process(
         [sys.executable, *launcher, *program, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         cwd=folder,
         env=environment(folder / "tmp"),
         check=False,

@@ -9,8 +9,10 @@ import importlib
 import os
 import sys
 
+from core_fault_engine import Fault, FaultEngine, FaultKind
+
 from infinity.config import StorageConfig
-from infinity.io import Engine, Fault, FaultEngine, FaultKind
+from infinity.io import Engine
 from infinity_tools.cli import main
 
 

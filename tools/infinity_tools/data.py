@@ -6,6 +6,7 @@ and so do runs on other numbers of ranks.
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -35,17 +36,22 @@ class Corpus:
         """Return the corpus of files, and of all files in folders, in the order of their names.
 
         Raises:
-            ConfigError: one is missing, or there is nothing in them.
+            ConfigError: one is missing or cannot be read, or there is nothing in them.
         """
         files: list[Path] = []
-        for name in names:
-            if name.is_dir():
-                files += sorted(file for file in name.rglob("*") if file.is_file() and _visible(file, name))
-            elif name.is_file():
-                files.append(name)
-            else:
-                raise ConfigError(f"--data {str(name)!r} is no file or folder")
-        corpus = cls(files)
+        try:
+            for name in names:
+                if name.is_dir():
+                    files += sorted(file for file in name.rglob("*") if file.is_file() and _visible(file, name))
+                elif name.is_file():
+                    files.append(name)
+                else:
+                    raise ConfigError(f"--data {str(name)!r} is no file or folder")
+            corpus = cls(files)
+        except OSError as error:
+            raise ConfigError(f"--data: {error.filename} cannot be read: {error.strerror}") from error
+        if closed := [file for file in files if not os.access(file, os.R_OK, effective_ids=True)]:
+            raise ConfigError(f"--data: {closed[0]} cannot be read: you may not; leave it out or change its mode")
         if not corpus.size:
             raise ConfigError(f"--data: there is no text in {', '.join(map(str, names)) or 'nothing'}")
         return corpus
@@ -54,9 +60,12 @@ class Corpus:
     def of_standard_library(cls) -> Corpus:
         """Return the sources of the running Python's standard library."""
         folder = Path(sysconfig.get_path("stdlib"))
-        found = sorted(file for file in folder.rglob("*.py") if "site-packages" not in file.parts)
+        try:
+            found = sorted(file for file in folder.rglob("*.py") if "site-packages" not in file.parts)
+        except OSError:
+            found = []
         if not found:
-            raise ConfigError(f"there are no Python sources in {folder}; name a text with --data")
+            raise ConfigError(f"there are no Python sources to read in {folder}; name a text with --data")
         return cls(found)
 
     @property
@@ -73,7 +82,7 @@ class Corpus:
         """Return `length` bytes from `start` on; past the end it goes on at the beginning.
 
         Raises:
-            ConfigError: a file is shorter than it was.
+            ConfigError: a file cannot be read, or is shorter than it was.
         """
         pieces: list[bytes] = []
         while length > 0:
@@ -81,9 +90,12 @@ class Corpus:
             index = bisect_right(self._ends, start)
             begin = self._ends[index - 1] if index else 0
             wanted = min(length, self._ends[index] - start)
-            with open(self._files[index], "rb", buffering=0) as file:
-                file.seek(start - begin)
-                piece = file.read(wanted)
+            try:
+                with open(self._files[index], "rb", buffering=0) as file:
+                    file.seek(start - begin)
+                    piece = file.read(wanted)
+            except OSError as error:
+                raise ConfigError(f"--data: {self._files[index]} cannot be read: {error.strerror}") from error
             if len(piece) != wanted:
                 raise ConfigError(f"--data: {self._files[index]} has changed since the start of the run")
             pieces.append(piece)
@@ -137,7 +149,10 @@ def tokenizer_of(weights: Path | None) -> Callable[[str], list[int]] | None:
         return None
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(weights / "tokenizer.json"))
+    try:
+        tokenizer = Tokenizer.from_file(str(weights / "tokenizer.json"))
+    except Exception as error:  # of no narrower type
+        raise ConfigError(f"{weights / 'tokenizer.json'} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)

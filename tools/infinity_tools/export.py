@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from infinity.access import read_regular
+from infinity.command import Version, failures
 from infinity.errors import CommitError, ConfigError
-from infinity.units import format_size, parse_size
-from infinity_tools.failures import failures
+from infinity.units import MIB, format_size, parse_size
 from infinity_tools.progress import byte_progress
 
 _DTYPES = {"trained": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_CONFIG_LIMIT = 16 * MIB
 
 
 def export(
@@ -39,6 +42,7 @@ def export(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    version: Version = False,
 ) -> None:
     """Write a commit as a folder: of weights, for transformers' `from_pretrained`, or of everything, for plain FSDP2.
 
@@ -54,20 +58,23 @@ def export(
             raise ConfigError(
                 "--dtype, --model-config and --companions are for --to safetensors; dcp has the state as it is trained"
             )
-        if companions is not None and not companions.is_dir():
+        if companions is not None and not os.path.isdir(companions):
             raise ConfigError(f"--companions {str(companions)!r} is not a folder")
         from infinity.checkpoint.dcp import DcpExport
         from infinity.checkpoint.export import export_safetensors
         from infinity.checkpoint.reader import CommitReader
         from infinity.fsdp.content import torch_dtype
+        from infinity.store.marker import passed_over
         from infinity_tools.runs import stored_runs
 
         file_bytes = parse_size(file_size, name="--file-size")
-        runs = {found.run_id: found for found in stored_runs(paths)}
+        passed: dict[Path, str] = {}
+        runs = {found.run_id: found for found in stored_runs(paths, passed)}
         committed = [found.run_id for found in runs.values() if found.commits]
         if (run and run not in runs) or (not run and not committed):
             raise CommitError(f"no commit of {run or 'any run'} in {', '.join(map(str, paths))} "
-                              f"(runs with a commit: {', '.join(committed) or 'none'})")  # fmt: skip
+                              f"(runs with a commit: {', '.join(committed) or 'none'})"
+                              f"{'; ' + passed_over(passed) if passed else ''}")  # fmt: skip
         chosen = runs[run or committed[-1]]
         if chosen.owner is not None:
             raise ConfigError(f"{chosen.owner} is running and replaces its pages; export it when it has ended")
@@ -101,9 +108,10 @@ def _config(file: Path | None, extra: dict[str, Any]) -> dict[str, Any] | None:
         found = extra.get("model_config")
         return found if isinstance(found, dict) else None
     try:
-        config = json_format.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model-config {str(file)!r} cannot be read: {error}") from error
+        config = json_format.loads(read_regular(os.path.realpath(file), _CONFIG_LIMIT))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--model-config {str(file)!r} cannot be read: {reason}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"--model-config {str(file)!r} is not a JSON object")
     return config

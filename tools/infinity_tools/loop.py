@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from infinity.config import check_config, runtime_dir
 from infinity.errors import ConfigError, InfinityError
 from infinity.ranks import Ranks
 from infinity.telemetry import read_page
-from infinity.telemetry.exporter import serve
 from infinity.telemetry.page import Snapshot, StatsPageError, page_files
 from infinity.units import format_size
 from infinity_tools.data import Batches, Corpus, tokenizer_of
@@ -88,12 +88,14 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     ranks = Ranks.current()
     _check_batch(options, source, ranks)
     out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
+    made = [folder for folder in (out / "nvme", out, *out.parents) if not os.path.lexists(folder)]
     settings = ranks.together("making the output folder", lambda: _with_folders(out, settings, ranks))
     console = Console(stderr=True)
     _route_logs(console, ranks, quiet=options.json)
     torch.manual_seed(settings.run.seed + ranks.rank)
     written: list[Path] = []
     with ExitStack() as stack:
+        stack.enter_context(_without_leftovers(made))
         stack.enter_context(lasting_messages())
         stop = stack.enter_context(StopRequest())
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
@@ -105,6 +107,8 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             return 0
         pages = LocalPages(runtime_dir(settings.telemetry))
         if options.metrics_port is not None and ranks.local_rank == 0:
+            from infinity.telemetry.exporter import serve  # needs the extra `daemon`
+
             server = stack.enter_context(serve(options.metrics_port, pages, options.metrics_host))
             view.say(f"metrics: http://{options.metrics_host or socket.gethostname()}:{server.port}/metrics")
         dtype = best_dtype() if options.dtype == "auto" else options.dtype
@@ -338,6 +342,11 @@ def _check(options: TrainOptions, settings: Config) -> None:
     if options.batch_tokens % options.seq:
         near = max(1, round(options.batch_tokens / options.seq)) * options.seq
         raise ConfigError(f"--batch-tokens {options.batch_tokens} is not a multiple of --seq {options.seq}; try {near}")
+    if options.max_grad_norm is not None and settings.update.placement in ("in_backward", "in_both"):
+        raise ConfigError(
+            f"--update {settings.update.placement} updates before the global norm is known, which --max-grad-norm "
+            "needs; use --update in_forward or leave --update out"
+        )
     if settings.storage.paths:
         check_config(settings)
     elif settings.run.resume and options.out is None:
@@ -360,7 +369,11 @@ def _check_batch(options: TrainOptions, source: ModelSource, ranks: Ranks) -> No
             f"--micro-tokens {options.micro_tokens} cannot share the {options.batch_tokens // ranks.world_size} tokens "
             f"per rank equally in sequences of {options.seq}; possible: {possible}"
         )
-    vocabulary = source.config.vocab_size
+    vocabulary = getattr(source.config, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise ConfigError(f"--model {source.name} is no language model: its configuration has no vocab_size")
+    if (layers := getattr(source.config, "num_hidden_layers", 1)) < 1:
+        raise ConfigError(f"--model {source.name} has {layers} layers (num_hidden_layers); it needs 1 or more")
     if vocabulary < _BYTE_VALUES and tokenizer_of(source.weights) is None:
         raise ConfigError(f"the model knows {vocabulary} tokens, but the text has {_BYTE_VALUES} different bytes")
     longest = getattr(source.config, "max_position_embeddings", None)
@@ -383,8 +396,22 @@ def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
             return settings
         (out / "nvme").mkdir(exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} cannot be made: {error.strerror}") from error
+        raise ConfigError(
+            f"--out {str(out)!r} cannot be made: {error.strerror}; name a folder of yours with --out"
+        ) from error
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
+
+
+@contextmanager
+def _without_leftovers(made: Sequence[Path]) -> Iterator[None]:
+    """Remove folders again that were made for a run, the innermost first, if it fails and they are empty."""
+    try:
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def _schedule(options: TrainOptions) -> Any:
@@ -414,6 +441,8 @@ def _heading(name: str, parameters: int, training: Training, settings: Config, c
     run, layout = training.optimizer.run, training.optimizer.layout
     arena = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
     share = f" ({arena / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
+    if arena >= len(layout.pages) * layout.page_bytes:
+        share = ", all of the state fits: nothing needs paging"
     ranks = training.ranks.world_size
     each = " per rank" if ranks > 1 else ""
     went_on = f", resumed at step {training.first_step - 1}" if training.first_step > 1 else ""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from infinity import PagedOptimizer
+from infinity import PagedOptimizer, torchrun
 from infinity.ranks import Ranks
 from infinity.telemetry.ledger import StepRecord
 from infinity.telemetry.metrics import OPS, ROLES
@@ -104,7 +103,7 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
     bandwidth, seconds = _rates(optimizer)
     page = optimizer.run.stats.snapshot()
     return RankReport(
-        node=int(os.environ.get("GROUP_RANK", 0)),
+        node=torchrun.number("GROUP_RANK", 0),
         records=tuple(optimizer.records),
         kernel=tuple(kernel),
         parameters=optimizer.layout.parameters,

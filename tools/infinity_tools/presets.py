@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from infinity.errors import ConfigError
+from infinity.units import MIB, format_size
+
+_CONFIG_LIMIT = 16 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +85,16 @@ def find_model(name: str) -> ModelSource:
     if preset := PRESETS.get(name):
         return ModelSource(name=name, config=getattr(transformers, preset.config)(**preset.values))
     path = Path(name)
-    if not path.exists():
+    if not (os.path.isfile(path) or os.path.isdir(path)):
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"--model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a file or folder{hint}")
+    if path.is_file() and path.stat().st_size > _CONFIG_LIMIT:
+        raise ConfigError(f"--model {name!r} is no config.json: it is longer than {format_size(_CONFIG_LIMIT)}")
     try:
         config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"--model {name!r}: {first}") from error
+    except Exception as error:  # whatever a file of any content makes of transformers
+        raise ConfigError(f"--model {name!r} cannot be read as a config.json: {_one_line(error)}") from error
     return ModelSource(name=path.resolve().name, config=config, weights=path if path.is_dir() else None)
 
 
@@ -97,7 +102,7 @@ def on_meta(source: ModelSource) -> nn.Module:
     """Return the model with all its tensors on the meta device, in fp32, which is what is trained.
 
     Raises:
-        ConfigError: transformers has no causal language model for this configuration.
+        ConfigError: transformers has no causal language model for this configuration, or cannot build it.
     """
     import transformers
 
@@ -106,10 +111,15 @@ def on_meta(source: ModelSource) -> nn.Module:
             model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 source.config, dtype=torch.float32, attn_implementation="sdpa"
             )
-    except ValueError as error:
-        raise ConfigError(f"--model {source.name}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # whatever numbers that do not fit together make of it
+        raise ConfigError(f"--model {source.name} cannot be built: {_one_line(error)}") from error
     model.config.use_cache = False
     return model.train()  # type: ignore[no-any-return]
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def best_dtype() -> str:

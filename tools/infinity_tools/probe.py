@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
+from infinity.command import Version, finite, setting
 from infinity.errors import ConfigError
 from infinity.io.probe import Bandwidth, Load, Progress, measure_paths, points_of
 from infinity.units import format_size, parse_size
@@ -33,10 +34,15 @@ def probe(
         list[str] | None,
         typer.Option(help="Requests in flight; repeat or separate by commas. [default: 1,4,8,16,32]"),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Length of each measurement.")] = 1.0,
-    engine: Annotated[str, typer.Option(help="auto, io_uring or threads.")] = "auto",
+    seconds: Annotated[
+        float, typer.Option(min=0.001, max=3600, callback=finite, help="Length of each measurement.")
+    ] = 1.0,
+    engine: Annotated[
+        str, typer.Option(callback=setting("storage.engine"), help="auto, io_uring or threads.")
+    ] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for probe.json and probe.png.")] = None,
+    version: Version = False,
 ) -> None:
     """Measure read, write and mixed bandwidth of folders through infinity's own I/O engine."""
     file_bytes = parse_size(size, name="--size")

@@ -6,9 +6,10 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from rich.console import Console
+from rich.highlighter import RegexHighlighter
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -21,7 +22,7 @@ from rich.progress import (
 
 _LINE_SECONDS = 10.0
 _RECENT_STEPS = 8
-_WIDE = 96  # columns from which rates have their names in full
+_BAR, _LEAST_BAR = 30, 6  # columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,12 @@ class StepView:
     read_bytes: float
     written_bytes: float
     stall_share: float
+
+    def figures(self, left: str, room: int) -> str:
+        """Return loss, time left and as many rates as there is room for, in columns; the first two in any case."""
+        first = f"loss {self.loss:.3f}  {left} left"
+        fitting = (text for text in (self.rates, self.short_rates, self.speed) if len(first) + 2 + len(text) <= room)
+        return "  ".join([first, *list(fitting)[:1]])
 
     @property
     def rates(self) -> str:
@@ -129,17 +136,21 @@ class _Lines(_Silence):
             self.say(f"step {view.step}/{self._total}  loss {view.loss:.4f}  {view.rates}")
 
 
+class _Figures(RegexHighlighter):
+    highlights: ClassVar[list[str]] = [r"loss (?P<bold>\S+)", r"(?P<cyan>[\d:]+ left)"]
+
+
 class _Bar:
-    """One line that always fits: a terminal that is too narrow loses the bar first."""
+    """One line that always fits: in a narrow terminal the bar is shorter, then rates go; step, loss, time stay."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._waiting = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True)
         self._steps = Progress(
             SpinnerColumn(),
-            TextColumn("[bold]{task.completed:.0f}[/]/{task.total:.0f}"),
-            BarColumn(bar_width=max(6, min(30, console.width - (84 if console.width >= _WIDE else 70)))),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("step [bold]{task.completed:.0f}[/]/{task.total:.0f}"),
+            BarColumn(bar_width=_BAR),  # the only column that gives way
+            TextColumn("{task.fields[figures]}", markup=False, highlighter=_Figures()),
             console=console,
         )
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -174,8 +185,8 @@ class _Bar:
     def stepped(self, view: StepView) -> None:
         self._recent.append(view.seconds)
         left = (self._total - view.step) * sum(self._recent) / len(self._recent)
-        rates = view.rates if self._console.width >= _WIDE else view.short_rates
-        figures = f"loss [bold]{view.loss:.3f}[/]  {rates}  [cyan]{_clock(left)}[/]"
+        beside = len(f"  step {view.step}/{self._total}  ") + _LEAST_BAR
+        figures = view.figures(_clock(left), self._console.width - beside)
         self._steps.update(self._task, completed=view.step, figures=figures)
 
 

@@ -31,7 +31,7 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.errors import CommitError, ConfigError, StorageError
 from infinity.store.folder import Owner, RunFolder, believed, holder_of, holders, remove_stale_lock, stale_locks
-from infinity.store.marker import MARKER_NAME, FoundRun, look_for_runs
+from infinity.store.marker import MARKER_NAME, FoundRun, empty_folders, is_run_id, look_for_runs
 from infinity.store.pages import Version, read_version
 
 _READERS = 4
@@ -133,7 +133,8 @@ def stored_runs(paths: Sequence[Path], passed: dict[Path, str] | None = None) ->
         try:
             runs.append(_stored_run(run))
         except OSError as error:  # of another user, or on a drive that fails: the others are not hidden by it
-            odd[Path(error.filename or run.in_order[0])] = str(error.strerror)
+            if run.in_order[0].exists():  # else it was removed just now
+                odd[Path(error.filename or run.in_order[0])] = str(error.strerror)
     if passed is not None:
         passed.update(odd)
     return runs
@@ -400,7 +401,10 @@ def remove(run: StoredRun) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Waste:
-    """Something that nobody can use and nobody owns: a whole run, files of a run, or a lock that nobody holds."""
+    """Something that nobody can use and nobody owns.
+
+    A whole run; `files` of a run; or, without a run, a lock that nobody holds, or an empty folder with the name of one.
+    """
 
     what: str
     run: StoredRun | None
@@ -429,7 +433,10 @@ class Waste:
         try:
             if self.run is None:
                 for file in self.files:
-                    remove_stale_lock(file)
+                    if is_run_id(file.name):
+                        _remove_empty(file)
+                    else:
+                        remove_stale_lock(file)
                 return
             if owner := holder_of(self.run.folder):
                 raise ConfigError(f"{owner} is running; nothing of it is removed")
@@ -437,6 +444,14 @@ class Waste:
                 self.run.folder.remove_file(file)
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from error
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove the folder of a run that has nothing in it, not even a marker. Raises `ConfigError` or `OSError`."""
+    with suppress(FileNotFoundError):
+        if owner := holder_of(RunFolder(folder.name, (folder,))):
+            raise ConfigError(f"{owner} is running; {folder} is not removed")
+        folder.rmdir()
 
 
 def waste(paths: Sequence[Path], passed: dict[Path, str] | None = None) -> list[Waste]:
@@ -459,6 +474,11 @@ def waste(paths: Sequence[Path], passed: dict[Path, str] | None = None) -> list[
         if run.owner is None and run.first:
             found += _waste_of(run)
     for path in paths:
+        for folder in empty_folders(path):
+            with suppress(FileNotFoundError):
+                if holder_of(RunFolder(folder.name, (folder,))) is None:
+                    size = _disk_bytes(folder)
+                    found.append(Waste(what="empty folder of a run", run=None, files=(folder,), nbytes=size))
         locks = stale_locks(path)
         found += [Waste(what="lock of nobody", run=None, files=(file,), nbytes=_disk_bytes(file)) for file in locks]
     return found
@@ -481,8 +501,9 @@ def _waste_of(run: StoredRun) -> Iterator[Waste]:
         if _all_local(run, commit.world_size):
             gone.update(commit.manifests.values())
             yield files(f"commit of step {commit.step} of {commit.problem}", *commit.manifests.values())
-    drafts = (file for root in run.folder.roots for file in root.glob(f".{MARKER_NAME}.*"))
-    for file in sorted([*folder.glob("*.tmp"), *drafts]):
+    drafts = [file for root in run.folder.roots for file in root.glob(f".{MARKER_NAME}.*")]
+    drafts += [file for file in folder.rglob("*.tmp") if not file.is_dir()]  # also of companions
+    for file in sorted(drafts):
         yield files("temporary file", file)
     for file in left_over(folder, [name for name in published if folder / name.file_name not in gone]):
         yield files("state file of no commit", file)

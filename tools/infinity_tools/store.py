@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,22 +16,27 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from infinity.command import Commands, Version, failures
 from infinity.errors import ConfigError
 from infinity.units import format_size, parse_size
-from infinity_tools.failures import failures
 from infinity_tools.progress import byte_progress, short
 
 if TYPE_CHECKING:
     from infinity_tools.runs import BadPage, Commit, StoredRun, Waste
 
-app = typer.Typer(help="List, check and remove the runs on NVMe folders.", no_args_is_help=True)
+app = typer.Typer(cls=Commands, no_args_is_help=True)
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _PATHS = Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")]
 _YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
+@app.callback()
+def _store(version: Version = False) -> None:
+    """List, check and remove the runs on NVMe folders."""
+
+
 @app.command()
-def ls(paths: _PATHS, json: _JSON = False) -> None:
+def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
     """List runs and their commits: what they hold, who has them open, and what they take.
 
     A commit's *pages* are the bytes that it names; *its own* are those that no other commit of the run names.
@@ -65,6 +71,7 @@ def verify(
     paths: _PATHS,
     run: Annotated[str, typer.Option(help="Only this run. [default: every run that has ended]")] = "",
     json: _JSON = False,
+    version: Version = False,
 ) -> None:
     """Read every page that a commit names and compare it with its checksum, as fast as the drives allow.
 
@@ -89,6 +96,7 @@ def scrub(
     paths: _PATHS,
     rate: Annotated[str, typer.Option(help="Most bytes per second, such as 200MiB. [default: no limit]")] = "",
     json: _JSON = False,
+    version: Version = False,
 ) -> None:
     """Read every page of every commit of every run, live ones too, at a bounded rate: for cron, beside training.
 
@@ -165,12 +173,14 @@ def gc(
     yes: _YES = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     json: _JSON = False,
+    version: Version = False,
 ) -> None:
     """Remove what nobody can use and nobody owns, of runs that have ended.
 
     Runs without a commit; commits that not all ranks have published, where all ranks are here; temporary files; state
     files of no commit; locks that nobody holds. Name all folders of the runs. Only folders that are named as a run and
-    marked as one (`infinity.run`) are touched. No run starts on these folders until the command ends.
+    marked as one (`infinity.run`) are touched, and your own that are named so and empty. No run starts on these folders
+    until the command ends.
     """
     with failures():
         from infinity.store.folder import no_starts
@@ -226,6 +236,7 @@ def rm(
     dead: Annotated[bool, typer.Option("--dead", help="All runs that have ended.")] = False,
     yes: _YES = False,
     json: _JSON = False,
+    version: Version = False,
 ) -> None:
     """Remove runs that have ended. A live run is refused; no run starts on these folders until the command ends."""
     with failures():
@@ -236,6 +247,10 @@ def rm(
         # By its form, not by what exists: in a folder of runs, the id of a run is a folder too.
         names = [text for text in arguments if is_run_id(text)]
         paths = [Path(text) for text in arguments if text not in names]
+        if strange := [str(path) for path in paths if not os.path.isdir(path)]:
+            raise ConfigError(
+                f"{strange[0]!r} is neither a folder nor the id of a run; `infinity store ls` lists those"
+            )
         if not paths:
             raise ConfigError("name the folders on which the runs are, as well as the runs")
         if not (names or dead):

@@ -194,7 +194,7 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("updates", s["update_placement"]),
         ("state on NVMe", f"{format_size(state)} of {short(s['parameters'])} parameters"),
-        ("host arena", f"{format_size(arena)}, {arena / state:.0%} of the state" if state else format_size(arena)),
+        ("host arena", format_size(arena) + _share(arena, state)),
         ("peak resident", f"{format_size(s['peak_rss_bytes'])}, {format_size(outside)} outside the arena"),
         ("read per step", _moved(s, "read", seconds)),
         ("written per step", _moved(s, "written", seconds)),
@@ -202,6 +202,12 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("bytes/parameter", f"{traffic / s['parameters']:.3g} per step"),
         *retried,
     ]  # fmt: skip
+
+
+def _share(arena: float, state: float) -> str:
+    if not state:
+        return ""
+    return f", {arena / state:.0%} of the state" if arena < state else ", all of the state fits: nothing needs paging"
 
 
 def _plan(s: dict[str, Any]) -> list[tuple[str, str]]:

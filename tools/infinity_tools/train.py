@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from infinity_tools.failures import failures
+from infinity.command import Version, failures, finite, setting
 
 _MODEL, _DATA, _STATE, _OPTIMIZER, _OUTPUT = "Model", "Data", "State on NVMe", "Optimizer", "Output"
 
@@ -62,7 +62,10 @@ def train(
     ] = None,
     seq: Annotated[int, typer.Option(min=2, help="Tokens per sequence.", rich_help_panel=_DATA)] = 256,
     seed: Annotated[
-        int | None, typer.Option(help="Of first values and of batches. [default: 0]", rich_help_panel=_DATA)
+        int | None,
+        typer.Option(
+            callback=setting("run.seed"), help="Of first values and of batches. [default: 0]", rich_help_panel=_DATA
+        ),
     ] = None,
     nvme: Annotated[
         list[Path] | None,
@@ -74,28 +77,40 @@ def train(
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="Size of the host arena per rank, such as 512MiB. [default: a quarter of the free memory]",
+            callback=setting("memory.host_bytes"),
+            help="Size of the host arena per rank, such as 512MiB. [default: a quarter of what is free]",
             rich_help_panel=_STATE,
         ),
     ] = None,
     page_bytes: Annotated[
-        str | None, typer.Option(help="Largest page. [default: derived]", rich_help_panel=_STATE)
+        str | None,
+        typer.Option(
+            callback=setting("memory.page_bytes"), help="Largest page. [default: derived]", rich_help_panel=_STATE
+        ),
     ] = None,
     state_format: Annotated[
         str | None,
         typer.Option(
+            callback=setting("state.format"),
             help="fp32: 14 bytes per bf16 parameter. split: 12.125, the same bits. bf16-moments: 8.125. 8bit: 6.1875. "
             "[default: fp32]",
             rich_help_panel=_STATE,
         ),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="auto, io_uring or threads. [default: auto]", rich_help_panel=_STATE)
+        str | None,
+        typer.Option(
+            callback=setting("storage.engine"),
+            help="auto, io_uring or threads. [default: auto]",
+            rich_help_panel=_STATE,
+        ),
     ] = None,
     update: Annotated[
         str | None,
         typer.Option(
-            help="auto, in_backward, in_both, in_forward or after_backward. [default: auto]", rich_help_panel=_STATE
+            callback=setting("update.placement"),
+            help="auto, in_backward, in_both, in_forward or after_backward. [default: auto]",
+            rich_help_panel=_STATE,
         ),
     ] = None,
     commit_every: Annotated[
@@ -133,6 +148,7 @@ def train(
     keep: Annotated[
         str | None,
         typer.Option(
+            callback=setting("run.keep"),
             help="What is left on NVMe at the end. auto: a run that has a commit; always; never. [default: auto]",
             rich_help_panel=_STATE,
         ),
@@ -141,7 +157,10 @@ def train(
         int,
         typer.Option(min=1, help="Train up to this step, counted from the run's first.", rich_help_panel=_OPTIMIZER),
     ] = 20,
-    lr: Annotated[float, typer.Option(help="Highest learning rate of AdamW.", rich_help_panel=_OPTIMIZER)] = 3e-4,
+    lr: Annotated[
+        float,
+        typer.Option(min=0, callback=finite, help="Highest learning rate of AdamW.", rich_help_panel=_OPTIMIZER),
+    ] = 3e-4,
     warmup_steps: Annotated[
         int, typer.Option(min=0, help="Steps in which the rate rises.", rich_help_panel=_OPTIMIZER)
     ] = 4,
@@ -153,7 +172,9 @@ def train(
             rich_help_panel=_OPTIMIZER,
         ),
     ] = 0,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", rich_help_panel=_OPTIMIZER)] = 0.1,
+    weight_decay: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Of AdamW.", rich_help_panel=_OPTIMIZER)
+    ] = 0.1,
     max_grad_norm: Annotated[
         float | None,
         typer.Option(
@@ -170,7 +191,12 @@ def train(
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Serve Prometheus metrics of this node's ranks; 0: any port.", rich_help_panel=_OUTPUT),
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Serve Prometheus metrics of this node's ranks; 0: any port.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = None,
     metrics_host: Annotated[
         str,
@@ -178,7 +204,13 @@ def train(
     ] = "127.0.0.1",
     metrics_linger: Annotated[
         float,
-        typer.Option(help="Seconds to go on serving them after the summary is written.", rich_help_panel=_OUTPUT),
+        typer.Option(
+            min=0,
+            max=10**6,
+            callback=finite,
+            help="Seconds to go on serving them after the summary is written.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = 0.0,
     trace: Annotated[
         Path | None,
@@ -193,8 +225,9 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="Settings as TOML (docs/settings.md); options override it.")
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, help="Threads that compute. 0: torch decides.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, max=4096, help="Threads that compute. 0: torch decides.")] = 0,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    version: Version = False,
 ) -> None:
     """Train a causal language model whose parameters and optimizer state live on NVMe.
 
@@ -206,7 +239,7 @@ def train(
         from infinity_tools.loop import TrainOptions, run_training
 
         if model == "list":
-            _list_presets()
+            _list_presets(json=json)
             return
         if dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"--dtype {dtype!r} is not one of auto, bf16, fp32")
@@ -259,7 +292,9 @@ def train(
     raise typer.Exit(status)
 
 
-def _list_presets() -> None:
+def _list_presets(*, json: bool) -> None:
+    import json as json_format
+
     from rich.console import Console
     from rich.table import Table
 
@@ -267,8 +302,13 @@ def _list_presets() -> None:
 
     table = Table("preset", "parameters", "vocabulary", "what it is", box=None, header_style="bold")
     table.columns[1].justify = table.columns[2].justify = "right"
+    listed = []
     for name, preset in PRESETS.items():
         source = find_model(name)
-        parameters = count_parameters(on_meta(source))
-        table.add_row(name, f"{parameters / 1e6:.4g} M", str(source.config.vocab_size), preset.doc)
-    Console().print(table)
+        parameters, vocabulary = count_parameters(on_meta(source)), source.config.vocab_size
+        listed.append({"name": name, "parameters": parameters, "vocabulary": vocabulary, "description": preset.doc})
+        table.add_row(name, f"{parameters / 1e6:.4g} M", str(vocabulary), preset.doc)
+    if json:
+        typer.echo(json_format.dumps(listed))
+    else:
+        Console().print(table)

@@ -1,6 +1,6 @@
 """An engine whose drive forgets: what was written after the last `sync` may be lost when the power goes.
 
-Ships with the package beside `faults.py`; `make crash-test` resumes from what it leaves.
+`make crash-test` resumes from what it leaves.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import random
 import threading
 from typing import NamedTuple
 
+from core_wrapped_engine import WrappedEngine
+
 from infinity.hugepages import transfer_memory
 from infinity.io.engine import DataFile, Engine, Op, Ticket
-from infinity.io.wrapped import WrappedEngine
 from infinity.units import align_up
 
 _SECTOR = 512

@@ -1,7 +1,4 @@
-"""An engine that fails on purpose, around another one. Same seed and same requests: same faults.
-
-Ships with the package, so that a user can rehearse a bad drive too.
-"""
+"""An engine that fails on purpose, around another one. Same seed and same requests: same faults."""
 
 from __future__ import annotations
 
@@ -17,10 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from core_wrapped_engine import WrappedEngine
+
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.io.engine import DataFile, Engine, Op, Ticket
 from infinity.io.files import pin_request
-from infinity.io.wrapped import WrappedEngine
 from infinity.units import align_down
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,12 @@
+"""The console script `infinityd`, and `python -m infinity_daemon`."""
+
+from infinity.extras import run_command
+
+
+def main() -> None:
+    """Run the daemon; without the packages that it needs, say how to install them."""
+    run_command("infinityd", "daemon", "infinity_daemon.main")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Packages that only a part of `infinity` needs, and the extras of the distribution that bring them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+from infinity.errors import MissingPackageError
+
+EXTRAS = {
+    "cli": ("typer", "rich", "matplotlib", "transformers", "tokenizers"),
+    "daemon": ("typer", "prometheus_client"),
+    "hf": ("transformers", "tokenizers"),
+}
+"""Import names by extra; the `pip install` of the extra brings them."""
+
+
+@contextmanager
+def needs(extra: str, what: str) -> Iterator[None]:
+    """Turn the failed import of a package of an extra into one line that says what to install.
+
+    Args:
+        extra: whose packages are imported inside.
+        what: needs them: the beginning of the message.
+
+    Raises:
+        MissingPackageError: one of them is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS[extra]:
+            raise
+        raise MissingPackageError(
+            f"{what} needs the package {package}, which is not installed: pip install 'infinity-offload[{extra}]'"
+        ) from error
+
+
+def run_command(name: str, extra: str, module: str) -> None:
+    """Run a console script: the `main` of a module whose imports need an extra.
+
+    Without them it ends with status 2 and one line on stderr, of one rank of each node.
+    """
+    try:
+        with needs(extra, f"the command {name}"):
+            main = import_module(module).main
+    except MissingPackageError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"{name}: {error}\n")
+        sys.exit(2)
+    main()

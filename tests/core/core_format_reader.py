@@ -1,0 +1,743 @@
+"""A reader of commits, written from docs/on-disk-format.md alone: nothing of infinity is imported.
+
+To be read beside the document, whose sections it follows. Values are NumPy arrays; dtypes that NumPy lacks (bfloat16,
+float8) are unsigned integers with the same bits.
+
+    for run in find_runs(["/nvme0", "/nvme1"]):
+        for commit in find_commits(run):
+            content = read(commit)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import xxhash
+
+
+class Refused(Exception):
+    """The document says that a reader MUST refuse this."""
+
+
+def need(condition: bool, message: str) -> None:
+    """Refuse, unless a condition holds."""
+    if not condition:
+        raise Refused(message)
+
+
+# Folders #
+
+RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}", re.ASCII)
+FIVE, TWELVE = r"(\d{5}|[1-9]\d{5,})", r"(\d{12}|[1-9]\d{12,})"
+MANIFEST = re.compile(rf"step{TWELVE}\.rank{FIVE}-of-{FIVE}\.([0-9a-f]{{24}})\.json", re.ASCII)
+
+
+@dataclass
+class Run:
+    """`folders` are those of the run on its paths, in the run's own order."""
+
+    run_id: str
+    folders: list[Path]
+
+    @property
+    def commits(self) -> Path:
+        """The folder of the commits."""
+        return self.folders[0] / "commits"
+
+
+@dataclass
+class Commit:
+    """`manifests` has the file of each rank."""
+
+    run: Run
+    step: int
+    identity: str
+    manifests: list[Path]
+
+
+def regular_file(file: Path) -> bytes:
+    """The content of a regular file."""
+    try:
+        need(stat.S_ISREG(os.lstat(file).st_mode), f"{file} is not a regular file")
+        return file.read_bytes()
+    except OSError as error:
+        raise Refused(f"{file}: {error}") from error
+
+
+def find_runs(paths: list[Any]) -> list[Run]:
+    """The runs all of whose paths are among `paths`, oldest first."""
+    found: dict[tuple[str, int], dict[int, Path]] = {}
+    for path in map(Path, paths):
+        for folder in path.iterdir():
+            commits = folder / "commits"
+            odd = folder.is_symlink() or commits.is_symlink() or (commits.exists() and not commits.is_dir())
+            mark = marker(folder) if RUN_ID.fullmatch(folder.name) and not odd else None
+            if mark is not None and mark["run_id"] == folder.name and mark["path"] < mark["paths"]:
+                found.setdefault((folder.name, mark["paths"]), {})[mark["path"]] = folder
+    complete = ((run_id, by_path) for (run_id, paths), by_path in sorted(found.items()) if len(by_path) == paths)
+    return [Run(run_id, [by_path[path] for path in sorted(by_path)]) for run_id, by_path in complete]
+
+
+def marker(folder: Path) -> dict[str, Any] | None:
+    """The first valid line of a marker."""
+    try:
+        lines = regular_file(folder / "infinity.run").splitlines()
+    except Refused:
+        return None
+    for line in lines:
+        try:
+            return MARKER(body_of(line))
+        except Refused:
+            continue
+    return None
+
+
+def find_commits(run: Run) -> list[Commit]:
+    """The commits of a run that are there of all ranks, oldest first."""
+    found: dict[tuple[int, str, int], dict[int, Path]] = {}
+    for file in run.commits.iterdir() if run.commits.exists() else ():
+        if name := MANIFEST.fullmatch(file.name):
+            step, rank, size = map(int, name.groups()[:3])
+            if rank < size:
+                found.setdefault((step, name[4], size), {})[rank] = file
+    return [
+        Commit(run, step, identity, [by_rank[rank] for rank in range(size)])
+        for (step, identity, size), by_rank in sorted(found.items())
+        if len(by_rank) == size
+    ]
+
+
+# JSON #
+
+MOST = 2**63 - 1
+Check = Callable[[Any], Any]
+"""Returns a value if it is what it has to be."""
+
+
+def parse(content: str | bytes) -> Any:
+    """JSON in which no object has a key twice."""
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        need(len(dict(found)) == len(found), "a key is there twice")
+        return dict(found)
+
+    try:
+        return json.loads(content, object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"it is no JSON: {error}") from error
+
+
+def checksum(data: bytes, seed: int = 0) -> str:
+    """XXH3-64 as the files have it."""
+    return xxhash.xxh3_64_hexdigest(data, seed)
+
+
+def body_of(content: bytes) -> Any:
+    """The body of `{"checksum": …, "body": …}`."""
+    outer = record(checksum=text(), body=text())(parse(content))
+    need(outer["checksum"] == checksum(outer["body"].encode()), "the checksum does not match")
+    return parse(outer["body"])
+
+
+def check(holds: Callable[[Any], bool], what: str) -> Check:
+    """A value of which something holds."""
+
+    def one(value: Any) -> Any:
+        if not holds(value):
+            raise Refused(f"{value!r:.80} is not {what}")
+        return value
+
+    return one
+
+
+def integer(low: int = 0, high: int = MOST, multiple: int = 1) -> Check:
+    """An integer from `low` to `high`."""
+    return check(lambda value: type(value) is int and low <= value <= high and value % multiple == 0, "such an integer")
+
+
+def number(low: float = -MOST, high: float = MOST) -> Check:
+    """A finite number from `low` to `high`."""
+    return check(lambda value: type(value) in (int, float) and low <= value <= high, "such a number")
+
+
+def text(pattern: str = r"(?s:.*)") -> Check:
+    """A text that can be written as UTF-8."""
+
+    def holds(value: Any) -> bool:
+        fits = isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII) is not None
+        return fits and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+    return check(holds, "such a text")
+
+
+def one_of(*values: str) -> Check:
+    """One of some texts."""
+    return check(lambda value: isinstance(value, str) and value in values, f"one of {values}")
+
+
+def items(each: Check, least: int = 0, most: int = MOST) -> Check:
+    """A list."""
+    is_list = check(lambda value: isinstance(value, list) and least <= len(value) <= most, "such a list")
+    return lambda value: [each(item) for item in is_list(value)]
+
+
+def row(*checks: Check) -> Check:
+    """A list with one item for every check."""
+    is_list = check(lambda value: isinstance(value, list) and len(value) == len(checks), "such a list")
+    return lambda value: [one(item) for one, item in zip(checks, is_list(value), strict=True)]
+
+
+def table(key: Check, each: Check) -> Check:
+    """An object with any keys."""
+    is_object = check(lambda value: isinstance(value, dict), "an object")
+    return lambda value: {key(name): each(item) for name, item in is_object(value).items()}
+
+
+def record(**checks: Check) -> Check:
+    """An object with exactly these fields."""
+    is_object = check(lambda value: isinstance(value, dict) and value.keys() == checks.keys(), f"of {list(checks)}")
+    return lambda value: {name: checks[name](item) for name, item in is_object(value).items()}
+
+
+flag = check(lambda value: isinstance(value, bool), "true or false")
+
+
+def anything(value: Any) -> Any:
+    """Any JSON."""
+    return value
+
+
+# Layout #
+
+BLOCK = 2048
+DTYPES = {
+    "float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float8_e4m3fn": "u1", "float8_e5m2": "u1",
+    "int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "i1", "uint8": "u1", "bool": "?",
+}  # fmt: skip
+SIZES = {name: np.dtype(code).itemsize for name, code in DTYPES.items()}
+ENCODED_SIZES = {"split": 2 + 1 / 8, "bfloat16": 2, "8bit": 1 + 2 / 64}
+
+
+@dataclass
+class Page:
+    """Elements [start, start + count) of a segment."""
+
+    role: str
+    start: int
+    count: int
+    length: int
+
+
+@dataclass
+class Segment:
+    """`shards` are indices and first elements; `pages` go by their numbers."""
+
+    format: dict[str, Any]
+    shards: list[tuple[int, int]] = field(default_factory=list)
+    end: int = 0
+    cut_by_rows: bool = False
+    pages: dict[int, Page] = field(default_factory=dict)
+
+
+def ceil(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def sections(fmt: dict[str, Any]) -> list[tuple[str, str, str | None]]:
+    """The sections of an UPDATE page: name, dtype, encoding."""
+    master = [("master", fmt["master"])] if fmt["master"] else []
+    encodings = dict(fmt["encodings"])
+    return [(name, dtype, encodings.get(name)) for name, dtype in (*master, *fmt["kinds"])]
+
+
+def page_sets(fmt: dict[str, Any]) -> list[tuple[str, float]]:
+    """The sets of pages of a segment, in the order in which they are numbered: role, and bytes per element."""
+    update = sum(ENCODED_SIZES.get(encoding, SIZES[dtype]) for _, dtype, encoding in sections(fmt))
+    gradients = [("GRAD", SIZES[dtype]) for dtype in fmt["grads"]]
+    return [("PARAM", SIZES[fmt["param"]]), *([("UPDATE", update)] if update else []), *gradients]
+
+
+def build(units: list[Any], formats: dict[str, Any], page_bytes: int) -> list[Segment]:
+    """The segments of a rank and their pages."""
+    segments: list[Segment] = []
+    shards = [shard for unit in units for shard in unit["shards"]]
+    index = number = 0
+    for unit in units:
+        by_key: dict[str, Segment] = {}
+        for shard in unit["shards"]:
+            segment = by_key.setdefault(shard["segment_key"], Segment(formats[shard["segment_key"]]))
+            start = ceil(segment.end, 64) * 64
+            segment.shards.append((index, start))
+            segment.end = start + shard["padded"]
+            segment.cut_by_rows |= shard.get("row", 1) > 1
+            index += 1
+        for segment in by_key.values():
+            segments.append(segment)
+            blocks = ceil(segment.end, BLOCK)
+            if blocks == 0:
+                continue
+            sets = page_sets(segment.format)
+            most = int(page_bytes / max(size for _, size in sets))
+            pieces = between_rows(segment, shards, blocks, most) if segment.cut_by_rows else even(blocks, most)
+            for role, size in sets:
+                starts = join(pieces, int(page_bytes / size), even=not segment.cut_by_rows)
+                for start, stop in pairwise(starts):
+                    length = ceil(int((stop - start) * size), 4096) * 4096
+                    segment.pages[number] = Page(role, start, stop - start, length)
+                    number += 1
+    return segments
+
+
+def even(blocks: int, most: int) -> list[int]:
+    """Where pieces begin, and the last one ends."""
+    pieces = ceil(blocks, most // BLOCK)
+    return [ceil(p * blocks, pieces) * BLOCK for p in range(pieces + 1)]
+
+
+def between_rows(segment: Segment, shards: list[Any], blocks: int, most: int) -> list[int]:
+    """The same where no piece may end inside of a row."""
+    cuts = [0]
+    ends = [*(start for _, start in segment.shards[1:]), blocks * BLOCK]
+    for (index, start), end in zip(segment.shards, ends, strict=True):
+        row, numel = shards[index].get("row", 1), shards[index]["numel"]
+        step = math.lcm(row, 64)
+        last = start + max(0, numel - 2 * row) // step * step
+        while end - cuts[-1] > most:
+            cut = min(last, start + max(0, cuts[-1] + most - start) // step * step)
+            need(cut > cuts[-1], "a page has no room for a row")
+            cuts.append(cut)
+    return [*cuts, blocks * BLOCK]
+
+
+def join(pieces: list[int], most: int, *, even: bool) -> list[int]:
+    """Where the pages begin that are made of pieces, and the last one ends."""
+    if even:
+        number = len(pieces) - 1
+        pages = ceil(number, most // pieces[1])
+        return [pieces[ceil(q * number, pages)] for q in range(pages + 1)]
+    pages = [0]
+    for before, end in pairwise(pieces):
+        if end - pages[-1] > most:
+            pages.append(before)
+    return [*pages, pieces[-1]]
+
+
+def digest(units: list[Any], segments: list[Segment], page_bytes: int) -> str:
+    """The digest of a layout."""
+    return hashlib.sha256(digested(units, segments, page_bytes).encode()).hexdigest()[:16]
+
+
+def digested(units: list[Any], segments: list[Segment], page_bytes: int) -> str:
+    """What the digest is of."""
+    without_ones = [
+        {**unit, "shards": [{k: v for k, v in shard.items() if (k, v) != ("row", 1)} for shard in unit["shards"]]}
+        for unit in units
+    ]
+    formats = [segment.format for segment in segments]
+    return json.dumps([without_ones, page_bytes, BLOCK, formats], sort_keys=True)
+
+
+# Data files: what a writer MUST do and a reader need not know #
+
+
+def paths_of(pages: list[Page], weights: list[float]) -> list[int]:
+    """The path of every page."""
+    given: dict[str, list[float]] = {}
+    paths = []
+    for page in pages:
+        held = given.setdefault(page.role, [0] * len(weights))
+        due = sum(held) + page.length
+        behind = [path for path, weight in enumerate(weights) if held[path] * sum(weights) < weight * due]
+        paths.append(min(behind, key=lambda path: (held[path] + page.length) / weights[path]))
+        held[paths[-1]] += page.length
+    return paths
+
+
+def slots_of(pages: list[Page], paths: list[int], retained: int) -> set[tuple[int, int, int]]:
+    """All slots of the data files: path, offset, length."""
+    every = Counter((path, page.length) for path, page in zip(paths, pages, strict=True))
+    kept = Counter((path, page.length) for path, page in zip(paths, pages, strict=True) if page.role != "GRAD")
+    ends: Counter[int] = Counter()
+    slots = set()
+    for counts in [{key: n + min(n, 16) for key, n in every.items()}, *[kept] * retained]:
+        for path, length in sorted(counts):
+            slots |= {(path, ends[path] + slot * length, length) for slot in range(counts[path, length])}
+            ends[path] += counts[path, length] * length
+    return slots
+
+
+# Pages #
+
+
+def values_of(segment: Segment, page_of: Callable[[int], bytes]) -> dict[str, np.ndarray]:
+    """All elements of a segment: `weights` as PARAM pages have them, `master`, and the optimizer's states."""
+    fmt, found = segment.format, {"weights": [np.empty(0, DTYPES[segment.format["param"]])]}
+    found |= {name: [np.empty(0, DTYPES[dtype])] for name, dtype, _ in sections(fmt)}
+    for number, page in segment.pages.items():
+        if page.role == "PARAM":
+            found["weights"].append(np.frombuffer(page_of(number), DTYPES[fmt["param"]], page.count))
+    weights = np.concatenate(found["weights"])
+    for number, page in segment.pages.items():
+        if page.role == "UPDATE":
+            take, beside = Taker(page_of(number)), weights[page.start : page.start + page.count]
+            for name, dtype, encoding in sections(fmt):
+                found[name].append(section(take, page.count, dtype, encoding, beside))
+    values = {name: np.concatenate(parts) for name, parts in found.items()}
+    return {"master": weights} | values
+
+
+class Taker:
+    """Takes one part after another from the bytes of a page."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self._at = content, 0
+
+    def __call__(self, code: str, count: int) -> np.ndarray:
+        """The next `count` items of a dtype."""
+        part = np.frombuffer(self._content, code, count, self._at)
+        self._at += part.nbytes
+        return part
+
+
+def section(take: Taker, count: int, dtype: str, encoding: str | None, weights: np.ndarray) -> np.ndarray:
+    """The elements of one section of a page, whose weights are given."""
+    if encoding is None:
+        return take(DTYPES[dtype], count)
+    if encoding == "bfloat16":
+        return upper(take("<u2", count))
+    if encoding == "8bit":
+        return from_codes(take("u1", count), take("<u2", count // 64))
+    lower, bits = take("<u2", count), np.unpackbits(take("u1", count // 8), bitorder="little")
+    return (upper(weights - bits).view("<u4") | lower).view("<f4")
+
+
+def upper(bits: np.ndarray) -> np.ndarray:
+    """Fp32 numbers whose bits 16-31 are given."""
+    return (bits.astype("<u4") << 16).view("<f4")
+
+
+def from_codes(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The values of ``8bit``."""
+    scale = np.repeat(upper(scales), 64)
+    unsigned = scale < 0
+    least = np.where(unsigned, np.float32(2**-32), np.float32(2**-16))
+    k = np.where(unsigned, codes, codes & 127).astype("<u4")
+    with np.errstate(invalid="ignore", over="ignore"):
+        value = ((least.view("<u4") + (k << 20)).view("<f4") - least) * np.abs(scale)
+    return np.where(~unsigned & (codes > 127), -value, value)
+
+
+# Manifest #
+
+
+def index(value: Any) -> int:
+    """A key that is a number."""
+    return int(text("0|[1-9][0-9]{0,17}")(value))
+
+
+def setting(value: Any, depth: int = 4) -> Any:
+    """A setting or scalar of an optimizer; a tensor as nested lists."""
+    if isinstance(value, dict) and "tensor" in value:
+        tensor = record(tensor=dtype, shape=items(integer(0, 2**15), most=4), value=anything)(value)
+        return nested(tensor["value"], tensor["shape"], leaf(tensor["tensor"]))
+    if isinstance(value, dict):
+        kind = next(iter(value), "")
+        need(len(value) == 1 and kind in ("tuple", "list", "dict") and depth > 0, f"{value!r:.80} is no setting")
+        inside: Check = lambda item: setting(item, depth - 1)  # noqa: E731
+        found = table(text(), inside)(value[kind]) if kind == "dict" else items(inside)(value[kind])
+        return tuple(found) if kind == "tuple" else found
+    if isinstance(value, str):
+        return text()(value)
+    return value if value is None or isinstance(value, bool) else any_number(value)
+
+
+def extra(value: Any) -> Any:
+    """What is in `extra`, with its tuples and mappings."""
+    if isinstance(value, dict) and value.keys() in ({"tuple"}, {"pairs"}):
+        ((kind, found),) = value.items()
+        if kind == "tuple":
+            return tuple(items(extra)(found))
+        return dict(items(row(check(lambda key: not isinstance(key, list | dict), "a key"), extra))(found))
+    if isinstance(value, dict):
+        return {key: extra(item) for key, item in value.items()}
+    return [extra(item) for item in value] if isinstance(value, list) else value
+
+
+def nested(value: Any, shape: list[int], each: Check) -> Any:
+    """Lists in lists."""
+    return items(lambda item: nested(item, shape[1:], each), shape[0], shape[0])(value) if shape else each(value)
+
+
+def leaf(name: str) -> Check:
+    """An element of a tensor."""
+    if name == "uint8" or name.startswith("int"):
+        limits = np.iinfo(name)
+        return integer(int(limits.min), int(limits.max))
+    return flag if name == "bool" else any_number
+
+
+any_number = check(lambda value: type(value) is float or (type(value) is int and abs(value) <= MOST), "a number")
+dtype = one_of(*DTYPES)
+hex16, word, size = text("[0-9a-f]{16}"), integer(0, 2**32 - 1), integer(0, 2**48)
+MARKER = record(format=integer(1, 1), run_id=text(), paths=integer(1), path=integer())
+SHARD = record(name=text(), numel=size, padded=size, segment_key=text(), trainable=flag, row=integer(1, 2**48))
+FORMAT = record(
+    param=dtype,
+    master=one_of("", *DTYPES),
+    kinds=items(row(text(".+"), dtype)),
+    grads=items(dtype),
+    encodings=items(row(text(), one_of(*ENCODED_SIZES))),
+)
+TENSOR = record(
+    names=items(text(), least=1),
+    shape=items(size, most=64),
+    dim=integer(),
+    shard_rank=integer(),
+    shard_size=integer(1),
+    tensor_parallel=flag,
+)
+DESCRIPTION = record(
+    units=items(record(name=text(), shards=items(lambda value: SHARD(add_row(value))))),
+    formats=table(text(), FORMAT),
+    tensors=items(TENSOR),
+    buffers=items(text()),
+)
+BODY = record(
+    format=integer(2, 2),
+    run_id=text(),
+    step=integer(),
+    identity=text("[0-9a-f]{24}"),
+    rank=integer(),
+    world_size=integer(1),
+    created=number(0, 2**40),
+    description=DESCRIPTION,
+    layout=hex16,
+    page_bytes=integer(4096, 2**40, multiple=4096),
+    optimizer=text(r"\S{1,200}"),
+    weights=items(number(1e-30, 1e30), least=1),
+    pages=table(index, row(integer(), integer(multiple=4096), integer(4096, multiple=4096), hex16)),
+    scalars=table(index, table(text(), setting)),
+    groups=items(record(params=items(integer()), settings=table(text(r"(?!params$)(?s:.*)"), setting))),
+    own=table(text(), setting),
+    random=record(
+        python=row(
+            integer(3, 3), row(*[word] * 624, integer(0, 624)), lambda value: None if value is None else number()(value)
+        ),
+        numpy=row(one_of("MT19937"), integer(0, 624), integer(0, 1), number()),
+    ),
+    state_checksum=hex16,
+    extra=table(text(), extra),
+)
+
+
+def add_row(shard: Any) -> Any:
+    """A shard with its `row`, which is 1 where it is left out."""
+    return {"row": 1, **shard} if isinstance(shard, dict) else shard
+
+
+@dataclass
+class Manifest:
+    """What one rank has of a commit: checked, but for the bytes of its pages."""
+
+    run: Run
+    file: Path
+    body: dict[str, Any]
+    segments: list[Segment]
+    state: bytes
+
+    @property
+    def tensors(self) -> list[dict[str, Any]]:
+        """The parameters, by index of their shard."""
+        return self.body["description"]["tensors"]
+
+    def page(self, number: int) -> bytes:
+        """The bytes of a page."""
+        path, offset, length, expected = self.body["pages"][number]
+        with data_file(self.run, path, self.body["rank"]).open("rb") as file:
+            file.seek(offset)
+            content = file.read(length)
+        if checksum(content, seed=number) != expected:
+            raise Refused(f"page {number} is bad" if self.file.exists() else "the commit has been removed meanwhile")
+        return content
+
+
+def data_file(run: Run, path: int, rank: int) -> Path:
+    """The data file of a rank on a path."""
+    return run.folders[path] / f"rank{rank:05d}.pages"
+
+
+def read_manifest(commit: Commit, rank: int) -> Manifest:
+    """Read and check the part of one rank."""
+    run, file = commit.run, commit.manifests[rank]
+    body = BODY(body_of(regular_file(file)))
+    said = [body[name] for name in ("run_id", "step", "identity", "rank", "world_size")]
+    need(said == [run.run_id, commit.step, commit.identity, rank, len(commit.manifests)], f"{file} is of {said}")
+    segments = checked_layout(body["description"], body["page_bytes"])
+    need(digest(body["description"]["units"], segments, body["page_bytes"]) == body["layout"], "of another layout")
+    check_tensors(body["description"])
+    check_pages(run, body, segments)
+    shards = len(body["description"]["tensors"])
+    named = [*body["scalars"], *(index for group in body["groups"] for index in group["params"])]
+    need(all(index < shards for index in named), "scalars or groups are of other shards")
+    state = regular_file(run.commits / f"step{commit.step:012d}.rank{rank:05d}.{commit.identity}.safetensors")
+    need(checksum(state) == body["state_checksum"], "the state file does not match its checksum")
+    return Manifest(run, file, body, segments, state)
+
+
+def check_pages(run: Run, body: dict[str, Any], segments: list[Segment]) -> None:
+    """Check that the pages are those of the layout and lie within the data files, each in bytes of its own."""
+    need(len(body["weights"]) == len(run.folders), "the run has another number of paths")
+    lengths = {n: page.length for segment in segments for n, page in segment.pages.items() if page.role != "GRAD"}
+    need({n: length for n, (_, _, length, _) in body["pages"].items()} == lengths, "the pages are not the layout's")
+    end, ends = (0, 0), {}
+    for path, offset, length, _ in sorted(body["pages"].values()):
+        need(path < len(run.folders) and (path, offset) >= end, "a page is on no path, or shares a byte with another")
+        ends[path] = offset + length
+        end = (path, offset + length)
+    for path, size in ends.items():
+        file = data_file(run, path, body["rank"])
+        need(file.is_file() and file.stat().st_size >= size, f"{file} is too short")
+
+
+# Description #
+
+
+def checked_layout(description: dict[str, Any], page_bytes: int) -> list[Segment]:
+    """The layout that a description is of, built when it is known to be possible and of a bearable size."""
+    units, formats = description["units"], description["formats"]
+    for fmt in formats.values():
+        dtypes = {"master": fmt["master"], **dict(fmt["kinds"])}
+        need(len(dtypes) == 1 + len(fmt["kinds"]), "a state is there twice")
+        encoded = [name for name, _ in fmt["encodings"]]
+        need(len(set(encoded)) == len(encoded), "two encodings of one section")
+        for name, encoding in fmt["encodings"]:
+            need(dtypes.get(name) == "float32" and (name == "master") == (encoding == "split"), "no such encoding")
+            need(encoding != "split" or fmt["param"] == "bfloat16", "weights that are no half of the master")
+        halves = fmt["grads"] == ["bfloat16", "int16"] and (fmt["master"] or fmt["param"]) == "float32"
+        need(len(fmt["grads"]) < 2 or halves, "no such gradient")
+        need(BLOCK * max(size for _, size in page_sets(fmt)) <= page_bytes, "a page has no room for 2048 elements")
+    pages = 0.0
+    for shard in (shard for unit in units for shard in unit["shards"]):
+        need(shard["segment_key"] in formats and shard["numel"] <= shard["padded"], "no such shard")
+        fmt = formats[shard["segment_key"]]
+        need(shard["trainable"] == bool(fmt["grads"]), "trained without a gradient, or the other way round")
+        # A page is at least an eighth full, but for the last ones of a set.
+        pages += sum(1 + 8 * (shard["padded"] + BLOCK) * size / page_bytes for _, size in page_sets(fmt))
+    need(pages <= 2**22, "too many pages")
+    return build(units, formats, page_bytes)
+
+
+def check_tensors(description: dict[str, Any]) -> None:
+    """Check that every tensor is that of its shard."""
+    shards = [shard for unit in description["units"] for shard in unit["shards"]]
+    tensors = description["tensors"]
+    names = [name for tensor in tensors for name in tensor["names"]]
+    need(len(set(names)) == len(names), "a name is there twice")
+    need(len(set(description["buffers"])) == len(description["buffers"]), "a buffer is there twice")
+    need(len(tensors) == len(shards), "there are other tensors than shards")
+    for tensor, shard in zip(tensors, shards, strict=True):
+        need(tensor["names"][0] == shard["name"], "a tensor of another shard")
+        need(tensor["shard_rank"] < tensor["shard_size"] and tensor["dim"] < max(1, len(tensor["shape"])), "no slice")
+        need(math.prod(slice_of(tensor)) == shard["numel"], "a shard of another size than its slice")
+
+
+def slice_of(tensor: dict[str, Any]) -> list[int]:
+    """The shape of the slice that a rank holds."""
+    shape, dim = list(tensor["shape"]), tensor["dim"]
+    if shape:
+        each = ceil(shape[dim], tensor["shard_size"])
+        shape[dim] = max(0, min(each, shape[dim] - tensor["shard_rank"] * each))
+        return shape
+    return [] if tensor["shard_rank"] == 0 else [0]
+
+
+def same_on_all_ranks(manifest: Manifest) -> Any:
+    """What all ranks must say the same of."""
+    description = manifest.body["description"]
+    keys = [shard["segment_key"] for unit in description["units"] for shard in unit["shards"]]
+    formats = [description["formats"][key] for key in keys]
+    same = [{**tensor, "shard_rank": 0, "shape": not tensor["tensor_parallel"] and tensor["shape"]}
+            for tensor in manifest.tensors]  # fmt: skip
+    return formats, same, description["buffers"]
+
+
+# The whole #
+
+
+@dataclass
+class Content:
+    """A commit: `parameters` are whole, by first names: `weights`, `master` and the optimizer's states."""
+
+    step: int
+    names: list[list[str]]
+    parameters: dict[str, dict[str, np.ndarray]]
+    scalars: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    own: dict[str, Any]
+    buffers: dict[str, np.ndarray]
+    extra: dict[str, Any]
+
+
+def read(commit: Commit) -> Content:
+    """Read a commit whole.
+
+    Raises:
+        Refused: something in it is not as it MUST be.
+    """
+    ranks = [read_manifest(commit, rank) for rank in range(len(commit.manifests))]
+    need(all(same_on_all_ranks(one) == same_on_all_ranks(ranks[0]) for one in ranks), "ranks have other parameters")
+    first, names = ranks[0].body, [tensor["names"] for tensor in ranks[0].tensors]
+    slices = [dict(slices_of(manifest)) for manifest in ranks]
+    parameters, scalars = {}, {}
+    for shard, tensor in enumerate(ranks[0].tensors):
+        name = names[shard][0]
+        need(not tensor["tensor_parallel"], f"{name} is tensor-parallel")
+        held = {one.tensors[shard]["shard_rank"]: values[shard] for one, values in zip(ranks, slices, strict=True)}
+        need(len(held) == tensor["shard_size"], f"slices of {name} are missing")
+        parts = [held[position] for position in range(len(held))]
+        parameters[name] = {key: joined([part[key] for part in parts], tensor["dim"]) for key in parts[0]}
+        known = [one.body["scalars"][shard] for one in ranks if shard in one.body["scalars"]]
+        if known:
+            scalars[name] = known[0]
+    groups = [group | {"params": [names[shard][0] for shard in group["params"]]} for group in first["groups"]]
+    state = dict(safetensors.deserialize(ranks[0].state))
+    buffers = {name: buffer(state, name) for name in first["description"]["buffers"]}
+    return Content(commit.step, names, parameters, scalars, groups, first["own"], buffers, first["extra"])
+
+
+def joined(slices: list[np.ndarray], dim: int) -> np.ndarray:
+    """The whole of slices; of shape [] there is one that has it, and others that are empty."""
+    return np.concatenate(slices, dim) if slices[0].shape else slices[0]
+
+
+def slices_of(manifest: Manifest) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """The slices that a rank holds, by index of the shard."""
+    for segment in manifest.segments:
+        values = values_of(segment, manifest.page)
+        for index, start in segment.shards:
+            shape = slice_of(manifest.tensors[index])
+            stop = start + math.prod(shape)
+            yield index, {key: value[start:stop].reshape(shape) for key, value in values.items()}
+
+
+def buffer(state: dict[str, Any], name: str) -> np.ndarray:
+    """A buffer of a state file."""
+    need(f"buffer.{name}" in state, f"the state file has no buffer {name}")
+    found = state[f"buffer.{name}"]
+    names = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
+    code = dict(zip(names, DTYPES.values(), strict=True))[found["dtype"]]
+    return np.frombuffer(found["data"], code).reshape(found["shape"])

@@ -1,0 +1,46 @@
+"""A package that only some commands or options need is asked for when they are used, before any work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tools_command import SMALL, run_here
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "extra"),
+    [
+        ("prometheus_client", [*SMALL, "--metrics-port", "0"], "daemon"),
+        ("transformers", SMALL, "cli"),
+        ("transformers", ["train", "--model", "list"], "cli"),
+    ],
+    ids=["metrics", "model", "list"],
+)
+def test_one_line_and_nothing_is_trained(
+    package: str, arguments: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It names the package and the extra that brings it; the status is 2."""
+    monkeypatch.setitem(sys.modules, package, None)  # which makes the import fail
+    monkeypatch.delitem(sys.modules, "infinity.telemetry.exporter", raising=False)
+    monkeypatch.delattr("infinity.telemetry.exporter", raising=False)
+    done = run_here(*arguments, *(["--out", tmp_path / "out"] if "--seq" in arguments else []))
+    assert done.status == 2
+    assert done.output == ""
+    assert len(done.errors.splitlines()) == 1, done.errors
+    assert done.errors.endswith(
+        f"needs the package {package}, which is not installed: pip install 'infinity-offload[{extra}]'\n"
+    )
+    assert not [*tmp_path.glob("out/nvme/*")]
+
+
+def test_versions_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`infinity version` says that it is not installed."""
+    from importlib import metadata
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert run_here("version", "--json").summary["transformers"] == "not installed"

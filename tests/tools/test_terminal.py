@@ -1,0 +1,109 @@
+"""What a terminal shows, however narrow it is; and what every command answers to."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from tools_command import SMALL, run_here
+from typer.testing import CliRunner
+
+import infinity
+from infinity_daemon.main import app as daemon
+from infinity_tools.cli import app
+from infinity_tools.progress import StepView, open_view
+
+VIEW = StepView(
+    step=1234, loss=2.3456, seconds=0.5, tokens=65536, read_bytes=2.5e9, written_bytes=1.5e9, stall_share=0.25
+)
+
+
+def shown(width: int, total: int = 100_000) -> str:
+    """The last line that a bar draws on a terminal of so many columns."""
+    console = Console(file=io.StringIO(), width=width, height=20, force_terminal=True, color_system=None)
+    with open_view(console, silent=False) as view:
+        view.begin(1233, total)
+        view.stepped(VIEW)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", text) if "loss" in line]
+    assert all(len(line) <= width for line in lines)
+    return lines[-1]
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120, 200])
+def test_step_loss_and_time_left_remain(width: int) -> None:
+    """At every width; the time says what it is."""
+    assert re.search(r"step 1234/100000 .*loss 2\.346  13:43:03 left", shown(width))
+
+
+def test_a_wider_terminal_shows_more() -> None:
+    """First tokens per second, then the rates in short, then in full."""
+    assert "131k tok/s" in shown(68)
+    assert "r/w 5.00/3.00 GB/s  stall 25%" in shown(96)
+    assert "read 5.00 GB/s  write 3.00 GB/s  stall 25%" in shown(120)
+
+
+def test_a_state_that_fits_the_arena_needs_no_paging(tmp_path: Path) -> None:
+    """And the run says so, at its start and at its end."""
+    large = [*SMALL, "--host-memory", "32MiB", "--page-bytes", "64KiB", "--steps", "4", "--out", "o"]
+    done = run_here(*large)
+    assert done.status == 0, done.errors
+    assert "all of the state fits: nothing needs paging" in " ".join(done.errors.split())
+    assert "all of the state fits: nothing needs paging" in " ".join(done.output.split())
+    summary = json.loads((tmp_path / "o/summary.json").read_text())
+    assert summary["nvme_read_bytes_per_step"] == summary["nvme_written_bytes_per_step"] == 0
+    assert "nothing needs paging" not in run_here(*SMALL, "--steps", "1", "--out", "p").errors
+
+
+def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command that can be typed, by its words."""
+    yield words
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*words, name))
+
+
+@pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
+@pytest.mark.parametrize("option", ["--version", "-h", "--help"])
+def test_every_command_knows_its_version_and_helps(words: tuple[str, ...], option: str) -> None:
+    """Whatever else is missing on the line."""
+    done = run_here(*words, option)
+    assert done.status == 0
+    assert not done.errors
+    if option == "--version":
+        assert done.output == f"infinity {infinity.__version__}\n"
+    else:
+        assert f"Usage: {' '.join(['infinity', *words])}" in done.output
+
+
+@pytest.mark.parametrize("option", ["--version", "-h", "--help"])
+def test_the_daemon_too(option: str) -> None:
+    """And starts nothing."""
+    done = CliRunner().invoke(daemon, [option], prog_name="infinityd")
+    assert done.exit_code == 0
+    assert ("Usage: infinityd" if "h" in option else infinity.__version__) in done.output
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("infinity st", "store"), ("infinity train --resume-s", "--resume-step")]
+)
+def test_the_shell_completes(typed: str, offered: str) -> None:
+    """Names of commands and options, with what `infinity --install-completion` puts into the shell's start-up file."""
+    environment = {
+        "_INFINITY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1),
+    }  # fmt: skip
+    done = CliRunner().invoke(app, [], env=environment, prog_name="infinity")
+    assert offered in done.output.split()
+
+
+def test_presets_as_json() -> None:
+    """For programs: the names that `--model` takes, and whole numbers."""
+    listed = json.loads(run_here("train", "--model", "list", "--json").output)
+    assert [preset["name"] for preset in listed][:2] == ["tiny", "llama-100m"]
+    assert (listed[1]["parameters"], listed[1]["vocabulary"]) == (113_664_768, 256)

@@ -1,0 +1,514 @@
+"""What a person may type or have by mistake: one line on stderr with value and fix, status 2, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tools_command import SMALL, Finished, run_here, run_process
+from typer.testing import CliRunner
+
+import infinity
+from infinity.errors import ConfigError
+from infinity_daemon.main import app as daemon
+
+RUN = "20260101-000000-aaaaaa"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A command line that is refused, and what the refusal says."""
+
+    words: tuple[str, ...]
+    says: tuple[str, ...]
+
+
+def wrong(line: str, *says: str) -> Wrong:
+    """A command line as in a shell, but that ``''`` is an empty word and `~` a space in one."""
+    return Wrong(tuple("" if word == "''" else word.replace("~", " ") for word in line.split(" ")), says)
+
+
+def train(line: str, *says: str) -> Wrong:
+    """The same of `infinity train` with a small model."""
+    rest = wrong(line, *says)
+    return Wrong((*SMALL, "--steps", "1", "--out", "o", *rest.words), says)
+
+
+def toml(text: str, *says: str) -> Wrong:
+    """`infinity train` with this file of settings."""
+    return Wrong((*SMALL, "--steps", "1", "--out", "o", "--config", f"TOML:{text}"), says)
+
+
+def model(content: str | dict[str, object], *says: str) -> Wrong:
+    """`infinity train` with this config.json."""
+    text = content if isinstance(content, str) else json.dumps(content)
+    return Wrong((*SMALL, "--steps", "1", "--out", "o", "--model", f"JSON:{text}"), says)
+
+
+def llama(**values: object) -> dict[str, object]:
+    """A configuration of a small Llama, with values that differ."""
+    return {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 64, **values,
+    }  # fmt: skip
+
+
+NAMES = [
+    wrong("trian", "No such command 'trian'", "train"),
+    wrong("Train", "No such command 'Train'", "infinity -h"),
+    wrong("store lss .", "lss", "Did you mean 'ls'"),
+    wrong("infinityd", "No such command 'infinityd'"),
+    wrong("export", "Missing argument", "infinity export -h"),
+    wrong("export .", "--out"),
+    wrong("probe", "Missing argument", "infinity probe -h"),
+    wrong("store ls", "Missing argument", "infinity store ls -h"),
+    wrong("store rm", "Missing argument", "infinity store rm -h"),
+    wrong("version --jsn", "--jsn", "--json"),
+    wrong("store ls . --yes", "--yes", "infinity store ls -h"),
+    wrong("version now", "now", "infinity version -h"),
+    train("--stepz 4", "--stepz", "--steps"),
+    train("--batch_tokens 4", "--batch_tokens", "--batch-tokens"),
+    train("-x", "-x"),
+    train("more", "more", "infinity train -h"),
+    train("--config", "--config", "argument"),
+    train("--json=yes", "--json", "value"),
+    train("--model tinny", "'tinny'", "did you mean tiny?"),
+    train("--model TINY", "'TINY'", "tiny"),
+    train("--model https://huggingface.co/gpt2", "neither a preset", "tiny"),
+    train("--dtype float32", "'float32'", "auto, bf16, fp32"),
+    train("--dtype BF16", "'BF16'", "auto, bf16, fp32"),
+    train("--engine iouring", "'iouring'", "did you mean io_uring?"),
+    train("--engine aio", "'aio'", "'threads'"),
+    train("--update inbackward", "'inbackward'", "did you mean in_backward?"),
+    train("--update never", "'never'", "'after_backward'"),
+    train("--state-format fp16", "'fp16'", "'split'"),
+    train("--keep no", "'no'", "'never'"),
+    wrong("export c --out x --to gguf", "'gguf'", "safetensors and dcp"),
+    wrong("export c --out x --dtype fp64", "'fp64'", "trained, fp32, bf16, fp16"),
+    wrong("export c --out x --run latest", "latest", "runs with a commit"),
+    wrong(f"export c --out x --run {RUN}", RUN, "runs with a commit"),
+    wrong("export c --out x --step 7", "no commit of step 7", "2"),
+    wrong(f"store verify c --run {RUN}", RUN, "runs:"),
+    wrong("store rm c nothing", "nothing"),
+    wrong(f"store rm c {RUN} --yes", RUN, "runs:"),
+    wrong("store rm c", "--dead"),
+    wrong(f"store rm {RUN}", "name the folders"),
+    wrong("probe d --engine uring", "'uring'", "did you mean io_uring?"),
+]
+NUMBERS = [
+    *(train(f"--{name} {value}", f"--{name}", f"'{value}'")
+      for name, values in {
+          "steps": "0 -1 1.5 x nan inf 1e3",
+          "batch-tokens": "0 -512 many 0x10",
+          "micro-tokens": "0 -1 half",
+          "seq": "0 1 -256 long",
+          "seed": "-1 1.5 x 99999999999999999999999999",
+          "lr": "-1 nan inf -inf fast",
+          "weight-decay": "-1 nan inf some",
+          "warmup-steps": "-1 2.5 x",
+          "lr-steps": "-1 x",
+          "commit-every": "-1 often",
+          "threads": "-1 100000 all",
+          "metrics-port": "-1 65536 http",
+          "metrics-linger": "-1 nan inf forever",
+          "resume-step": "-1 last",
+          "host-memory": "-1 lots 1XB 1e3 nan 1.2.3GiB 99999999999TiB",
+          "page-bytes": "-1 64kb/s 2^16",
+      }.items() for value in values.split()),
+    *(wrong(f"probe d --size 1MiB --{name} {value}", f"--{name}", f"'{value}'")
+      for name, values in {"seconds": "0 -1 nan inf x"}.items() for value in values.split()),
+    wrong("probe d --size 0", "size = 0 B"),
+    wrong("probe d --size tiny", "--size", "'tiny'"),
+    wrong("probe d --size 64PiB", "--size", "'64PiB'"),
+    wrong("probe d --size 999TiB", "free", "999 TiB"),
+    wrong("probe d --block 1000", "block = 1000", "4096"),
+    wrong("probe d --block 1MiB,x", "--block", "'x'"),
+    wrong("probe d --depth 0", "depth = 0", "1 to 4096"),
+    wrong("probe d --depth 8,,x", "--depth", "'x'"),
+    wrong("probe d --depth 9999999", "depth = 9999999", "1 to 4096"),
+    wrong("store scrub c --rate 0", "--rate 0", "leave it out"),
+    wrong("store scrub c --rate -5", "--rate", "'-5'"),
+    wrong("store scrub c --rate 5MB/s", "--rate", "'5MB/s'"),
+    wrong("export c --out x --file-size big", "--file-size", "'big'"),
+    wrong("export c --out x --step -1", "--step", "'-1'"),
+    train("--batch-tokens 100", "100", "--seq 32", "try 96"),
+    train("--micro-tokens 48", "48", "possible: 32, 64, 128"),
+    train("--micro-tokens 256", "256", "possible: 32, 64, 128"),
+    train("--seq 8192 --batch-tokens 8192", "8192", "4096 positions"),
+]  # fmt: skip
+EMPTY = [
+    train(f"--{name} ''", f"--{name}", "empty")
+    for name in ("model", "data", "out", "nvme", "config", "engine", "update", "host-memory", "keep", "trace", "steps")
+] + [
+    train("--out=", "--out", "empty"),
+    wrong("store ls ''", "empty"),
+    wrong("export c --out ''", "--out", "empty"),
+    wrong("probe d --size ''", "--size", "empty"),
+]
+PATHS = [
+    train("--nvme missing/deeper", "'missing/deeper' cannot be made", "'missing' is not a folder"),
+    train("--nvme file", "'file' is not a folder"),
+    train("--nvme fifo", "'fifo' is not a folder"),
+    train("--nvme nowhere", "'nowhere' is not a folder"),
+    train("--nvme loop", "'loop' is not a folder"),
+    train("--nvme d --nvme d", "same folder twice"),
+    train("--nvme d --nvme link", "same folder twice"),
+    train("--nvme d --nvme with~space/../d/", "same folder twice"),
+    train("--out file", "'file'", "File exists"),
+    train("--out file/below", "'file/below'", "Not a directory"),
+    train("--out fifo", "'fifo'", "File exists"),
+    train("--out /proc/infinity", "'/proc/infinity'"),
+    train("--data missing", "'missing'", "no file or folder"),
+    train("--data nowhere", "'nowhere'", "no file or folder"),
+    train("--data fifo", "'fifo'", "no file or folder"),
+    train("--data empty", "no text", "empty"),
+    train("--data d", "no text", "d"),
+    train("--data short --seq 64 --batch-tokens 64", "too little", "64 tokens"),
+    train("--data /proc/self/mem", "--data"),
+    train("--config missing", "'missing'", "No such file"),
+    train("--config d", "'d'", "cannot be read"),
+    train("--config fifo", "'fifo'", "not a regular file"),
+    train("--config nowhere", "'nowhere'", "No such file"),
+    train("--config loop", "'loop'"),
+    train("--config /dev/zero", "'/dev/zero'", "not a regular file"),
+    train("--config binary", "'binary'", "not valid TOML"),
+    train("--config huge", "'huge'", "longer than"),
+    train("--model d", "'d'", "config.json"),
+    train("--model nowhere", "'nowhere'", "neither a preset"),
+    train("--model fifo", "'fifo'", "neither a preset"),
+    train("--model binary", "'binary'"),
+    train("--model huge", "'huge'"),
+    train("--model /dev/null", "neither a preset"),
+    train("--resume --nvme d", "no commit", "d"),
+    train("--resume --nvme d --resume-path missing", "'missing'"),
+    train("--resume --nvme d --resume-path d", "no commit"),
+    train("--metrics-host no-such-host.invalid --metrics-port 0", "no-such-host.invalid", "another port"),
+    train(f"--metrics-host {'a' * 300} --metrics-port 0", "cannot be used"),
+    wrong("store ls missing", "'missing'", "not a folder"),
+    wrong("store ls file", "'file'", "not a folder"),
+    wrong("store verify nowhere", "'nowhere'", "not a folder"),
+    wrong("store scrub missing", "'missing'", "not a folder"),
+    wrong("store gc missing", "'missing'", "No such file"),
+    wrong(f"store rm missing {RUN}", "'missing'", "neither a folder"),
+    wrong("export missing --out x", "'missing'", "not a folder"),
+    wrong("export d --out x", "no commit of any run in d"),
+    wrong("export c --out file", "file"),
+    wrong("export c --out c", "c"),
+    wrong("export c --out x --model-config missing", "'missing'", "No such file"),
+    wrong("export c --out x --model-config d", "'d'"),
+    wrong("export c --out x --model-config fifo", "'fifo'"),
+    wrong("export c --out x --model-config binary", "'binary'"),
+    wrong("export c --out x --model-config list.json", "'list.json'", "not a JSON object"),
+    wrong("export c --out x --model-config huge", "'huge'"),
+    wrong("export c --out x --companions missing", "'missing'", "not a folder"),
+    wrong("export c --out x --companions file", "'file'", "not a folder"),
+    wrong("probe missing", "'missing'", "not a folder"),
+    wrong("probe file", "'file'", "not a folder"),
+    wrong("probe d --out file --size 1MiB --block 4KiB --depth 1 --seconds 0.001", "file"),
+]
+TOGETHER = [
+    train("--resume-step 2", "--resume-step 2 needs --resume"),
+    train("--resume-path d", "--resume-path d needs --resume"),
+    train("--no-strict", "--no-strict", "--model tiny"),
+    train("--update in_backward --max-grad-norm 1", "in_backward", "--max-grad-norm", "in_forward"),
+    train("--update in_both --max-grad-norm 1", "in_both", "--max-grad-norm", "in_forward"),
+    train("--host-memory 1MiB --page-bytes 2MiB", "memory.host_bytes", "memory.page_bytes"),
+    train("--page-bytes 100000", "100000", "65536"),
+    train("--page-bytes 64", "64", "65536"),
+    train("--dtype fp32 --state-format split", '"split"', '"fp32"'),
+    wrong("export c --out x --to dcp --dtype fp32", "--dtype", "--to safetensors"),
+    wrong("export c --out x --to dcp --companions d", "--companions", "--to safetensors"),
+    wrong("store rm c --dead --json", "--yes"),
+    wrong("store gc c waste --json", "waste"),
+]
+SETTINGS = [
+    toml("[memory]\nhost_byte = 1", "memory.host_byte", "did you mean memory.host_bytes?"),
+    toml("[memry]\nhost_bytes = 1", "memry", "did you mean memory?"),
+    toml("host_bytes = '1GiB'", "host_bytes", "did you mean memory.host_bytes?"),
+    toml("paths = ['d']", "paths", "did you mean storage.paths?"),
+    toml("[storage]\nhost_bytes = 1", "storage.host_bytes", "did you mean memory.host_bytes?"),
+    toml("page_byte = 1", "page_byte", "did you mean memory.page_bytes?"),
+    toml("[tool.black]\nline-length = 88", "tool", "storage, memory"),
+    toml("lr = 1", "lr", "storage, memory"),
+    toml("memory = 4", "memory = 4", "host_bytes"),
+    toml("[memory.host_bytes]\nx = 1", "memory.host_bytes", "size"),
+    toml("[memory]\nhost_bytes = 1.5", "1.5", "size"),
+    toml("[memory]\nhost_bytes = true", "True", "size"),
+    toml("[memory]\nhost_bytes = -1", "-1", "negative"),
+    toml("[memory]\nhost_bytes = 9223372036854775808", "9223372036854775808", "more than any file"),
+    toml("[memory]\nhost_bytes = ''", "memory.host_bytes = ''", "size"),
+    toml("[storage]\npaths = 'd'", "storage.paths = 'd'", "list of texts"),
+    toml("[storage]\npaths = [1]", "storage.paths = [1]", "list of texts"),
+    toml("[storage]\npaths = ['d', 'd']", "twice"),
+    toml('[storage]\npaths = ["d\\u0000"]', "zero byte"),
+    toml('[storage]\npaths = ["missing/a\\nb"]', "'missing/a\\nb' cannot be made"),
+    toml("[storage]\nqueue_depth = 0", "storage.queue_depth = 0", "minimum of 1"),
+    toml("[storage]\nqueue_depth = 100000", "100000", "maximum of 4096"),
+    toml("[storage]\nqueue_depth = 1.0", "1.0", "whole number"),
+    toml("[storage]\nqueue_depth = nan", "nan", "whole number"),
+    toml("[storage]\nqueue_depth = '32'", "'32'", "whole number"),
+    toml("[storage]\nrequest_bytes = 5000", "5000", "4096"),
+    toml("[storage]\nrequest_bytes = '4TiB'", "maximum"),
+    toml("[storage]\nrequest_bytes = 1", "minimum"),
+    toml("[storage]\nretries = -1", "storage.retries = -1", "minimum of 0"),
+    toml("[storage]\ntimeout_seconds = 0", "storage.timeout_seconds = 0", "minimum of 1"),
+    toml("[storage]\ntimeout_seconds = inf", "inf", "whole number"),
+    toml("[storage]\ntimeout_seconds = 9000000000000", "maximum"),
+    toml("[storage]\nengine = 'URING'", "'URING'", "io_uring"),
+    toml("[storage]\nengine = ['threads']", "['threads']", "'threads'"),
+    toml("[update]\nplacement = 'backward'", "'backward'", "in_backward"),
+    toml("[update]\ncores = -2", "update.cores = -2", "minimum of -1"),
+    toml("[update]\ncores = 100000", "update.cores = 100000", "maximum of 4096"),
+    toml("[run]\nseed = -1", "run.seed = -1", "minimum of 0"),
+    toml("[run]\nseed = 99999999999999999999", "run.seed", "maximum"),
+    toml("[run]\nresume = true", "run.resume = True", "a text"),
+    toml("[run]\nresume_paths = ['c']", "run.resume_paths", "run.resume"),
+    toml("[run]\nretained_commits = 0", "run.retained_commits = 0", "minimum of 1"),
+    toml("[run]\nkeep = 'yes'", "'yes'", "'always'"),
+    toml("[telemetry]\ntimeline_events = 0", "telemetry.timeline_events = 0", "minimum of 1"),
+    toml("[telemetry]\ntimeline = 5", "telemetry.timeline = 5", "a text"),
+    toml("[memory]\nhost_bytes = 1\nhost_bytes = 2", "not valid TOML"),
+    toml("[memory", "not valid TOML"),
+    toml("{'memory': 1}", "not valid TOML"),
+    toml("x = " + "[" * 5000, "not valid TOML"),
+    toml("x = " + "9" * 5000, "not valid TOML"),
+]
+MODELS = [
+    model("", "config.json"),
+    model("{", "config.json"),
+    model("[]", "config.json"),
+    model("5", "config.json"),
+    model("{}", "model_type"),
+    model({"model_type": "no-such-model"}, "no-such-model"),
+    model({"model_type": 5}, "config.json"),
+    model({"model_type": "vit"}, "vocab_size"),
+    model(llama(hidden_size=-1)),
+    model(llama(hidden_size=0)),
+    model(llama(hidden_size="wide"), "wide"),
+    model(llama(hidden_size=1.5)),
+    model(llama(hidden_size=None)),
+    model(llama(num_hidden_layers=-1), "-1 layers", "1 or more"),
+    model(llama(num_hidden_layers=0), "0 layers", "1 or more"),
+    model(llama(num_attention_heads=0)),
+    model(llama(num_attention_heads=5)),
+    model(llama(vocab_size=-5)),
+    model(llama(vocab_size=100), "100 tokens", "256"),
+    model(llama(vocab_size="all")),
+    model(llama(max_position_embeddings=8), "--seq 32", "8 positions"),
+    model(llama(max_position_embeddings="x")),
+    model(llama(hidden_act="sinus"), "sinus"),
+    model(llama(rope_scaling={"type": "nonsense"})),
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of things that are not what was meant, and `c` with a run that has a commit of step 2."""
+    place = tmp_path_factory.mktemp("world")
+    for name in ("d", "tmp", "with space"):
+        (place / name).mkdir()
+    (place / "file").write_text("x\n" * 1000)
+    (place / "empty").touch()
+    (place / "short").write_text("short\n")
+    (place / "binary").write_bytes(bytes(range(256)) * 8)
+    (place / "list.json").write_text("[1]")
+    with open(place / "huge", "wb") as file:
+        file.truncate(64 << 20)
+    os.mkfifo(place / "fifo")
+    (place / "nowhere").symlink_to("gone")
+    (place / "loop").symlink_to("loop")
+    (place / "link").symlink_to("d")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(place / "tmp"))
+        patch.chdir(place)
+        (place / "c").mkdir()
+        assert run_here(*SMALL, "--nvme", "c", "--out", "o", "--steps", "2", "--commit-every", "2").status == 0
+    shutil.rmtree(place / "o")
+    return place
+
+
+def seen(folder: Path) -> dict[str, tuple[int, int]]:
+    """What is in a folder: size and time of every file; but the stats pages and the lock that folders keep."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_size, 0 if path.is_dir() else path.lstat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.relative_to(folder).parts[0] != "tmp" and not path.name.startswith("infinity.")
+    }
+
+
+def said(done: Finished) -> list[str]:
+    """The lines of stderr without those that show progress."""
+    return [line for line in done.errors.splitlines() if line and not line.startswith(("placing ", "metrics: "))]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*NAMES, *NUMBERS, *EMPTY, *PATHS, *TOGETHER, *SETTINGS, *MODELS],
+    ids=lambda case: " ".join(case.words[-3:])[-60:].encode("unicode_escape").decode(),
+)
+def test_one_line_that_teaches(case: Wrong, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong."""
+    words = []
+    for word in case.words:
+        kind, _, text = word.partition(":")
+        if kind in ("TOML", "JSON"):
+            word = str(tmp_path / f"settings.{kind.lower()}")
+            Path(word).write_text(text)
+        words.append(word)
+    monkeypatch.chdir(world)
+    before = seen(world)
+    done = run_here(*words)
+    lines = said(done)
+    assert done.status == 2, (done.status, done.errors, done.output)
+    assert len(lines) == 1, done.errors
+    assert lines[0].startswith("error: ")
+    assert all(text in lines[0] for text in case.says), lines[0]
+    assert not done.output
+    assert seen(world) == before
+
+
+LAUNCHED = {
+    "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}  # fmt: skip
+ENVIRONMENTS: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
+    ({"RANK": "x"}, ("RANK='x'", "torchrun")),
+    ({"RANK": "-1"}, ("RANK='-1'", "torchrun")),
+    ({"RANK": ""}, ("RANK", "torchrun")),
+    ({"RANK": "2"}, ("RANK=2", "WORLD_SIZE=2")),
+    ({"RANK": None}, ("WORLD_SIZE=2", "RANK is not set")),
+    ({"WORLD_SIZE": "two"}, ("WORLD_SIZE='two'", "unset")),
+    ({"WORLD_SIZE": "1e9"}, ("WORLD_SIZE='1e9'", "unset")),
+    ({"WORLD_SIZE": "9" * 20}, ("WORLD_SIZE", "unset")),
+    ({"WORLD_SIZE": None}, ("WORLD_SIZE", "torchrun")),
+    ({"LOCAL_RANK": "0.5"}, ("LOCAL_RANK='0.5'", "unset")),
+    ({"LOCAL_RANK": "7"}, ("LOCAL_RANK=7", "LOCAL_WORLD_SIZE=2")),
+    ({"LOCAL_WORLD_SIZE": "all"}, ("LOCAL_WORLD_SIZE='all'", "unset")),
+    ({"MASTER_ADDR": None}, ("MASTER_ADDR", "torchrun")),
+    ({"MASTER_PORT": None}, ("MASTER_PORT", "torchrun")),
+    ({"MASTER_PORT": "http"}, ("MASTER_PORT='http'", "unset")),
+    ({"MASTER_PORT": "70000"}, ("MASTER_PORT='70000'", "no port")),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), ENVIRONMENTS, ids=lambda value: str(value)[:40])
+def test_an_environment_that_torchrun_did_not_set(
+    changes: dict[str, str | None], says: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it, or garbage."""
+    for name, value in {**LAUNCHED, **changes}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # other tests of this process have made a group
+    with pytest.raises(ConfigError) as caught:
+        infinity.mesh("cpu")
+    assert all(text in str(caught.value) for text in says), caught.value
+
+
+def test_a_device_that_is_not_there() -> None:
+    """Neither the kind, nor one of its kind."""
+    with pytest.raises(ConfigError, match=r"'tpu'.*'cuda' and 'cpu'"):
+        infinity.mesh("tpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--port", "-1"], ("--port", "'-1'")),
+        (["--port", "65536"], ("--port", "'65536'")),
+        (["--port", "http"], ("--port", "'http'")),
+        (["--host", "no-such-host.invalid", "--port", "0"], ("no-such-host.invalid", "another port")),
+        (["--host", "a" * 300, "--port", "0"], ("cannot be used",)),
+        (["--keep-dead-minutes", "-1"], ("--keep-dead-minutes", "'-1'")),
+        (["--keep-dead-minutes", "nan"], ("--keep-dead-minutes", "'nan'")),
+        (["--keep-dead-minutes", "soon"], ("--keep-dead-minutes", "'soon'")),
+        (["--prot", "1"], ("--prot", "--port")),
+        (["start"], ("start", "infinityd -h")),
+        (["--socket", ""], ("--socket", "empty")),
+        (["--socket", "s" * 200], ("socket path", "107")),
+        (["--socket", "file"], ("'file'", "not a socket", "--socket")),
+        (["--socket", "missing/s"], ("'missing/s'", "No such file")),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_the_daemon_teaches_too(options: list[str], says: tuple[str, ...], tmp_path: Path) -> None:
+    """In one line, before it serves anything."""
+    (tmp_path / "file").write_text("not a socket")
+    done = CliRunner().invoke(daemon, ["--runtime-dir", str(tmp_path / "run"), *options], prog_name="infinityd")
+    lines = done.stderr.splitlines()
+    assert done.exit_code == 2, done.output
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    assert all(text in lines[0] for text in says), lines[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(
+    ("line", "status", "says"),
+    [
+        ("store ls c", 0, "is passed over: Permission denied"),
+        ("store verify c", 0, "is passed over: Permission denied"),
+        ("store gc c --yes", 0, "is passed over: Permission denied"),
+        ("store ls locked", 2, "locked cannot be read: Permission denied"),
+        ("export c --out mine/x", 2, "is passed over: Permission denied"),
+        ("train --nvme locked", 2, "'locked' cannot be opened: Permission denied"),
+        ("train --nvme closed", 2, "'closed' is not writable"),
+        ("train --resume --nvme c", 2, "is passed over: Permission denied"),
+        ("train --out closed/o", 2, "'closed/o' cannot be made: Permission denied"),
+        ("train --data secret", 2, "secret cannot be read"),
+        ("train --data locked/x", 2, "locked/x cannot be read: Permission denied"),
+        ("train --config secret", 2, "'secret' cannot be read: Permission denied"),
+        ("train --model secret", 2, "'secret' cannot be read"),
+        ("train --model locked/x", 2, "'locked/x' is neither a preset"),
+        ("probe closed --size 1MiB --block 4KiB --depth 1", 2, "'closed' takes no file"),
+    ],
+)
+def test_what_belongs_to_another_user(
+    line: str, status: int, says: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is passed over, or refused in one line."""
+    place = Path(tempfile.mkdtemp(dir="/tmp"))  # where another user gets to, as not to pytest's folders
+    try:
+        place.chmod(0o755)
+        shutil.copytree(world / "c", place / "c")
+        for name, mode in (("mine", 0o777), ("tmp", 0o1777), ("locked", 0o700), ("closed", 0o755)):
+            (place / name).mkdir()
+            (place / name).chmod(mode)
+        (place / "text").write_text("some words " * 1000)
+        (place / "secret").touch(mode=0)
+        monkeypatch.setattr(tempfile, "tempdir", str(place / "tmp"))
+        monkeypatch.chdir(place)
+        first, *rest = line.split()
+        words = (
+            [*SMALL, "--steps", "1", "--data", "text", "--out", "mine/o", *rest] if first == "train" else [first, *rest]
+        )
+        run_here("train", "--help")  # loads what another user may not read
+        os.seteuid(65534)
+        try:
+            done = run_here(*words)
+        finally:
+            os.seteuid(0)
+    finally:
+        shutil.rmtree(place)
+    assert done.status == status, done.errors
+    assert says in done.errors.replace("\n", " ")
+    assert len(said(done)) == 1, done.errors
+
+
+def test_ranks_speak_with_one_voice(tmp_path: Path) -> None:
+    """Of two that torchrun has started one says what is wrong with both; the rest is torchrun's own report."""
+    done = run_process(tmp_path, *SMALL, "--nvme", "missing/deeper", "--out", "o", ranks=2)
+    assert done.status != 0
+    mine = [line for line in done.errors.splitlines() if "error: " in line and line.startswith(("rank ", "error"))]
+    assert len(mine) == 1, done.errors
+    assert mine[0].endswith("error: storage.paths: 'missing/deeper' cannot be made: 'missing' is not a folder")
+    assert "infinity_tools/loop.py" not in done.errors, "no traceback of ours"
+    assert not (tmp_path / "o").exists()
