@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from infinity.errors import UnsupportedError
 
 TESTED = "2.11 to 2.15"
-"""Releases of torch on which `make test-torch` has passed."""
+"""Releases of torch that are supported; the parity tests passed with both ends."""
 
 
 def _lacking(missing: str) -> UnsupportedError:
@@ -44,7 +44,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
     from torch.nn.init import _no_grad_trunc_normal_
 except ImportError as error:
-    raise _lacking(str(error)) from None
+    raise _lacking(str(error).partition(" (")[0]) from None  # without the path of the file
 
 NO_TORCH_FUNCTION = _disabled_torch_function_impl
 """The `__torch_function__` of a tensor class that wants to be asked in `__torch_dispatch__` only."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import core_models
@@ -21,7 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
+from infinity.errors import UnsupportedError
 from infinity.fsdp import private
+
+UNSUPPORTED = rf"^torch {re.escape(torch.__version__)} is not supported: .*{{}}.*; install torch 2\.11 to 2\.\d+,"
 
 
 @pytest.fixture
@@ -33,6 +39,67 @@ def model() -> nn.Module:
 def params(model: nn.Module) -> list[tuple[object, object]]:
     """Return (group, parameter) for every parameter of a model."""
     return [(group, param) for _, group in private.parameter_groups(model) for param in private.fsdp_params(group)]
+
+
+def hide(found: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an object be without an attribute, whether it or its class has it."""
+    if name in vars(found):
+        del vars(found)[name]
+    else:
+        monkeypatch.delattr(type(found), name)
+
+
+@pytest.mark.parametrize(("cls", "names"), [(cls, each) for cls, names in private._NAMES.items() for each in names])
+def test_a_release_of_torch_that_lacks_a_name_is_refused(
+    cls: str, names: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, which names torch, what is missing and the supported range, before anything is changed."""
+    state = model._get_fsdp_state()
+    for found in (state, *params(model)[0]):
+        if type(found).__name__ == cls:
+            for name in names.split("|"):
+                if hasattr(type(found), name) or name in vars(found):
+                    hide(found, name, monkeypatch)
+    said = "has no .*" + re.escape(names.replace("|", " or "))
+    with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(said)) as caught:
+        private.require_names(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_offload_says_so(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it makes a file."""
+    hide(params(model)[0][1], "mp_policy", monkeypatch)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UnsupportedError, match=UNSUPPORTED.format("mp_policy")):
+        infinity.offload(model, optimizer, {"storage": {"paths": [str(tmp_path)]}, "memory": {"host_bytes": 1 << 26}})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch._C", "_current_graph_task_id"),
+        ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "DefaultAllGather"),
+        ("torch.nn.init", "_no_grad_trunc_normal_"),
+    ],
+)
+def test_a_missing_name_is_said_at_import(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is imported a second time, under another name."""
+    monkeypatch.delattr(importlib.import_module(module), name)
+    spec = importlib.util.spec_from_file_location("private_again", private.__file__)
+    with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(name)) as caught:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert "\n" not in str(caught.value)
+
+
+def test_private_names_are_in_one_place() -> None:
+    """Nothing else reaches into torch, but for guides to tensor classes and typed names of stores."""
+    allowed = r"_|foreach_|make_wrapper_subclass|pytree|python_dispatch|(?:C\._)?distributed_c10d"
+    others = re.compile(rf"torch(?:\.\w+)*\._(?!{allowed})\w+")
+    for file in Path(infinity.__file__).parent.rglob("*.py"):
+        found = set(others.findall(file.read_text()))
+        assert file == Path(private.__file__) or not found, f"{file}: {found}"
 
 
 def test_parameter_groups_are_the_sharded_modules(model: nn.Module) -> None:

@@ -189,6 +189,27 @@ def test_cpu_offload_is_refused(tmp_path: Path) -> None:
     assert "CPUOffloadPolicy" in refuse(model, make_optimizer(Recipe(), model), tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_another_dtype_of_gradients_is_refused(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Since torch 2.15 FSDP2 heeds `grad_dtype`; pages have room for gradients of the dtype of the parameter."""
+    model = core_models.build("toy")
+    model.blocks[0].up.weight.grad_dtype = dtype
+    text = refuse(model, torch.optim.AdamW(model.parameters()), tmp_path)
+    assert text.startswith(f"UnsupportedError: blocks.0.up.weight has grad_dtype = {dtype}, but")
+    assert "set blocks.0.up.weight.grad_dtype = torch.float32" in text
+
+
+def test_another_dtype_of_gradients_is_refused_later_too(tmp_path: Path) -> None:
+    """In the next forward."""
+    with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.head.bias.grad_dtype = torch.bfloat16
+        with pytest.raises(UnsupportedError, match=r"head\.bias has grad_dtype = torch\.bfloat16"):
+            backward(model, 1)
+
+
 def test_a_trained_parameter_outside_of_the_optimizer_is_refused(tmp_path: Path) -> None:
     """It would silently not be trained: its name is in the error."""
     model = core_models.build("toy")
