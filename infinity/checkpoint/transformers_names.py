@@ -248,7 +248,7 @@ def reverted(
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     found: dict[str, Conversion | _Rule] = {}
     for name in sorted(tensors, key=loading.dot_natural_key) if rules else tensors:
-        target, pattern = loading.apply_converters(name, converters)
+        target, pattern = loading.rename_source_key(name, [], converters)
         if pattern is None:
             target = _renamed(name, renamings)
             found[target] = Conversion({name: tensors[name]}, {target: tensors[name]})
@@ -310,8 +310,7 @@ def _loading() -> Any | None:
         from transformers import conversion_mapping, core_model_loading
     except ImportError:
         return None
-    needed = ("WeightRenaming", "WeightConverter", "PrefixChange", "dot_natural_key", "rename_source_key",
-              "apply_converters")  # fmt: skip
+    needed = ("WeightRenaming", "WeightConverter", "PrefixChange", "dot_natural_key", "rename_source_key")
     complete = all(hasattr(core_model_loading, name) for name in needed)
     return core_model_loading if complete and hasattr(conversion_mapping, "get_model_conversion_mapping") else None
 
