@@ -9,13 +9,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 TRIALS ?= 1000
+VERSIONS ?= 2.11 2.13 newest
 
 # Tests of parts, without processes of their own: what `make quick` runs.
 QUICK := tests/core/test_docs.py tests/core/test_imports.py tests/core/test_layout.py tests/core/test_planner.py \
   tests/core/test_pager.py tests/core/test_settings_page.py tests/core/test_shares.py tests/core/test_store.py \
   tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
 
-.PHONY: demo quick test test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
+.PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -54,6 +55,12 @@ test-wide: install
 # What a stranger gets: sdist and wheel are built, installed into a fresh environment and used by a user who owns nothing.
 test-wheel: install
 	$(BIN)/pytest -m wheel tests/wheel
+
+# Parity, private names, refusals and formats on other releases of torch, each in an environment of its own: gigabytes, so
+# not a part of `make test`, but run for every release of infinity. ARGS="--environments FOLDER" keeps the environments,
+# ARGS="--transformers 5.14" takes another release of transformers than the newest.
+test-torch: install
+	$(BIN)/python tests/torch_versions.py $(VERSIONS) $(ARGS)
 
 fuzz: install
 	$(BIN)/pytest tests/core/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)

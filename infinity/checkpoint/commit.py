@@ -186,8 +186,9 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
         return ""
 
     def seen() -> tuple[dict[str, list[files.Published]], list[str], str]:
+        there = [path for path in paths if wanted != "auto" or os.path.lexists(path)]  # else they will be made
         with files.using(Path(paths[0])):
-            runs, passed = look_for_runs(paths)
+            runs, passed = look_for_runs(there)
             headless = [run.run_id for run in runs if 0 not in run.roots]  # the folder of its commits is not here
             found = {run.run_id: files.published_in(run.in_order[0] / "commits") for run in runs}
             return found, headless, passed_over(passed)

@@ -69,15 +69,15 @@ def test_other_batches_and_another_model_of_the_same_shape_are_said(tmp_path: Pa
 
 
 def test_resume_auto_begins_anew_or_goes_on(tmp_path: Path) -> None:
-    """One command, until it has finished."""
-    train = [*SMALL, "--out", "o", "--resume", "auto"]
+    """One command, until it has finished; the first one makes the folder."""
+    train = [*SMALL, "--nvme", "n", "--out", "o", "--resume", "auto"]
     first = run_here(*train, "--steps", "2")
     assert first.status == 0
     assert "new: there was nothing to resume" in first.errors
     second = run_here(*train, "--steps", "3")
     assert "resumed at step 2" in second.errors
     assert "is at step 3 already: finished" in run_here(*train, "--steps", "3").errors
-    assert len(list((tmp_path / "o/nvme").glob("*/commits"))) == 1
+    assert len(list((tmp_path / "n").glob("*/commits"))) == 1
 
 
 @pytest.mark.parametrize("state", ["damaged", "other model", "part of the ranks", "no marker", "other drive"])

@@ -1,0 +1,141 @@
+"""Tests on other releases of torch and transformers, each in an environment of its own: `make test-torch`.
+
+    python tests/torch_versions.py 2.11 2.13 newest --transformers 5.9
+
+A release is the beginning of a version ("2.11": the newest 2.11.x), or "newest"; one that `constraints.txt` pins is taken
+as it is there. It is installed by pip, with what the tests need; torch with its CUDA packages takes several GB of downloads
+and disk. The last lines are a table of how each release ended; the exit status is 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = [
+    "tests/core/test_private.py",
+    "tests/core/test_refusals.py",
+    "tests/core/test_parity_one_rank.py",
+    "tests/core/test_parity_two_ranks.py",
+    "tests/core/test_accumulation.py",
+    "tests/core/test_conversions.py",
+    "tests/core/test_pretrained.py",
+    "tests/core/test_export.py",
+]
+WHICH = "import torch, transformers; print(torch.__version__, transformers.__version__)"
+TRAIN = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "128", "--host-memory", "1MiB", "--steps", "2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one release ended."""
+
+    torch: str
+    transformers: str
+    said: str
+    seconds: float
+    failures: tuple[str, ...] = ()
+
+
+def main() -> int:
+    """Return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("releases", nargs="+", type=release, metavar="RELEASE", help='of torch: "2.11" or "newest"')
+    parser.add_argument("--transformers", default="newest", type=release, metavar="RELEASE", help="of transformers")
+    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="FILE", help="what pytest runs")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="of pytest")
+    parser.add_argument(
+        "--environments", type=Path, metavar="FOLDER", help="keep the environments and logs here, and use them again"
+    )
+    given = parser.parse_args()
+    console, outcomes = Console(), []
+    for wanted in given.releases:
+        # Without a name, one environment at a time is on the disk.
+        with tempfile.TemporaryDirectory(prefix="infinity-torch-") as temporary:
+            folder = Path(temporary)
+            if given.environments:
+                folder = given.environments.resolve() / f"torch-{wanted}-transformers-{given.transformers}"
+            outcomes.append(try_release(wanted, given.transformers, given.tests, given.processes, folder, console))
+        for line in outcomes[-1].failures:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    table = Table("torch", "transformers", "", "seconds", box=None)
+    for found in outcomes:
+        table.add_row(found.torch, found.transformers, found.said, f"{found.seconds:.0f}")
+    console.print(table)
+    return int(any(found.failures for found in outcomes))
+
+
+def release(text: str) -> str:
+    """Return a release as it was named. Raises `argparse.ArgumentTypeError`."""
+    if text != "newest" and not re.fullmatch(r"\d+(\.\d+){1,2}", text):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is no release: give the beginning of a version ("2.11") or "newest"'
+        )
+    return text
+
+
+def try_release(
+    torch: str, transformers: str, tests: list[str], processes: int, folder: Path, console: Console
+) -> Outcome:
+    """Install and test one release."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log, began = folder / "log.txt", time.monotonic()
+    environment, python = folder / "environment", str(folder / "environment" / "bin" / "python")
+    wanted = [requirement("torch", torch), requirement("transformers", transformers)]
+    install = [python, "-m", "pip", "install", "--quiet", "--upgrade", *wanted, "--editable", f"{ROOT}[dev]"]
+    train = [python, "-m", "infinity_tools", *TRAIN, "--nvme", "."]
+    pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "-n", str(processes), *tests]
+    with log.open("w") as output, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        if not environment.exists():
+            venv.create(environment, with_pip=True)
+        for what, command, place in (
+            ("pip", install, scratch), ("infinity train", train, scratch), ("pytest", pytest, ROOT),
+        ):  # fmt: skip
+            with console.status(f"torch {torch}, transformers {transformers}: {what}; its output is in {log}"):
+                done = subprocess.run(
+                    command, cwd=place, env=clean(), stdout=output, stderr=subprocess.STDOUT, check=False
+                )
+            if done.returncode:
+                break
+            if what == "pip":
+                found = subprocess.check_output([python, "-W", "ignore", "-c", WHICH], env=clean(), text=True)
+                torch, transformers = found.split()
+    lines = log.read_text(errors="replace").splitlines()
+    said, failures = lines[-1].strip("= ") if lines else "", ()
+    if done.returncode:
+        said = f"FAILED: {what} ended with status {done.returncode}"
+        failures = tuple(line for line in lines if line.startswith(("FAILED", "ERROR"))) or (*lines[-5:], said)
+    return Outcome(
+        torch=torch, transformers=transformers, said=said, seconds=time.monotonic() - began, failures=failures
+    )
+
+
+def requirement(name: str, wanted: str) -> str:
+    """Return what pip is asked for."""
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        pinned, _, version = line.partition("==")
+        if pinned == name and f"{version}.".startswith(f"{wanted}."):
+            return line
+    return name if wanted == "newest" else f"{name}=={wanted}.*"
+
+
+def clean() -> dict[str, str]:
+    """Return an environment in which another checkout is not imported."""
+    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in left_out} | {"OMP_NUM_THREADS": "1"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
