@@ -2,9 +2,9 @@
 
     python tests/torch_versions.py 2.11 2.13 newest --transformers 5.9
 
-A release is the beginning of a version ("2.11": the newest 2.11.x), or "newest"; one that `constraints.txt` pins is taken
-as it is there. It is installed by pip, with what the tests need; torch with its CUDA packages takes several GB of downloads
-and disk. The last lines are a table of how each release ended; the exit status is 1 if one failed.
+A release is the beginning of a version ("2.11": the newest 2.11.x), or "newest"; one that `constraints.txt` pins is
+taken as it is there. It is installed by pip, with what the tests need; torch with its CUDA packages takes several GB of
+downloads and disk. The last lines are a table of how each release ended; the exit status is 1 if one failed.
 """
 
 from __future__ import annotations

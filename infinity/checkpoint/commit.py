@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
