@@ -16,7 +16,7 @@ from infinity.extras import EXTRAS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {package for packages in EXTRAS.values() for package in packages}
-WITH_EXTRA = {"infinity.telemetry.exporter"}
+WITH_EXTRA = {"infinity.command", "infinity.telemetry.exporter"}
 """Modules that only the daemon, the command line and who serves metrics import."""
 HIDE = f"""
 import runpy, sys

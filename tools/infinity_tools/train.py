@@ -337,7 +337,7 @@ class TrainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse."""
-        following = [*args[1:], "--"]
+        following = [*args, "--"][1:]
         alone = [arg == "--resume" and after.startswith("-") for arg, after in zip(args, following, strict=True)]
         return super().parse_args(ctx, ["--resume=latest" if it else arg for arg, it in zip(args, alone, strict=True)])
 
