@@ -444,7 +444,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a data file that ends early": truncate,
     "a flipped bit in a manifest": lambda folder: flip(manifest_of(folder, 1), 500),
     "manifests in each other's place": lambda folder: swap(manifest_of(folder, 0), manifest_of(folder, 1)),
-    "state files in each other's place": lambda folder: swap(state_of(folder, 0), state_of(folder, 1)),
     "a flipped bit in a state file": lambda folder: flip(state_of(folder, 1), -1),
     "a key that is there twice": twice,
     "an unknown field": lambda folder: edit(folder, lambda body: body.update(note="")),
