@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from infinity.command import HELP, Command, Version, failures, finite
 from infinity.config import TelemetryConfig, runtime_dir
+from infinity.errors import ConfigError
 from infinity.telemetry.exporter import LOOPBACK
 from infinity_daemon.log import start_logging
 from infinity_daemon.service import SOCKET_NAME, Options, run
@@ -35,9 +37,10 @@ def _daemon(
     version: Version = False,
 ) -> None:
     """Serve the metrics of this node's ranks and drives, and answer the ranks' questions about space."""
-    if missing := [path for path in device_path or () if not path or not Path(path).is_dir()]:
-        typer.echo(f"infinityd: --device-path {missing[0]!r} is not a folder; name one that is mounted", err=True)
-        raise typer.Exit(2)
+    with failures():
+        for path in device_path or ():
+            if not os.path.isdir(path):
+                raise ConfigError(f"--device-path {path!r} is not a folder; name one on a drive that is mounted")
     folder = runtime_dir(TelemetryConfig(runtime_dir=runtime_folder))
     start_logging()
     options = Options(

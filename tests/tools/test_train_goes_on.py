@@ -157,3 +157,13 @@ def test_nothing_is_left_where_that_is_asked_for(tmp_path: Path) -> None:
     assert "thrown away" not in ended.errors
     assert not list((tmp_path / "o/nvme").iterdir())
     assert json.loads((tmp_path / "o/summary.json").read_text())["next"] == {}
+
+
+def test_clipping_that_the_commit_holds_needs_updates_that_wait(tmp_path: Path) -> None:
+    """Refused before a step, with what asks for it; nothing is changed."""
+    train = [*SMALL, "--out", "o"]
+    assert run_here(*train, "--steps", "1", "--max-grad-norm", "1").status == 0
+    ended = run_here(*train, "--steps", "2", "--resume", "--update", "in_backward")
+    assert ended.status == 2
+    assert "which the commit's --max-grad-norm 1 needs; use --update in_forward" in said(ended)
+    assert "resumed at step 1" in run_here(*train, "--steps", "2", "--resume").errors

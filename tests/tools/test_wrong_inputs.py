@@ -432,6 +432,7 @@ def test_a_device_that_is_not_there() -> None:
         (["--keep-dead-minutes", "soon"], ("--keep-dead-minutes", "'soon'")),
         (["--prot", "1"], ("--prot", "--port")),
         (["start"], ("start", "infinityd -h")),
+        (["--device-path", "/nope"], ("--device-path '/nope'", "is not a folder", "mounted")),
         (["--socket", ""], ("--socket", "empty")),
         (["--socket", "s" * 200], ("socket path", "107")),
         (["--socket", "file"], ("'file'", "not a socket", "--socket")),

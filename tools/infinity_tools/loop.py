@@ -138,6 +138,8 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             "model_config": json.loads(source.config.to_json_string()),
         }
         recipe = _agreed_recipe(recipe, paged, facts, options, ranks)
+        if recipe.max_grad_norm is not None:
+            _check_clipping(f"the commit's --max-grad-norm {recipe.max_grad_norm:g}", settings)
         training = Training(
             model, paged, recipe, facts, batches, options, ranks, view, stop, torch.device(mesh.device_type), out
         )
@@ -334,15 +336,20 @@ def _check(options: TrainOptions, settings: Config) -> None:
     if options.batch_tokens % options.seq:
         near = max(1, round(options.batch_tokens / options.seq)) * options.seq
         raise ConfigError(f"--batch-tokens {options.batch_tokens} is not a multiple of --seq {options.seq}; try {near}")
-    if "max_grad_norm" in options.given and settings.update.placement in ("in_backward", "in_both"):
-        raise ConfigError(
-            f"--update {settings.update.placement} updates before the global norm is known, which --max-grad-norm "
-            "needs; use --update in_forward or leave --update out"
-        )
+    if "max_grad_norm" in options.given:
+        _check_clipping("--max-grad-norm", settings)
     if settings.storage.paths:
         check_config(settings)
     elif settings.run.resume and options.out is None:
         raise ConfigError("--resume needs --nvme, or the --out of the run that is to go on")
+
+
+def _check_clipping(by: str, settings: Config) -> None:
+    if settings.update.placement in ("in_backward", "in_both"):
+        raise ConfigError(
+            f"--update {settings.update.placement} updates before the global norm is known, which {by} needs; "
+            "use --update in_forward or leave --update out"
+        )
 
 
 def _check_batch(options: TrainOptions, source: ModelSource, ranks: Ranks) -> None:
