@@ -49,8 +49,11 @@ class Workload:
         self._data = self._engine.open(str(self._file))
 
     def state(self) -> dict[str, Any]:
-        """Return master weights and moments as tensors in memory."""
-        return {name: self.optimizer.read_state(name) for name, _ in self.model.named_parameters()}
+        """Return master weights and moments as tensors in memory: copies, as what is loaded at once is limited."""
+        return {
+            name: {kind: value.clone() for kind, value in self.optimizer.read_state(name).items()}
+            for name, _ in self.model.named_parameters()
+        }
 
     def step(self) -> None:
         """Train one step."""
