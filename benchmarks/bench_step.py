@@ -311,7 +311,7 @@ def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     """Return measured, predicted and least bytes per step, by format, placement and share of the state in the arena."""
     from rich.progress import Progress
 
-    from infinity.layout import FORMATS
+    from infinity.content.format import FORMATS
 
     cases = [("fp32", placement, share) for placement in PLACEMENTS for share in SHARES]
     cases += [("fp32", "in_both", 0.0), *((fmt, "in_backward", 0.0) for fmt in FORMATS if fmt != "fp32")]
@@ -345,7 +345,7 @@ def count_bytes(
     warnings.simplefilter("ignore")
     import torch
 
-    from infinity.layout import Role
+    from infinity.content.format import Role
 
     state = (14 if placement == "in_backward" else 16) * options.parameters  # gradients in bf16
     memory = {"host_bytes": max(options.smallest_arena, int(share * state)), "page_bytes": PAGE_BYTES}

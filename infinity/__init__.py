@@ -8,7 +8,7 @@ from infinity.errors import InfinityError
 from infinity.hugepages import use_for_tensors
 
 if TYPE_CHECKING:
-    from infinity.fsdp.accumulation import micro_batches
+    from infinity.accumulation.micro_batches import micro_batches
     from infinity.live import close_all
     from infinity.optim.optimizer import PagedOptimizer
     from infinity.run import mesh, offload
@@ -23,7 +23,7 @@ _HOMES = {
     "PagedOptimizer": "infinity.optim.optimizer",
     "close_all": "infinity.live",
     "mesh": "infinity.run",
-    "micro_batches": "infinity.fsdp.accumulation",
+    "micro_batches": "infinity.accumulation.micro_batches",
     "offload": "infinity.run",
 }
 

@@ -32,26 +32,24 @@ from infinity.checkpoint.commit import (
     remove_commits,
     restore,
 )
-from infinity.checkpoint.companions import carry_companions, keep_companions
-from infinity.checkpoint.dcp import DcpFolder
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.manifest import Manifest, published_in
-from infinity.checkpoint.pretrained import PretrainedFolder
 from infinity.checkpoint.reader import CommitReader
-from infinity.checkpoint.reshard import ReshardSource, folders_of, lies_otherwise
 from infinity.checkpoint.room import CommitRoom, commit_bytes
+from infinity.checkpoint.state import ResumedState
 from infinity.config import Config, check_config, load_config, runtime_dir
+from infinity.content.format import Role, StateFormat
+from infinity.content.layout import Layout, Page
 from infinity.ending import end_all
 from infinity.errors import ConfigError, StallError, StorageError, UnsupportedError
+from infinity.formats.companions import carry_companions, keep_companions
 from infinity.fsdp import private
-from infinity.fsdp.attach import Attachment, ShardedModel
-from infinity.fsdp.content import ShardContent
-from infinity.fsdp.first_values import FirstValues, Member, OwnValues, ResumedState
-from infinity.fsdp.initialise import InitFunction, ModuleInitialiser
+from infinity.fsdp.attach import Attachment
+from infinity.fsdp.shard_io import ShardIO
+from infinity.fsdp.sharded_model import Member, ShardedModel
 from infinity.io import Ticket, open_engine
 from infinity.io.drives import locate
-from infinity.layout import Layout, Page, Role, StateFormat
 from infinity.memory.arena import Arena
 from infinity.memory.heap import FreedMemory
 from infinity.memory.limits import available_memory
@@ -63,6 +61,11 @@ from infinity.optim.worker import UpdateWorker
 from infinity.peers import Peers
 from infinity.ranks import Ranks
 from infinity.schedule.pager import Pager
+from infinity.sources.dcp import DcpFolder
+from infinity.sources.first_values import FirstValues, OwnValues
+from infinity.sources.initialise import InitFunction, ModuleInitialiser
+from infinity.sources.pretrained import PretrainedFolder
+from infinity.sources.reshard import ReshardSource, folders_of, lies_otherwise
 from infinity.store.bandwidth import path_shares
 from infinity.store.extents import file_sizes, plan_slots, spread
 from infinity.store.folder import FolderLock, RunFolder, make_paths, reserve, unmake_paths
@@ -419,7 +422,7 @@ class _Run:
             return paged.gathering(shard, attachment.training_pass)
 
         limit = max(_LOAD_LIMIT, self.arena.nbytes // 2)
-        content = ShardContent(
+        content = ShardIO(
             layout,
             self.pager,
             load_limit=limit,
@@ -535,7 +538,7 @@ class _Run:
         name, commits = type(optimizer).__name__, self._commits
         return Committer(self.folder, self.ranks, described, self.store, name, self._shares, commits, room)
 
-    def _write_first_values(self, source: FirstValues, sharded: ShardedModel, content: ShardContent) -> None:
+    def _write_first_values(self, source: FirstValues, sharded: ShardedModel, content: ShardIO) -> None:
         def write() -> None:
             for unit, (name, of_unit) in enumerate(zip(sharded.names, sharded.members, strict=True)):
                 content.initialise(unit, source.values(name, of_unit))

@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from infinity.content.encoding import halves
+from infinity.content.format import HALVES, MASTER
+from infinity.content.layout import Layout, Page, overlapping
+from infinity.content.views import gradient_of, gradient_rows, section, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.content import gradient_of, gradient_rows, section, torch_dtype
-from infinity.fsdp.encoding import halves
 from infinity.fsdp.gradient import Edit, PagedGradient
-from infinity.layout import HALVES, MASTER, Layout, Page, overlapping
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Access, Mode, Use, store_gradient_accesses
 

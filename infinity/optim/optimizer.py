@@ -17,13 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from infinity.content.format import MASTER
+from infinity.content.layout import Layout
+from infinity.content.views import torch_dtype
 from infinity.ending import end_all
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.content import ShardContent, torch_dtype
 from infinity.fsdp.gradient import Gradient
 from infinity.fsdp.paged_tensor import PagedTensor
-from infinity.layout import MASTER, Layout
+from infinity.fsdp.shard_io import ShardIO
 from infinity.optim.copies import attributes, is_plain
 from infinity.optim.kernel import Own
 from infinity.optim.states import NO_COPIES, NO_ENTRIES, PagedStates, StateHome, StatesOfOne
@@ -31,8 +33,9 @@ from infinity.optim.step import StepState
 from infinity.optim.update import same_setting, snapshot
 from infinity.peers import Peers
 from infinity.schedule.pager import Pager
+from infinity.schedule.placement import Placement, eligible_for_backward, expand, expand_pending
 from infinity.schedule.planner import Plan, make_plan, predict_seconds, preferred, prepend
-from infinity.schedule.trace import Access, Event, Placement, eligible_for_backward, expand, expand_pending
+from infinity.schedule.trace import Access, Event
 from infinity.store.folder import RunFolder
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger, StepRecord
@@ -97,7 +100,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         layout: Layout,
         frames: int,
         pager: Pager,
-        content: ShardContent,
+        content: ShardIO,
         state: StepState,
         ledger: Ledger,
         run: Run,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp.content import ShardContent
+from infinity.fsdp.shard_io import ShardIO
 
 
 class StateReader(Protocol):
@@ -42,7 +42,7 @@ NO_COPIES = (
 class StateHome:
     """Where one state of one shard is; see `infinity.fsdp.paged_tensor.Home`."""
 
-    content: ShardContent
+    content: ShardIO
     shard: int
     kind: str
     name: str

@@ -27,22 +27,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from infinity.content.layout import Layout, Page, Segment
 from infinity.errors import InfinityError
 from infinity.fsdp import private
 from infinity.fsdp.gradient import PagedGradient
-from infinity.layout import Layout, Page, Segment
 from infinity.optim.gradients import SECOND, USED_IN_BACKWARD, Gradients, OneGradient
 from infinity.optim.kernel import Scalars, UpdateKernel
 from infinity.optim.update import Opened, Update, snapshot
 from infinity.optim.worker import UpdateWorker
 from infinity.schedule.pager import Lease, Pager
-from infinity.schedule.trace import (
-    Event,
-    EventKind,
-    Placement,
-    range_access,
-    update_order,
-)
+from infinity.schedule.placement import Placement
+from infinity.schedule.trace import Event, EventKind, range_access, update_order
 
 _TOGETHER = 4
 """Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.

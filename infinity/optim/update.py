@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Role
+from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Segment
+from infinity.content.views import gradient_of, put, read_section, row_of, section, stored
 from infinity.errors import UnsupportedError
-from infinity.fsdp.content import gradient_of, put, read_section, row_of, section, stored
 from infinity.fsdp.gradient import Edit
-from infinity.layout import HALVES, MASTER, RANGE_ALIGNMENT, SHARD_ALIGNMENT, Layout, Page, Role, Segment
 from infinity.optim import copies
 from infinity.optim.kernel import Own, Piece, Scalars, UpdateKernel
 from infinity.schedule.trace import Access

@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from threading import Condition
 from typing import Protocol
 
+from infinity.content.format import Role
+from infinity.content.layout import Layout
 from infinity.errors import InfinityError, StallError
-from infinity.layout import Layout, Role
 from infinity.memory.arena import Arena
 from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode, Use

@@ -31,8 +31,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
+from infinity.content.format import Role
+from infinity.content.layout import Layout
 from infinity.errors import BudgetError
-from infinity.layout import Layout, Role
 from infinity.schedule.timing import Moves, computation, step_length
 from infinity.schedule.trace import Access, Mode
 from infinity.units import format_setting, format_size

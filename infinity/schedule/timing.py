@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.layout import Layout, Role
-from infinity.schedule.trace import BACKWARD, Access, Mode
+from infinity.content.format import Role
+from infinity.content.layout import Layout
+from infinity.schedule.placement import BACKWARD
+from infinity.schedule.trace import Access, Mode
 
 _STEPS = 2
 """How many steps it takes until one is like those that follow."""

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import infinity
+from infinity.accumulation.slicing import Slicing
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.fsdp.slicing import Slicing
 
 LEAST = {"least": Paging(arena="least")}
 PLACEMENTS = {

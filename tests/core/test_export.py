@@ -14,10 +14,10 @@ from core_tables import in_turn
 from core_train import Paging, Recipe, in_memory, make_optimizer, offloaded, train
 from safetensors import safe_open
 
-from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.manifest import published_in
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, ConfigError, CorruptPageError
+from infinity.formats.safetensors import export_safetensors
 from infinity.store.folder import RunFolder
 
 MODELS = ("llama", "tied", "gpt2", "frozen", "spare")

@@ -25,8 +25,8 @@ from core_train import MIB, Paging, make_optimizer, settings
 import infinity
 from infinity.access import open_own, own_folder, read_own, replacing, write_own
 from infinity.checkpoint.manifest import complete_commits, published_in
-from infinity.checkpoint.reshard import folders_of
 from infinity.errors import BudgetError, CommitError, ConfigError, FolderBusyError, InfinityError, StorageError
+from infinity.sources.reshard import folders_of
 from infinity.store import folder as folders
 from infinity.store.folder import (
     FolderLock,

@@ -34,10 +34,11 @@ import infinity
 from infinity import run
 from infinity.checkpoint.manifest import Manifest, check_pages, checksum_of, read_manifest, read_state_file
 from infinity.checkpoint.reader import CommitReader
+from infinity.content.encoding import decode, encode
+from infinity.content.format import ENCODINGS, ITEMSIZE
+from infinity.content.format import FORMATS as STATE_FORMATS
+from infinity.content.layout import UnitSpec, build_layout
 from infinity.errors import BudgetError, InfinityError
-from infinity.fsdp.encoding import decode, encode
-from infinity.layout import ENCODINGS, ITEMSIZE, UnitSpec, build_layout
-from infinity.layout import FORMATS as STATE_FORMATS
 from infinity.store.extents import spread
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs

@@ -13,8 +13,8 @@ from core_layouts import transformer
 from core_train import Paging, Recipe, batch, build, make_optimizer, offloaded
 from torch import nn
 
-from infinity.fsdp.encoding import halves, joined
-from infinity.layout import Role
+from infinity.content.encoding import halves, joined
+from infinity.content.format import Role
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.update import Opened, Update, snapshot
 from infinity.schedule.trace import EventKind, range_access, stored_rows

@@ -18,8 +18,8 @@ from core_train import Outcome, Paging, batch, settings
 from torch import nn
 
 import infinity
+from infinity.content.layout import ShardSpec, UnitSpec, build_layout
 from infinity.errors import BudgetError, UnsupportedError
-from infinity.layout import ShardSpec, UnitSpec, build_layout
 from infinity.optim.probe import make_kernel
 
 EQUAL: dict[str, own.Make] = {

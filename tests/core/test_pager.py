@@ -17,12 +17,14 @@ from core_layouts import layouts, placements, steps, transformer, transformer_st
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from infinity.content.format import Role
+from infinity.content.layout import Layout
 from infinity.errors import InfinityError, StallError, StorageError
-from infinity.layout import Layout, Role
 from infinity.memory.arena import Arena
 from infinity.schedule.pager import Lease, Pager
+from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, least_frames, make_plan
-from infinity.schedule.trace import Access, Mode, Placement, Use, expand
+from infinity.schedule.trace import Access, Mode, Use
 
 GARBAGE = b"\xee" * 8
 NO_SHRINK = tuple(phase for phase in Phase if phase not in (Phase.shrink, Phase.explain))  # timing differs each time

@@ -16,7 +16,7 @@ from core_fault_engine import Fault, FaultKind
 from core_ranks import RankPool
 from core_train import Outcome, Paging, Recipe, batch, faulty, offloaded, train
 
-import infinity.fsdp.content as content
+import infinity.fsdp.shard_io as content
 from infinity.io import Op
 from infinity.optim.update import Update
 from infinity.telemetry.metrics import PARTS
@@ -73,14 +73,14 @@ def delay_update(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
 
 
 def delay_copy(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
-    original = content.ShardContent._copy_param
+    original = content.ShardIO._copy_param
 
     def slow(self: Any, placed: Any, destination: torch.Tensor, *, planned: bool) -> None:
         with self._part("copy"):
             time.sleep(SLOW)
         original(self, placed, destination, planned=planned)
 
-    patch.setattr(content.ShardContent, "_copy_param", slow)
+    patch.setattr(content.ShardIO, "_copy_param", slow)
     return SLOW * 8
 
 

@@ -11,10 +11,12 @@ from core_layouts import layouts, placements, steps, transformer, transformer_st
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from infinity.content.format import Role
+from infinity.content.layout import Layout
 from infinity.errors import BudgetError
-from infinity.layout import Layout, Role
+from infinity.schedule.placement import Placement, eligible_for_backward, expand, expand_pending
 from infinity.schedule.planner import Plan, least_frames, make_plan, prepend
-from infinity.schedule.trace import Access, Event, Mode, Placement, eligible_for_backward, expand, expand_pending
+from infinity.schedule.trace import Access, Event, Mode
 
 KIB = 1 << 10
 CYCLES = 5

@@ -28,10 +28,10 @@ from test_reshard import begin, everything, go_on, newest, same
 from test_traffic import STEADY, WARM, as_planned, traffic
 
 import infinity
-from infinity.checkpoint.dcp import DcpExport
+from infinity.content.encoding import decode, encode
+from infinity.content.format import FORMATS, SHARD_ALIGNMENT, StateFormat
 from infinity.errors import ConfigError
-from infinity.fsdp.encoding import decode, encode
-from infinity.layout import FORMATS, SHARD_ALIGNMENT, StateFormat
+from infinity.formats.dcp import DcpExport
 
 SMALL = ("bf16-moments", "8bit")
 ADAM = (("exp_avg", "float32"), ("exp_avg_sq", "float32"))

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_planner import plans
 
-from infinity.layout import Layout, Role
+from infinity.content.format import Role
+from infinity.content.layout import Layout
+from infinity.schedule.placement import BACKWARD, Placement, expand
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
 from infinity.schedule.timing import Clockwork, computation
-from infinity.schedule.trace import BACKWARD, Access, Placement, expand
+from infinity.schedule.trace import Access
 
 PAGE = 64 << 10
 LAYERS, ELEMENTS = 12, 10 * 32 * 1024

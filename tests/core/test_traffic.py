@@ -13,7 +13,7 @@ from core_tables import all_but, in_turn
 from core_train import PAGE, Outcome, Paging, Recipe, offloaded, train
 
 import infinity
-from infinity.layout import Role
+from infinity.content.format import Role
 
 WARM, STEADY = 3, 24  # as many steps as make what is in flight at both ends less than 1 %
 

@@ -19,9 +19,9 @@ from wide_rows import REFUSED
 from wide_values import unlike
 
 import infinity
-from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import InfinityError
+from infinity.formats.safetensors import export_safetensors
 
 pytestmark = pytest.mark.wide
 STEPS = 3

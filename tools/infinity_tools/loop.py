@@ -25,10 +25,10 @@ import infinity
 from infinity import Config, PagedOptimizer
 from infinity.checkpoint.commit import choose_run
 from infinity.checkpoint.manifest import Published, choose_commit, complete_commits, published_in
-from infinity.checkpoint.reshard import folders_of
 from infinity.config import check_config, runtime_dir
 from infinity.errors import ConfigError, InfinityError
 from infinity.ranks import Ranks
+from infinity.sources.reshard import folders_of
 from infinity.telemetry import read_page
 from infinity.telemetry.page import Snapshot, StatsPageError, page_files
 from infinity.units import format_size
