@@ -21,7 +21,8 @@ from transformers import conversion_mapping, core_model_loading, modeling_utils
 
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import ConfigError
-from infinity.formats import export, transformers_names
+from infinity.formats import safetensors as export
+from infinity.formats import transformers_names
 from infinity.formats.safetensors import export_safetensors
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import WeightReader

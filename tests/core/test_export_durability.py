@@ -24,7 +24,7 @@ from infinity.checkpoint import durable
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, ConfigError
 from infinity.formats import dcp as dcp_module
-from infinity.formats import export as export_module
+from infinity.formats import safetensors as export_module
 from infinity.formats.dcp import DcpExport
 from infinity.formats.dcp_metadata import read_metadata
 from infinity.formats.safetensors import export_safetensors
