@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,50 +15,61 @@ from infinity.fsdp.conversions import refuse_conversions
 from infinity.fsdp.gradient import Gradient, PagedGradient
 from infinity.fsdp.shard import PagedShard, ShardHome, ShardSource
 from infinity.fsdp.sharded_model import Member, ShardedModel, check_gradient_dtype
+from infinity.telemetry.ledger import Ledger
+
+
+class ModelListener(Protocol):
+    """Who runs steps: is told what the model does."""
+
+    def forward(self, grad_enabled: bool) -> None:
+        """Note that a forward of a unit begins, under `torch.no_grad()` or not."""
+
+    def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
+        """Take over what is in `p.grad` after a reduction and the user's hooks.
+
+        Args:
+            local: of the local shape; None where a hook has dropped it.
+
+        Returns:
+            The gradient that is to be in `p.grad` from now on, if that is another.
+        """
 
 
 class Attachment:
-    """Paged shards in place of real ones, and hooks on what FSDP2 does with them."""
+    """Paged shards in place of real ones, and hooks on what FSDP2 does with them, until `detach`."""
 
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        source: ShardSource,
-        *,
-        gradient_arrived: Callable[[int, torch.Tensor | None], Gradient | None],
-        part: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
-        self._handles: list[Any] = []
-        self.parameters: list[nn.Parameter] = []
-        self._grad_enabled = True
-        self._frozen: list[list[tuple[str, nn.Parameter]]] = []  # by unit, by name
-        index = 0
-        for group, members in zip(sharded.groups, sharded.members, strict=True):
-            self._frozen.append([])
-            for member in members:
-                param = self._attach(index, group, member, source, gradient_arrived)
-                self.parameters.append(param)
-                if not param.requires_grad:
-                    self._frozen[-1].append((member.names[0], param))
-                index += 1
-        private.reuse_reduce_buffers(sharded.groups)
-        private.watch_collectives(sharded.groups, lambda: part("collective"))
-        self._allow_conversions = refuse_conversions(sharded.model)
+    def __init__(self, sharded: ShardedModel, source: ShardSource, listener: ModelListener, ledger: Ledger) -> None:
+        """Attach: the model's own values are gone then.
+
+        Args:
+            source: knows the content of shards.
+
+        Raises:
+            UnsupportedError: a parameter cannot be given another value. Hooks that were made are removed.
+        """
         self._members = [member for unit in sharded.members for member in unit]
-        for module in sharded.model.modules():
-            if private.is_sharded_module(module):
-                self._handles.append(module.register_forward_pre_hook(self._note_grad_mode, prepend=True))
-        unchanged = torch.compiler.disable(lambda module, args: self.check())  # type: ignore[no-untyped-call]
-        self._handles.append(sharded.model.register_forward_pre_hook(unchanged, prepend=True))
+        with ExitStack() as undo:
+            groups = [group for group, unit in zip(sharded.groups, sharded.members, strict=True) for _ in unit]
+            for shard, (group, member) in enumerate(zip(groups, self._members, strict=True)):
+                self._attach(shard, group, member, source, listener, undo)
+            private.reuse_reduce_buffers(sharded.groups)
+            private.watch_collectives(sharded.groups, partial(ledger.part, "collective"))
+            undo.callback(refuse_conversions(sharded.model))
 
+            def forward(module: nn.Module, args: Any) -> None:
+                listener.forward(torch.is_grad_enabled())
+
+            for module in sharded.model.modules():
+                if private.is_sharded_module(module):
+                    undo.callback(module.register_forward_pre_hook(forward, prepend=True).remove)
+            unchanged = torch.compiler.disable(lambda module, args: self.check())  # type: ignore[no-untyped-call]
+            undo.callback(sharded.model.register_forward_pre_hook(unchanged, prepend=True).remove)
+            self._undo = undo.pop_all()  # removes the hooks
+
+    @staticmethod
     def _attach(
-        self,
-        index: int,
-        group: Any,
-        member: Member,
-        source: ShardSource,
-        gradient_arrived: Callable[[int, torch.Tensor | None], Gradient | None],
-    ) -> nn.Parameter:
+        index: int, group: Any, member: Member, source: ShardSource, listener: ModelListener, undo: ExitStack
+    ) -> None:
         param = member.param
         current: nn.Parameter = param.sharded_param
         local = private.local_tensor(param)
@@ -84,16 +94,12 @@ class Attachment:
 
             def arrived(parameter: nn.Parameter) -> None:
                 local = private.local_gradient(parameter) if parameter.grad is not None else None
-                gradient = gradient_arrived(index, local)
+                gradient = listener.gradient_arrived(index, local)
                 if gradient is not None and local is not None:
                     paged = PagedGradient(gradient, local, local.device)
                     parameter.grad = private.sharded_gradient(param, paged)
 
-            self._handles.append(private.on_gradient(current, arrived))
-        return current
-
-    def _note_grad_mode(self, module: nn.Module, args: Any) -> None:
-        self._grad_enabled = torch.is_grad_enabled()
+            undo.callback(private.on_gradient(current, arrived).remove)
 
     def check(self) -> None:
         """Check that all parameters are still paged.
@@ -104,30 +110,9 @@ class Attachment:
         for member in self._members:
             _check(member)
 
-    @property
-    def training_pass(self) -> bool:
-        """Whether the pass that is running belongs to a training step (not to an evaluation under no_grad)."""
-        return self._grad_enabled or private.in_backward()
-
-    def check_frozen(self, unit: int) -> None:
-        """Check that a unit is not to train what it was offloaded without.
-
-        Raises:
-            UnsupportedError: it is.
-        """
-        for name, param in self._frozen[unit]:
-            if param.requires_grad:
-                raise UnsupportedError(
-                    f"{name} was frozen when the model was offloaded, so it has no optimizer state, and requires a "
-                    "gradient now: call requires_grad_(True) before infinity.offload (it may be frozen again later)"
-                )
-
     def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._allow_conversions()
+        """Remove the hooks. Idempotent."""
+        self._undo.close()
 
 
 def _check(member: Member, exchanged: bool = False) -> None:

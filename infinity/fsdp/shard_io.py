@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
+from torch.profiler import record_function
 
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout, Page, Placed, overlapping
@@ -17,6 +17,7 @@ from infinity.content.views import put, read_section, section, stored, torch_dty
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
+from infinity.telemetry.ledger import Ledger
 from infinity.units import format_size
 
 
@@ -25,43 +26,41 @@ def _copies_issued(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-class _Open(NamedTuple):
-    """What lives until `ShardIO.close`."""
+class GatherListener(Protocol):
+    """Who runs steps: is told when shards are used."""
 
-    pager: Pager
-    gathering: Callable[[int], bool]
-    gathered: Callable[[int], None]
-    look: Callable[[int], None]
+    def gathering(self, shard: int) -> bool:
+        """Note that a shard's pages are about to be copied out for an all-gather; return whether in a training step."""
+
+    def gathered(self, shard: int) -> None:
+        """Note that they have been, in a training step."""
+
+    def look(self, shard: int) -> None:
+        """Let weights and states of a shard be those of the last step: somebody is about to read or write them."""
 
 
 class ShardIO:
-    """Loads, saves and gathers shards; implements what a `PagedShard` asks for.
+    """Gathers, loads and saves whole shards, through the pager; what a `PagedShard` asks.
 
-    `gathering(shard)` is called before the pages of a shard are copied out for an all-gather; it says whether that is
-    part of a training step, in which `gathered(shard)` is called after. `copied(source tier, target tier, bytes)` is
-    called in any case, and `look(shard)` before a shard is loaded or saved for anybody else. `part(part, what,
-    name=...)` is entered for the length of a part of the ledger.
+    It lives as long as tensors of the model do. After `close` it only says why there is nothing to be had any more.
+    The training thread calls all methods.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        pager: Pager,
-        *,
-        load_limit: int,
-        gathering: Callable[[int], bool],
-        gathered: Callable[[int], None],
-        copied: Callable[[str, str, int], None],
-        look: Callable[[int], None],
-        part: Callable[..., AbstractContextManager[None]],
+        self, layout: Layout, pager: Pager, listener: GatherListener, ledger: Ledger, *, load_limit: int
     ) -> None:
-        self._layout, self._load_limit, self._copied, self._part = layout, load_limit, copied, part
-        self._open: _Open | None = _Open(pager, gathering, gathered, look)
+        """Listen.
+
+        Args:
+            load_limit: most bytes that `load` may have given away at any moment: memory outside of the arena.
+        """
+        self._layout, self._ledger, self._load_limit = layout, ledger, load_limit
+        self._open: tuple[Pager, GatherListener] | None = pager, listener  # None once closed
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
         self._loaded = 0  # bytes of shards that `load` has returned, and which somebody still has
 
     def close(self, why: str = "") -> None:
-        """Let go of the pager. Shards refer to this object from within tensors, where Python finds no cycles.
+        """Let go of pager and listener. Tensors refer to this object, where Python's collector finds no cycles.
 
         Args:
             why: what errors say from now on; by default that the optimizer was closed.
@@ -71,23 +70,29 @@ class ShardIO:
 
     @property
     def _pager(self) -> Pager:
-        return self._opened().pager
+        return self._opened[0]
 
-    def _opened(self) -> _Open:
+    @property
+    def _listener(self) -> GatherListener:
+        return self._opened[1]
+
+    @property
+    def _opened(self) -> tuple[Pager, GatherListener]:
         if self._open is None:
             raise InfinityError(self._why_closed)
         return self._open
 
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the compute-dtype elements of a shard, padding included, into a flat tensor."""
-        placed, opened = self._layout.shards[shard], self._opened()
-        with self._part("python", placed.spec.name, name="gather"):
-            planned = opened.gathering(shard)
+        placed, listener = self._layout.shards[shard], self._listener
+        name = placed.spec.name
+        with self._ledger.part("python", name, name="gather"), record_function(f"infinity::gather ({name})"):
+            planned = listener.gathering(shard)
             with torch.no_grad():
                 self._copy_param(placed, destination, planned=planned)
-            self._copied("host", "device", destination.numel() * destination.itemsize)
+            self._ledger.copied("host", "device", destination.numel() * destination.itemsize)
             if planned:
-                opened.gathered(shard)
+                listener.gathered(shard)
 
     def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
         segment = self._layout.segments[placed.segment]
@@ -96,7 +101,7 @@ class ShardIO:
             leaves = partial(_copies_issued, destination.device)
             with self._pager.access(use, planned=planned, leaves=leaves) as (content,):
                 source = section(content, page, self._layout, first, last)
-                with self._part("copy"):
+                with self._ledger.part("copy"):
                     destination[first - placed.start : last - placed.start].copy_(source, non_blocking=True)
 
     def load(self, shard: int) -> torch.Tensor:
@@ -128,7 +133,7 @@ class ShardIO:
                 f"(limit {format_size(self._load_limit)}); to save the model use optimizer.commit(), and `infinity "
                 "export` makes safetensors of a commit"
             )
-        self._opened().look(shard)
+        self._listener.look(shard)
 
         def visit(page: Page, copy: Callable[[memoryview], None]) -> None:
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
@@ -148,7 +153,7 @@ class ShardIO:
             raise UnsupportedError(
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
             )
-        self._opened().look(shard)
+        self._listener.look(shard)
         for row, items in stored(segment.format, name, content.detach().cpu()):
             for page, _, _ in overlapping(segment.pages(row.role), placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):

@@ -283,9 +283,9 @@ def moved(recipe: Recipe, placement: str, folder: Path) -> tuple[list[int], int]
     with offloaded(recipe, Paging(arena="least", placement=placement), folder) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         assert optimizer.update_placement == placement
-        traffic = optimizer.plan.traffic
+        traffic = optimizer.run.plan.traffic
         steady = optimizer.records[4:]
-        assert optimizer.layout.state_bytes == 14 * optimizer.layout.parameters
+        assert optimizer.run.layout.state_bytes == 14 * optimizer.run.layout.parameters
         total = [record.read_bytes + record.written_bytes for record in steady]
         return total, traffic.read_bytes + traffic.written_bytes
 

@@ -431,7 +431,7 @@ def test_the_given_optimizer_does_not_keep_a_closed_run(tmp_path: Path) -> None:
     given = make_optimizer(RECIPE, model)
     optimizer = infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20))
     step(model, optimizer)
-    left = [weakref.ref(each) for each in (optimizer, optimizer.run, optimizer._pager, optimizer.run.arena)]
+    left = [weakref.ref(each) for each in (optimizer, optimizer.run, optimizer.run.pager, optimizer.run.arena)]
     optimizer.close()
     del optimizer
     gc.collect()

@@ -182,7 +182,7 @@ def test_the_timeline_has_every_byte_and_every_stall(placement: str, tmp_path: P
         train(Recipe(model="even", steps=5), model, optimizer, Outcome())
         optimizer.commit()
         optimizer.drain()
-        names = [unit.name for unit in optimizer.layout.units]
+        names = [unit.name for unit in optimizer.run.layout.units]
         steps = [f"step {record.step}" for record in optimizer.records]
     ended = time.perf_counter()
     tree = json.loads(file.read_text())

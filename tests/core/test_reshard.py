@@ -12,7 +12,7 @@ from core_ranks import RankPool
 from core_session import EVERY, STEPS, Session, reference
 from core_train import KIB, MIB, Outcome, Paging, Recipe, offloaded, train
 
-from infinity import run
+import infinity
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, FolderBusyError, LostRankError
 from infinity.store.folder import RunFolder, holders
@@ -107,7 +107,7 @@ def test_from_two_ranks_to_four(pair: RankPool, tmp_path: Path) -> None:
 
 def lose_a_rank_at_start(recipe: Recipe, folder: str) -> bool:
     """Go on with other ranks; the second is interrupted when all have published. Returns whether this one started."""
-    whole = run._Run._begin_resharded
+    whole = infinity.PagedOptimizer.commit
 
     def interrupted(*arguments: Any) -> None:
         whole(*arguments)
@@ -115,7 +115,7 @@ def lose_a_rank_at_start(recipe: Recipe, folder: str) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(run._Run, "_begin_resharded", interrupted)
+            patch.setattr(infinity.PagedOptimizer, "commit", interrupted)
         try:
             go_on(recipe, folder, 0)
         except LostRankError:

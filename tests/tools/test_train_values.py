@@ -11,7 +11,7 @@ from tools_command import SMALL, run_here
 
 from infinity.config import check_config, load_config
 from infinity.errors import ConfigError
-from infinity.run import _say_where
+from infinity.run.place import _say_where
 
 
 @pytest.mark.parametrize(

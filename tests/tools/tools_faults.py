@@ -18,7 +18,7 @@ from infinity_tools.cli import main
 
 def break_drive(kind: str, first: int, times: int) -> None:
     """Let every engine that is opened from now on fail."""
-    module = importlib.import_module("infinity.run")
+    module = importlib.import_module("infinity.run.run")
     original = module.open_engine
     fault = Fault(kind=FaultKind(kind), at=tuple(range(first, first + times)))
 

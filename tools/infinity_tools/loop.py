@@ -451,7 +451,7 @@ def _data_facts(options: TrainOptions, settings: Config, corpus: Corpus) -> dict
 
 
 def _heading(name: str, parameters: int, training: Training, settings: Config, corpus: Corpus) -> str:
-    run, layout = training.optimizer.run, training.optimizer.layout
+    run, layout = training.optimizer.run, training.optimizer.run.layout
     arena = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
     share = f" ({arena / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
     if arena >= len(layout.pages) * layout.page_bytes:
