@@ -52,8 +52,8 @@ class Attachment:
             groups = [group for group, unit in zip(sharded.groups, sharded.members, strict=True) for _ in unit]
             for shard, (group, member) in enumerate(zip(groups, self._members, strict=True)):
                 self._attach(shard, group, member, source, listener, undo)
-            private.reuse_reduce_buffers(sharded.groups)
-            private.watch_collectives(sharded.groups, partial(ledger.part, "collective"))
+            undo.callback(private.reuse_reduce_buffers(sharded.groups))
+            undo.callback(private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
             undo.callback(refuse_conversions(sharded.model))
 
             def forward(module: nn.Module, args: Any) -> None:

@@ -54,13 +54,13 @@ class ShardIO:
         Args:
             load_limit: most bytes that `load` may have given away at any moment: memory outside of the arena.
         """
-        self._layout, self._ledger, self._load_limit = layout, ledger, load_limit
-        self._open: tuple[Pager, GatherListener] | None = pager, listener  # None once closed
+        self._layout, self._load_limit = layout, load_limit
+        self._open: tuple[Pager, GatherListener, Ledger] | None = pager, listener, ledger  # None once closed
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
         self._loaded = 0  # bytes of shards that `load` has returned, and which somebody still has
 
     def close(self, why: str = "") -> None:
-        """Let go of pager and listener. Tensors refer to this object, where Python's collector finds no cycles.
+        """Let go of what it has. Tensors refer to this object, where Python's collector finds no cycles.
 
         Args:
             why: what errors say from now on; by default that the optimizer was closed.
@@ -77,7 +77,11 @@ class ShardIO:
         return self._opened[1]
 
     @property
-    def _opened(self) -> tuple[Pager, GatherListener]:
+    def _ledger(self) -> Ledger:
+        return self._opened[2]
+
+    @property
+    def _opened(self) -> tuple[Pager, GatherListener, Ledger]:
         if self._open is None:
             raise InfinityError(self._why_closed)
         return self._open

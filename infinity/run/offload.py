@@ -132,8 +132,7 @@ def _attach(
     run.refuse_in_child += [runner.end, shards.close]
     committer = make_committer(run, sharded, optimizer)
     resumed = filling.fill(optimizer, shards)
-    attachment = Attachment(sharded, shards, runner, run.ledger)
-    run.undo.push(attachment.detach)
+    attachment = run.ranks.together("attaching to the model", partial(_listen, run, sharded, shards, runner))
     checkpointer = Checkpointer(run, sharded.model, given, runner, attachment, committer)
     optimizer.state.clear()
     if resumed is not None:
@@ -156,3 +155,9 @@ def _attach(
             )  # fmt: skip
     run.ledger.restart_step()
     return paged
+
+
+def _listen(run: Run, sharded: ShardedModel, shards: ShardIO, runner: StepRunner) -> Attachment:
+    attachment = Attachment(sharded, shards, runner, run.ledger)
+    run.undo.push(attachment.detach)
+    return attachment
