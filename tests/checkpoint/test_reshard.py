@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity.checkpoint.reader import CommitReader
-from infinity import run
 from infinity.errors import CommitError, FolderBusyError, LostRankError
 from infinity.store.folder import holders
 from support.ranks import RankPool

@@ -24,7 +24,6 @@ from infinity.content.layout import (
 from infinity.errors import BudgetError
 from infinity.schedule.placement import divisions
 from infinity.schedule.trace import update_accesses
-from infinity.schedule.trace import divisions, update_accesses
 from support.layouts import FORMATS, layouts
 
 

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 import infinity
 from infinity.accumulation.slicing import Slicing
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.fsdp.slicing import Slicing
 from support import models
 from support.ranks import RankPool
 from support.tables import in_turn, variants

@@ -18,7 +18,6 @@ from torch import nn
 import infinity
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
-from infinity.errors import InfinityError, UnsupportedError
 from support import models
 from support.ranks import RankPool
 from support.train import Paging, Recipe, batch, build, local, make_optimizer, offloaded, settings

@@ -18,6 +18,9 @@ import infinity
 from infinity.errors import InfinityError
 from infinity.memory.arena import Arena
 from infinity.store.folder import holders
+from support import models
+from support.ranks import RankPool
+from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, settings
 
 RECIPE = Recipe(model="toy")
 STAGES = (

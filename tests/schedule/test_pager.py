@@ -24,7 +24,6 @@ from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, least_frames, make_plan
 from infinity.schedule.trace import Access, Mode, Use
-from infinity.schedule.trace import Access, Mode, Placement, Use, expand
 from support.layouts import layouts, placements, steps, transformer, transformer_step
 
 GARBAGE = b"\xee" * 8

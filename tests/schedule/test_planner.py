@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
-from infinity.schedule.placement import Placement, eligible_for_backward, expand, expand_pending
-from infinity.schedule.planner import Plan, least_frames, make_plan, prepend
-from infinity.schedule.trace import Access, Event, Mode
-from infinity.layout import Layout, Role
+from infinity.schedule.placement import Placement, eligible_for_backward, expand
 from infinity.schedule.planner import Plan, least_frames, make_plan
-from infinity.schedule.trace import Access, Event, Mode, Placement, eligible_for_backward, expand
+from infinity.schedule.trace import Access, Event, Mode
 from support.layouts import placements, transformer, transformer_step
 from support.plans import plans
 

@@ -14,7 +14,6 @@ from infinity.schedule.placement import BACKWARD, Placement, expand
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
 from infinity.schedule.timing import Clockwork, computation
 from infinity.schedule.trace import Access
-from infinity.schedule.trace import BACKWARD, Access, Placement, expand
 from support.layouts import transformer, transformer_step
 from support.plans import plans
 
