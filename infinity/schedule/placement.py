@@ -25,19 +25,20 @@ BACKWARD = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where units are updated: in backward, ahead of their use in the next forward, or in `step()`.
+    """Where units are updated: in backward, ahead of their use in the next forward, or in `step()`; immutable.
 
-    `in_backward` says how many of a unit's ranges, the first ones, are updated in backward; units in `in_forward` have
-    the others updated in the next forward, all others in `step()`.
-
-    `beside` says whether updates come behind the gather of another unit, to run beside its computation: in backward of
-    the unit that is gathered next; in forward of the unit before (the first unit is updated in `step()`). Else a unit
-    is updated as soon as its gradients are there, or just before it is gathered: that needs fewer frames.
+    For example, of a unit of 10 ranges with `in_backward` 8, ranges 0 to 7 are updated in backward, and 8 and 9 in the
+    next forward if `in_forward` has the unit, else in `step()`.
     """
 
     in_backward: Mapping[int, int] = field(default_factory=dict)
+    """Unit -> how many of its ranges, the first ones, are updated in backward; those that are not there have none."""
     in_forward: frozenset[int] = frozenset()
+    """Units of which the other ranges are updated in the next forward; of the others that is done in `step()`."""
     beside: bool = True
+    """Whether updates run beside the computation of another unit. In backward, a unit is updated when the next one has
+    been gathered; in forward, when the one before it has been gathered (the first unit is updated in `step()`). Else a
+    unit is updated as soon as its gradients are there, or just before it is gathered: that needs fewer frames."""
 
     @classmethod
     def of(cls, name: str, events: Sequence[Event], layout: Layout) -> Placement:
@@ -58,13 +59,14 @@ class Placement:
         return placement._balanced(events, layout) if name == "in_both" else placement
 
     def _balanced(self, events: Sequence[Event], layout: Layout) -> Placement:
-        """Return this placement with a part of what is updated in backward left to the next forward, of every unit.
+        """Return this placement with a part of every unit's update in backward left to the next forward.
 
-        Forward only reads weights, unless it updates something; with it, each pass moves its share of the bytes, which
-        is its share of the computation. Solved for the fraction f of the updates that are left to forward, where
-        nothing stays in memory: P + f (U + G) = share (2 P + U + 2 f G), with P bytes of weights, U that updates
-        move, G of gradients. The unit that is gathered first has none: there is no computation to hide it behind. A
-        unit is divided between pages; what it has too much or too little, the next one makes up for.
+        So large a part that each pass moves a share of the bytes that is its share of the computation; without it,
+        forward moves weights only. With P bytes of weights, U bytes that updates move, G bytes of gradients, and
+        nothing that stays in memory, forward moves P + f (U + G) of the 2 P + U + 2 f G bytes of a step, where f is the
+        fraction of updates that are left to it: solved for f. The unit that is gathered first leaves nothing, as there
+        is no computation to hide it behind. A unit is divided between pages; what is too much or too little of one
+        unit, the next one makes up for.
         """
         rows = stored_rows(events)
         order = list(dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER))

@@ -25,14 +25,13 @@ class EventKind(Enum):
 
 
 class Event(NamedTuple):
-    """One thing the training loop did.
-
-    `rows` is how many rows of each gradient of the unit are stored from then on, unless it is updated at once.
-    """
+    """One thing the training loop did."""
 
     kind: EventKind
     unit: int = -1
+    """Number of the unit; -1 for STEP."""
     rows: int = 1
+    """GRADIENTS: how many rows of each gradient of the unit are stored from then on, unless it is updated at once."""
 
 
 class Mode(Enum):
@@ -58,10 +57,12 @@ class Use(NamedTuple):
     """One page in one access."""
 
     page: int
+    """Number of the page in the layout."""
     mode: Mode
 
 
 Access = tuple[Use, ...]
+"""Distinct pages that are needed in memory at the same moment."""
 
 
 def stored_rows(events: Iterable[Event]) -> dict[int, int]:

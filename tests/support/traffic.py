@@ -45,7 +45,7 @@ def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | floa
 def quiet(optimizer: infinity.PagedOptimizer) -> None:
     """Wait until no update runs and nothing is in flight, so that all bytes are counted that a step asked for."""
     until = time.monotonic() + 300
-    while optimizer.run.pager._leases or any(optimizer.run.pager.in_flight().values()):
+    while optimizer.run.pager.leases or any(optimizer.run.pager.in_flight().values()):
         assert time.monotonic() < until
         time.sleep(0.005)
 
