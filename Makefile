@@ -12,7 +12,7 @@ TRIALS ?= 1000
 VERSIONS ?= 2.11 2.13 newest
 
 # Tests of parts, without processes of their own: what `make quick` runs.
-QUICK := tests/core/test_docs.py tests/core/test_imports.py tests/core/test_layout.py tests/core/test_planner.py \
+QUICK := tests/docs tests/core/test_docs.py tests/core/test_imports.py tests/core/test_layout.py tests/core/test_planner.py \
   tests/core/test_pager.py tests/core/test_settings_page.py tests/core/test_shares.py tests/core/test_store.py \
   tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
 

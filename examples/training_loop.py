@@ -26,9 +26,9 @@ CONFIG = LlamaConfig(
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """Return the tokens of one step; your data loader goes here. The step alone says which: so a run can go on."""
-    source = torch.Generator().manual_seed(step)
-    return torch.randint(CONFIG.vocab_size, (SEQUENCES, TOKENS), generator=source)
+    """Return the tokens of one step, which depend on the step alone, so that a run can go on; your data goes here."""
+    first = torch.randint(CONFIG.vocab_size, (SEQUENCES, 1), generator=torch.Generator().manual_seed(step))
+    return (first + torch.arange(TOKENS)) % CONFIG.vocab_size  # a text that counts: the next token is one more
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,15 @@ MODULES = modules(PACKAGE, "infinity")
 def test_every_room_has_a_level() -> None:
     """A new module or folder says where it stands."""
     assert {name.split(".")[1] for name in MODULES if "." in name} == set(LEVELS) - {""}
+
+
+def test_the_document_has_the_same_levels() -> None:
+    """The table of rooms in docs/architecture.md: what stands there in backticks outside of brackets."""
+    table = re.findall(r"^\| (\d) \| (.+) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    named = [
+        (name, int(level)) for level, rooms in table for name in re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", rooms))
+    ]
+    assert sorted(named) == sorted((name, level) for name, level in LEVELS.items() if name)
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
