@@ -95,8 +95,9 @@ def test_readme_has_the_same_ones() -> None:
         in expected
     )
     rows = {tuple(row.split(" | ")[:2]): row.split(" | ")[2:] for row in step_rows()}
-    seconds, over = rows["| 355M, drive, 2 of 2", "512"][:2]
+    seconds, over, over_torch = rows["| 355M, drive, 2 of 2", "512"][:3]
     assert f"355M parameters, 512 tokens: {seconds} s per step, {over} of FSDP2 in memory" in expected
+    assert f" and {over_torch} of plain torch in memory" in expected
     few, many = (rows["| 114M, drive, 2 of 2", tokens][1] for tokens in ("32", "1024"))
     assert f"{few} times FSDP2 in memory with 32 tokens per step, {many} with 1024" in expected
     others, own = commit_seconds()
@@ -107,7 +108,7 @@ def test_readme_has_the_same_ones() -> None:
     assert (
         f"up to {written / 1e9:.2f} GB for 114M parameters, so {1000 * written / 1e12:.2f} TB in 1000 steps" in expected
     )
-    known = {small, half, large, seconds, over, few, many, f"{written / 1e9:.2f}"}
+    known = {small, half, large, seconds, over, over_torch, few, many, f"{written / 1e9:.2f}"}
     known |= set(re.findall(r"\d+\.\d+", f"{others} {own}"))
     known |= {f"{stored('step-354m')['devices']['drive']['state_bytes'] / 1e9:.2f}"}
     assert set(re.findall(r"\d+\.\d+", expected)) == known
