@@ -16,7 +16,7 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
   tests/store/test_shares.py tests/schedule/test_pager.py tests/schedule/test_planner.py tests/content/test_layout.py \
   tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_settings_page.py
 
-.PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs install clean
+.PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs docs-site install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -84,6 +84,10 @@ docs: install
 	$(BIN)/python -W ignore -m infinity.config > docs/settings.md
 	$(BIN)/python -W ignore -m infinity.telemetry.metrics > docs/metrics.md
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.wide_page > docs/compatibility.md
+
+# The documents and the reference of the public names, as build/site; a warning is an error. The test-suite builds it too.
+docs-site: install
+	$(BIN)/mkdocs build
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -11,7 +11,10 @@ from urllib.parse import unquote
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def prose(page: Path) -> str:

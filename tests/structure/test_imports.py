@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -50,6 +51,15 @@ def room(name: str) -> str:
 def test_every_room_has_a_level() -> None:
     """A new module or folder says where it stands."""
     assert {name.split(".")[1] for name in MODULES if "." in name} == set(LEVELS) - {""}
+
+
+def test_the_document_has_the_same_levels() -> None:
+    """The table of rooms in docs/architecture.md: what stands there in backticks outside of brackets."""
+    table = re.findall(r"^\| (\d) \| (.+) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    named = [
+        (name, int(level)) for level, rooms in table for name in re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", rooms))
+    ]
+    assert sorted(named) == sorted((name, level) for name, level in LEVELS.items() if name)
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

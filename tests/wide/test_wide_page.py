@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from support.wide_page import page, tables
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +25,8 @@ def test_no_row_is_there_twice() -> None:
         assert len(names) == len(set(names)), title
 
 
-def test_readme_counts_the_rows() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_the_rows_are_counted(page: str) -> None:
     """Each table is named once with the number of its rows."""
-    named = [int(number) for number in re.findall(r"(\d+) rows (?:of|there)", (ROOT / "README.md").read_text())]
+    named = [int(number) for number in re.findall(r"(\d+) rows (?:of|there)", (ROOT / page).read_text())]
     assert named == [len(rows) for rows in tables().values()]

@@ -1,0 +1,76 @@
+"""Begin with pretrained weights, train, and export a folder for `from_pretrained`.
+
+    python examples/pretrained.py FOLDER [--weights FOLDER] [--out FOLDER]
+
+FOLDER is on an NVMe drive and new. Without --weights a tiny model is made and saved there first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+
+import infinity
+
+STEPS = 3
+
+
+def make_weights(folder: Path) -> None:
+    """Save a tiny model as `save_pretrained` does: what you would have downloaded."""
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--weights", type=Path, help="a folder that from_pretrained loads")
+    parser.add_argument("--out", type=Path, help="where to export to; by default FOLDER/exported")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    pages, out = options.folder / "pages", options.out or options.folder / "exported"
+    if (weights := options.weights) is None:
+        make_weights(weights := options.folder / "weights")
+
+    # The model's config gives its shape; its weights are streamed by `offload`, never in memory as a whole.
+    config = AutoConfig.from_pretrained(weights)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    mesh = infinity.mesh()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = infinity.offload(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        {"storage": {"paths": [str(pages)]}, "memory": {"host_bytes": "8MiB"}},
+        weights=weights,  # tensors that are missing, unexpected or of another shape are refused in one list
+    )
+    with optimizer:
+        for step in range(STEPS):
+            batch = torch.randint(config.vocab_size, (2, 32), device=mesh.device_type)
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(f"step {step + 1}: loss {loss:.3f}")
+        optimizer.commit()
+
+    # What is exported is a commit; no model is built in memory for it. In a shell: infinity export PAGES --out OUT
+    subprocess.run([sys.executable, "-m", "infinity_tools", "export", str(pages), "--out", str(out)], check=True)
+    trained = AutoModelForCausalLM.from_pretrained(out)
+    print(f"{out} has {trained.num_parameters()} parameters")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Figures in README and docs/results.md are those that the benchmarks have written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+DEVICES = {
+    "drive": "drive, 2 of 2",
+    "loop device in memory": "loop device in memory, 2 of 2",
+    "drive, 1 of 2 cores compute": "drive, 1 of 2",
+    "loop device in memory, 1 of 2 cores compute": "loop device in memory, 1 of 2",
+}
+"""What a device of step.json is called in the table of step times."""
+
+
+def stored(name: str) -> Any:
+    """Return the figures of a benchmark."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def section(text: str, title: str) -> str:
+    """Return what stands under a heading."""
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    assert found is not None, title
+    return found[1]
+
+
+def step_rows() -> list[str]:
+    """Return the rows of the table of step times."""
+    large, limits = (stored(name)["devices"]["drive"]["by_tokens"]["512"] for name in ("step-354m", "step-354m-limits"))
+    measured = [("355M, drive, 2 of 2", "512", large | {name: limits[name] for name in limits if "roofline" in name})]
+    for device, found in stored("step")["devices"].items():
+        measured += [(f"114M, {DEVICES[device]}", tokens, row) for tokens, row in found["by_tokens"].items()]
+    rows = []
+    for name, tokens, row in measured:
+        ratios = (
+            row["over_in_memory"]["infinity"],
+            row["over_torch"],
+            row["roofline_ratio"],
+            row["roofline_with_cores"],
+        )
+        figures = (row["step_seconds"]["infinity"], *ratios)
+        rows.append(f"| {name} | {tokens} | " + " | ".join(f"{one['median']:.2f}" for one in figures) + " |")
+    return rows
+
+
+def bytes_in_backward(*, least: bool) -> list[str]:
+    """Return bytes per parameter and step by size of the arena, smallest first; or the least possible ones."""
+    key = "least" if least else "bytes_per_parameter"
+    rows = [row for row in stored("step")["bytes"] if (row["format"], row["placement"]) == ("fp32", "in_backward")]
+    return [f"{row[key]:.1f}" for row in sorted(rows, key=lambda row: row["share"])]
+
+
+def commit_seconds() -> tuple[str, str]:
+    """Return what the benchmark of commits has found, as README and results say it."""
+    median = {name: found["median"] for name, found in stored("commit")["seconds"].items()}
+    return f"`torch.save` takes {median['save']:.1f} s, DCP {median['dcp']:.1f} s", f"{median['commit']:.3f} s"
+
+
+def test_step_times() -> None:
+    """The table is that of step.json and of the two runs with the larger model."""
+    assert [row for row in RESULTS.splitlines() if row.startswith(("| 355M, ", "| 114M, "))] == step_rows()
+
+
+def test_results_has_the_other_figures() -> None:
+    """Bytes, engine, commits, state."""
+    figures = section(RESULTS, "Figures")
+    commits, io, large = stored("commit"), stored("io"), stored("step-354m")["devices"]["drive"]
+    assert "; ".join(", ".join(bytes_in_backward(least=least)) for least in (False, True)) in figures
+    kinds = ("io_uring", "threads")
+    reads, writes = (", ".join(f"{io[f'{op}_ratio'][kind]:.2f}" for kind in kinds) for op in ("read", "write"))
+    assert f"reads {reads}; writes {writes}" in figures
+    ratio, extra = commits["commit_ratio"]["median"], commits["extra_bytes_ratio"]["median"]
+    assert f"| {ratio:.3f}; {100 * extra:.3f} % " in figures
+    others, own = commit_seconds()
+    assert f"{others}, a commit {own}" in figures
+    assert f"{commits['bytes_per_step'] / 1e9:.2f} GB: the state once" in figures
+    assert commits["bytes_per_step"] == commits["state_bytes"]
+    state, parameters = large["state_bytes"], large["parameters"]
+    assert f"{state / 1e9:.2f} GB, {state / parameters:.1f} bytes per parameter" in figures
+
+
+def test_readme_has_the_same_ones() -> None:
+    """What to expect is what was measured, and nothing else is said with a decimal point."""
+    expected = section(README, "What to expect")
+    small, half, large = (bytes_in_backward(least=False)[index] for index in (0, 3, 5))
+    assert (
+        f"{small} per parameter and step with an arena of 5 % of the state, {half} with 50 %, {large} with 90 %"
+        in expected
+    )
+    rows = {tuple(row.split(" | ")[:2]): row.split(" | ")[2:] for row in step_rows()}
+    seconds, over, over_torch = rows["| 355M, drive, 2 of 2", "512"][:3]
+    assert f"355M parameters, 512 tokens: {seconds} s per step, {over} of FSDP2 in memory" in expected
+    assert f" and {over_torch} of plain torch in memory" in expected
+    few, many = (rows["| 114M, drive, 2 of 2", tokens][1] for tokens in ("32", "1024"))
+    assert f"{few} times FSDP2 in memory with 32 tokens per step, {many} with 1024" in expected
+    others, own = commit_seconds()
+    commits = stored("commit")
+    assert f"{own} for {commits['state_bytes'] / 1e9:.2f} GB of state; {others}" in expected
+    assert f"{stored('step-354m')['devices']['drive']['state_bytes'] / 1e9:.2f} GB for 355M parameters" in expected
+    written = commits["bytes_per_step"]
+    assert (
+        f"up to {written / 1e9:.2f} GB for 114M parameters, so {1000 * written / 1e12:.2f} TB in 1000 steps" in expected
+    )
+    known = {small, half, large, seconds, over, over_torch, few, many, f"{written / 1e9:.2f}"}
+    known |= set(re.findall(r"\d+\.\d+", f"{others} {own}"))
+    known |= {f"{stored('step-354m')['devices']['drive']['state_bytes'] / 1e9:.2f}"}
+    assert set(re.findall(r"\d+\.\d+", expected)) == known
+
+
+def test_readme_fits_two_screens() -> None:
+    """One can read it at once."""
+    assert len(README.splitlines()) <= 120
+
+
+def test_every_claim_names_a_test_that_there_is() -> None:
+    """Five of them, each with a link to the file and the name of the function."""
+    title = next(line for line in README.splitlines() if line.startswith("## Five claims"))
+    claims = re.split(r"^\d\. ", section(README, title.removeprefix("## ")), flags=re.MULTILINE)[1:]
+    assert len(claims) == 5
+    for claim in claims:
+        (found,) = re.findall(r"\[`(test_\w+)`\]\((tests/[^)]+)\)", claim)
+        assert f"def {found[0]}(" in (ROOT / found[1]).read_text(), claim
+
+
+def test_tests_that_documents_name_are_there() -> None:
+    """Paths in README, CONTRIBUTING and docs/ lead to files."""
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        for path in re.findall(r"`(tests/[\w/*]+\.py)`", page.read_text()):
+            assert list(ROOT.glob(path)), f"{page.name} names {path}"

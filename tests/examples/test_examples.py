@@ -1,0 +1,77 @@
+"""The programs in examples/ run as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors import safe_open
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run(folder: Path, name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> str:
+    """Run an example in an empty folder; return what it has printed."""
+    (work := folder / "work").mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, *launcher, EXAMPLES / name, *map(str, arguments)],
+        cwd=work, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_RUNTIME_DIR": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not list(work.iterdir()), "it writes where it was told to only"
+    return done.stdout
+
+
+def losses(printed: str) -> list[float]:
+    """Return the losses of all steps."""
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+
+
+def test_training_loop(tmp_path: Path) -> None:
+    """The second call goes on where the first one has committed."""
+    first = run(tmp_path, "training_loop.py", tmp_path / "nvme", "--steps", 2)
+    assert len(losses(first)) == 2
+    assert first.endswith("committed step 2\n")
+    again = run(tmp_path, "training_loop.py", tmp_path / "nvme", "--steps", 1)
+    assert again.startswith("going on after step 2\nstep 3: ")
+    assert again.endswith("committed step 3\n")
+
+
+def test_pretrained(tmp_path: Path) -> None:
+    """What is exported has the tensors that it began with, trained."""
+    printed = run(tmp_path, "pretrained.py", tmp_path / "run", "--out", tmp_path / "out")
+    assert len(losses(printed)) == 3
+    with (
+        safe_open(tmp_path / "run" / "weights" / "model.safetensors", "pt") as began,
+        safe_open(tmp_path / "out" / "model.safetensors", "pt") as ended,
+    ):
+        assert sorted(began.keys()) == sorted(ended.keys())
+        name = "model.layers.0.mlp.up_proj.weight"
+        assert not began.get_tensor(name).equal(ended.get_tensor(name))
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """As torchrun starts them."""
+    printed = run(tmp_path, "two_ranks.py", tmp_path / "nvme", launcher=TORCHRUN)
+    assert losses(printed)[-1] < losses(printed)[0]
+    assert printed.endswith("committed by 2 ranks\n")
+
+
+def test_plain_torch(tmp_path: Path) -> None:
+    """Two commits, with the settings beside them."""
+    printed = run(tmp_path, "plain_torch.py", tmp_path / "run")
+    assert losses(printed)[1] < losses(printed)[0]
+    assert "'momentum_buffer': (128,)" in printed
+    assert (tmp_path / "run" / "infinity.toml").exists()
+
+
+def test_every_example_is_described_and_run() -> None:
+    """In the table of examples/README.md, and above."""
+    programs = {file.name for file in EXAMPLES.glob("*.py")}
+    assert set(re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())) == programs
+    assert set(re.findall(r'run\(tmp_path, "(\w+\.py)"', Path(__file__).read_text())) == programs
