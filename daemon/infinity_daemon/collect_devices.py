@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client.core import Metric as Family
 
-from infinity.io.drives import SYSFS, Drive, Place, locate, space, traffic, wear_ratio
+from infinity.io.drives import SYSFS, Drive, Place, counters, locate, space, wear_ratio
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import new_family, select_pages
 from infinity_daemon.bandwidth import Bandwidth
@@ -48,8 +48,8 @@ class DevicesCollector:
                 failed += [error] if path in self._paths else []
         drives = {place.drive.name: place.drive for place in places.values()}
         for name, samples in {
-            "device_read_bytes_total": self._traffic(drives, "read"),
-            "device_written_bytes_total": self._traffic(drives, "written"),
+            "device_read_bytes_total": self._counters(drives, "read"),
+            "device_written_bytes_total": self._counters(drives, "written"),
             "device_bandwidth_bytes_per_second": self._profiles(drives),
             "device_capacity_bytes": _spaces(places.values(), "capacity"),
             "device_free_bytes": _spaces(places.values(), "free"),
@@ -69,9 +69,9 @@ class DevicesCollector:
         used = (path for page in self._pages.scan().live for path in page.header.paths)
         return tuple(dict.fromkeys((*self._paths, *used)))
 
-    def _traffic(self, drives: Mapping[str, Drive], side: str) -> Samples:
+    def _counters(self, drives: Mapping[str, Drive], side: str) -> Samples:
         for name, drive in drives.items():
-            found = traffic(drive, self._sysfs)
+            found = counters(drive, self._sysfs)
             if found is not None:
                 yield {"device": name}, getattr(found, side)
 

@@ -45,7 +45,7 @@ class Space:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class DriveCounters:
     """Bytes read from and written to a drive since boot."""
 
     read: int
@@ -80,11 +80,11 @@ def space(path: str) -> Space:
     return Space(capacity=found.f_frsize * found.f_blocks, free=found.f_frsize * found.f_bavail)
 
 
-def traffic(drive: Drive, sysfs: Path = SYSFS) -> Traffic | None:
+def counters(drive: Drive, sysfs: Path = SYSFS) -> DriveCounters | None:
     """Return what went over a drive, or None if the kernel does not count it."""
     try:
         fields = (sysfs / "class/block" / drive.name / "stat").read_text().split()
-        return Traffic(read=int(fields[2]) * _SECTOR_BYTES, written=int(fields[6]) * _SECTOR_BYTES)
+        return DriveCounters(read=int(fields[2]) * _SECTOR_BYTES, written=int(fields[6]) * _SECTOR_BYTES)
     except (OSError, ValueError, IndexError):
         return None
 

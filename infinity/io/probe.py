@@ -47,7 +47,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bandwidth:
+class Measurement:
     """What one path did at one point while all paths were busy; bytes per second."""
 
     point: Point
@@ -69,7 +69,7 @@ class Progress:
     done: int
     total: int
     label: str
-    latest: dict[str, Bandwidth]
+    latest: dict[str, Measurement]
 
 
 def points_of(loads: Sequence[Load], blocks: Sequence[int], depths: Sequence[int]) -> tuple[Point, ...]:
@@ -100,8 +100,8 @@ def measure_paths(
     seconds: float = 1.0,
     engine: str = "auto",
     on_progress: Callable[[Progress], None] = lambda progress: None,
-) -> dict[str, tuple[Bandwidth, ...]]:
-    """Measure all `paths` at once, so that what they share shows, and return one `Bandwidth` per point.
+) -> dict[str, tuple[Measurement, ...]]:
+    """Measure all `paths` at once, so that what they share shows, and return one `Measurement` per point.
 
     Each folder gets a file of `file_bytes`, reserved and written in full first (so that reads reach the
     drive) and unlinked while it is open, so that nothing is left whatever happens.
@@ -122,7 +122,7 @@ def measure_paths(
     names = [os.fspath(path) for path in paths]
     _check(names, points, file_bytes, seconds, engine)
     total = len(names) + len(points)
-    found: dict[str, list[Bandwidth]] = {name: [] for name in names}
+    found: dict[str, list[Measurement]] = {name: [] for name in names}
     with ExitStack() as stack:
         targets: list[_Target] = []
         for name in names:
@@ -134,11 +134,11 @@ def measure_paths(
             for stream in streams:
                 stream.start()
             latest = {stream.target.path: stream.finish() for stream in streams}
-            for name, bandwidth in latest.items():
-                found[name].append(bandwidth)
+            for name, measurement in latest.items():
+                found[name].append(measurement)
             label = f"{point.load.value} {format_size(point.block_bytes)} x {point.depth}"
             on_progress(Progress(done=len(names) + number + 1, total=total, label=label, latest=latest))
-    return {name: tuple(bandwidths) for name, bandwidths in found.items()}
+    return {name: tuple(measurements) for name, measurements in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,14 +274,14 @@ class _Stream:
         for slot in slots:
             self._submit(slot, Op.WRITE if self._writes(slot) else Op.READ)
 
-    def finish(self) -> Bandwidth:
+    def finish(self) -> Measurement:
         """Wait for the end and return the result. Raises `StorageError` or `StallError`."""
         if not self._idle.wait(self._seconds + _PATIENCE_SECONDS):
             raise StallError(f"{self.target.path}: requests of a probe have not completed")
         if self._error is not None:
             raise self._error
         seconds = self._last - self._began
-        return Bandwidth(
+        return Measurement(
             point=self._point,
             read_bytes_per_second=self._moved[Op.READ] / seconds,
             write_bytes_per_second=self._moved[Op.WRITE] / seconds,

@@ -119,6 +119,9 @@ class UringEngine:
 
         Without the right or the locked-memory limit for it (EPERM, ENOMEM), one message is logged and
         transfers go on unregistered. The memory cannot be freed before the engine is closed.
+
+        Raises:
+            InfinityError: the engine is closed.
         """
         pinned = PinnedView(memory)
         done = threading.Event()

@@ -78,8 +78,9 @@ class Cache:
                 page, state = use.page, pages[use.page]
                 if state.reading:
                     self._transfers.wait(partial(_is_read, state), "read", page, beside=beside)
-                # What is being written is hashed and read by other threads: a change would tear it. Nobody else can
-                # begin to write it from here on, since it is pinned (`flush` is of this thread).
+                # What is being written is hashed and read by other threads: a change would tear it. From here on
+                # nothing begins to write it: it is pinned, and `flush`, which does not look at pins, belongs to the
+                # training thread and waits for all leases first.
                 if state.writing and use.mode.modifies:
                     self._transfers.wait(partial(_is_written, state), "write", page, beside=beside)
         except BaseException:
@@ -120,7 +121,7 @@ class Cache:
             state = self._frames.pages[use.page]
             state.pins -= event is None
             if use.mode.modifies:
-                state.dirty = True
+                state.dirty = True  # not before: until here the content was changing, and pinned
             elif use.mode is Mode.CONSUME:
                 state.dirty = False
                 self._store.discard(use.page)

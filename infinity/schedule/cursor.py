@@ -11,8 +11,8 @@ from infinity.schedule.trace import Access, Mode
 
 
 @dataclass(eq=False, slots=True)
-class Place:
-    """The place of one access in a plan, taken by the training thread or by a lease."""
+class PlannedAccess:
+    """One access of a plan whose place has been taken, by the training thread or by a lease."""
 
     position: int
     """Position in the plan, not wrapped."""
@@ -42,8 +42,8 @@ class Cursor:
         """The next access that is to take its place."""
         self._claimed = first - 1
         """The last position whose pages have been claimed: the end of the window."""
-        self._taken: deque[Place] = deque()
-        """Places before `position`, in order, from the first one on whose access has not ended."""
+        self._taken: deque[PlannedAccess] = deque()
+        """Accesses before `position`, in order, from the first one on that has not ended."""
 
     @property
     def expected(self) -> Access:
@@ -60,25 +60,25 @@ class Cursor:
         """Whether a step has ended, and none begun."""
         return self.plan.ends_step(self.position)
 
-    def take(self, uses: Access) -> Place:
+    def take(self, uses: Access) -> PlannedAccess:
         """Take the next place, for the access that is expected there."""
-        place = Place(self.position, uses)
-        self._taken.append(place)
+        access = PlannedAccess(self.position, uses)
+        self._taken.append(access)
         self.position += 1
-        return place
+        return access
 
-    def end(self, place: Place) -> None:
+    def end(self, access: PlannedAccess) -> None:
         """Note that an access has ended; move the window on behind those that have, up to the first that has not."""
-        place.ended = True
+        access.ended = True
         while self._taken and self._taken[0].ended:
             self._leave(self._taken.popleft())
 
-    def _leave(self, place: Place) -> None:
-        for use in place.uses:
-            if not self.plan.keeps(place.position, use.page):
+    def _leave(self, access: PlannedAccess) -> None:
+        for use in access.uses:
+            if not self.plan.keeps(access.position, use.page):
                 self._cache.release_claim(use.page)
         self.claim_window()  # before anything is evicted, so that what is wanted again stays
-        for use in place.uses:
+        for use in access.uses:
             self._cache.evict(use.page, consumed=use.mode is Mode.CONSUME)
 
     def claim_window(self) -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from infinity.content.layout import Layout
 from infinity.memory.arena import Arena
 from infinity.schedule.cache import Cache, DeviceEvent
-from infinity.schedule.cursor import Cursor, Place
+from infinity.schedule.cursor import Cursor, PlannedAccess
 from infinity.schedule.frames import Frames
 from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode
@@ -34,14 +34,16 @@ class Lease:
     Nothing changes after it has been made.
     """
 
-    def __init__(self, pager: Pager, uses: Access, cursor: Cursor | None, place: Place | None, *, beside: bool) -> None:
+    def __init__(
+        self, pager: Pager, uses: Access, cursor: Cursor | None, access: PlannedAccess | None, *, beside: bool
+    ) -> None:
         self._pager, self._beside = pager, beside
         self.uses = uses
         """The pages, as `Pager.access` takes them."""
         self._cursor = cursor
         """In what its place was taken; None off the plan."""
-        self._place = place
-        """The place; None off the plan."""
+        self._access = access
+        """The access of the plan; None off the plan."""
 
     def hold_at_once(self) -> list[memoryview] | None:
         """Hold the pages, to be returned by `__exit__`, if there is nothing to wait for; else return None."""
@@ -53,7 +55,7 @@ class Lease:
 
     def __exit__(self, *exception: object) -> None:
         """Return the pages."""
-        self._pager._release_lease(self.uses, self._cursor, self._place)
+        self._pager._release_lease(self.uses, self._cursor, self._access)
 
 
 class Pager:
@@ -134,11 +136,11 @@ class Pager:
         with self._transfers.lock:
             self._transfers.check()
             cursor = self._follow(uses)
-            place = cursor.take(uses) if cursor is not None else None
+            access = cursor.take(uses) if cursor is not None else None
             self.leases += 1
             for use in uses:
                 self._frames.pages[use.page].leases += 1
-        return Lease(self, uses, cursor, place, beside=beside)
+        return Lease(self, uses, cursor, access, beside=beside)
 
     def install(self, plan: Plan | None) -> None:
         """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`."""
@@ -158,7 +160,8 @@ class Pager:
 
     @property
     def between_steps(self) -> bool:
-        """Whether a plan is followed, and a step has just ended."""
+        """Whether a plan is followed, and a step has just ended. Of the training thread."""
+        # No lock: only the training thread changes what it looks at, the cursor and its position.
         return self._cursor is not None and self._cursor.between_steps
 
     def begin_step(self) -> None:
@@ -255,28 +258,28 @@ class Pager:
         with self._transfers.lock:
             return self._acquire_lease(uses, beside=beside) if self._cache.can_acquire(uses) else None
 
-    def _release_lease(self, uses: Access, cursor: Cursor | None, place: Place | None) -> None:
+    def _release_lease(self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None) -> None:
         with self._transfers.lock:
             self.leases -= 1
             for use in uses:
                 self._frames.pages[use.page].leases -= 1
             self._cache.release_lease(uses)
-            self._end(uses, cursor, place)
+            self._end(uses, cursor, access)
             self._transfers.lock.notify_all()
 
     def _contents(self, uses: Access) -> list[memoryview]:
         """Return the bytes of pages that are pinned, so that their frames do not change; the lock is not needed."""
         return [self._frames.content(use.page) for use in uses]
 
-    def _end(self, uses: Access, cursor: Cursor | None, place: Place | None) -> None:
+    def _end(self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None) -> None:
         """Move the window on behind an access that has ended. Off the plan, evict only what is dead.
 
         Args:
             cursor: in what its place was taken; if that is not followed any more, the access counts as off the plan.
-            place: its place.
+            access: the access of the plan.
         """
-        if place is not None and cursor is not None and cursor is self._cursor:
-            cursor.end(place)
+        if access is not None and cursor is not None and cursor is self._cursor:
+            cursor.end(access)
         else:
             for use in uses:
                 if use.mode is Mode.CONSUME:

@@ -404,19 +404,19 @@ def _windows(
 ) -> tuple[int, ...]:
     """Return c(i) for every position i of the prefix and one turn of the trace. [Note: the window]"""
     length = len(trace)
-    row = (*prefix, *trace, *trace)
+    accesses = (*prefix, *trace, *trace)
     inside: Counter[int] = Counter()
     reach: list[int] = []
     cursor = -1
     for position in range(len(prefix) + length):
         while cursor + 1 < position + length:
-            entering = {use.page for use in row[cursor + 1] if use.page not in resident}
+            entering = {use.page for use in accesses[cursor + 1] if use.page not in resident}
             if len(inside) + sum(page not in inside for page in entering) > streaming:
                 break
             cursor += 1
             inside.update(entering)
         reach.append(cursor)
-        for page in {use.page for use in row[position] if use.page not in resident}:
+        for page in {use.page for use in accesses[position] if use.page not in resident}:
             inside[page] -= 1
             if not inside[page]:
                 del inside[page]

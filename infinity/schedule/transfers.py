@@ -26,16 +26,20 @@ _WAITS = {
 
 
 class PageReaderWriter(Protocol):
-    """What the pager needs of a store."""
+    """What the pager needs of a store. Called under the lock.
+
+    A transfer ends with one call of `done`, from any thread: with what went wrong, or None. Until then its `memory`, as
+    long as the page, belongs to the store: the pager changes none of it, and of a read looks at none of it.
+    """
 
     def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Fetch and verify a page, then call `done` from any thread."""
+        """Start to fetch and verify a page that there is a version of."""
 
     def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Store a page, then call `done` from any thread."""
+        """Start to store a page; the version that there was is replaced when that has ended well."""
 
     def discard(self, page: int) -> None:
-        """Forget the stored version of a page."""
+        """Forget the stored version of a page, if there is one."""
 
     def has(self, page: int) -> bool:
         """Whether a version is stored."""

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
 from infinity.errors import BudgetError
-from infinity.io.drives import Drive, Place, locate, space, traffic, wear_ratio
+from infinity.io.drives import Drive, Place, counters, locate, space, wear_ratio
 from infinity.telemetry import Stats
 from infinity_daemon.bandwidth import FILE_NAME, BandwidthProfile
 from infinity_daemon.collect_devices import DevicesCollector
@@ -171,7 +171,7 @@ def test_a_folder_is_traced_to_its_drive(tmp_path, partitions):
     found = locate(str(tmp_path), tmp_path / "sys")
     assert found.drive == Drive(name="nvme7n1", identity="eui.0025")
     assert found.file_system == number
-    counted = traffic(found.drive, tmp_path / "sys")
+    counted = counters(found.drive, tmp_path / "sys")
     assert (counted.read, counted.written) == (100 * 512, 2048 * 512)
     assert wear_ratio(found.drive, tmp_path / "sys") is None
 
@@ -188,7 +188,7 @@ def test_wear_is_told_where_sysfs_tells_it(tmp_path):
 def test_a_folder_without_a_block_device_has_a_name_too(tmp_path):
     found = locate("/proc")
     assert found.drive.name.startswith("proc-")
-    assert traffic(found.drive) is None
+    assert counters(found.drive) is None
     with pytest.raises(FileNotFoundError):
         locate(str(tmp_path / "missing"))
     assert 0 < space(str(tmp_path)).free <= space(str(tmp_path)).capacity

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from infinity.command import Version, finite, setting
 from infinity.errors import ConfigError
-from infinity.io.probe import Bandwidth, Load, Progress, measure_paths, points_of
+from infinity.io.probe import Load, Measurement, Progress, measure_paths, points_of
 from infinity.units import format_size, parse_size
 
-Results = dict[str, tuple[Bandwidth, ...]]
+Results = dict[str, tuple[Measurement, ...]]
 
 
 def probe(
@@ -74,8 +74,8 @@ def probe(
         typer.echo(text)
         return
     console = Console()
-    for path, bandwidths in results.items():
-        console.print(_table(path, bandwidths))
+    for path, measurements in results.items():
+        console.print(_table(path, measurements))
     if out is not None:
         console.print(f"wrote {out / 'probe.json'} and {out / 'probe.png'}")
 
@@ -108,9 +108,9 @@ def _document(results: Results, file_bytes: int, seconds: float, engine: str) ->
                     "write_bytes_per_second": round(found.write_bytes_per_second),
                     "bytes_per_second": round(found.bytes_per_second),
                 }
-                for found in bandwidths
+                for found in measurements
             ]
-            for path, bandwidths in results.items()
+            for path, measurements in results.items()
         },
     }
 
@@ -124,13 +124,13 @@ def _write(out: Path, text: str, results: Results) -> None:
         raise ConfigError(f"--out {out}: {error.strerror}") from error
 
 
-def _table(path: str, bandwidths: tuple[Bandwidth, ...]) -> Table:
+def _table(path: str, measurements: tuple[Measurement, ...]) -> Table:
     table = Table(title=f"{path} (GB/s)")
     for heading in ("block", "in flight", *(load.value for load in Load)):
         table.add_column(heading, justify="right")
-    best = {load: max(found.bytes_per_second for found in bandwidths if found.point.load is load) for load in Load}
+    best = {load: max(found.bytes_per_second for found in measurements if found.point.load is load) for load in Load}
     rows: dict[tuple[int, int], dict[Load, float]] = {}
-    for found in bandwidths:
+    for found in measurements:
         row = rows.setdefault((found.point.block_bytes, found.point.depth), {})
         row[found.point.load] = found.bytes_per_second
     for (block, depth), speeds in rows.items():
@@ -148,9 +148,9 @@ def _figure(results: Results) -> Figure:
     figure = Figure(figsize=(12, 3.6 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(results), len(Load), sharex=True, sharey="row", squeeze=False)
-    for row, (path, bandwidths) in zip(grid, results.items(), strict=True):
+    for row, (path, measurements) in zip(grid, results.items(), strict=True):
         for axes, load in zip(row, Load, strict=True):
-            _panel(axes, [found for found in bandwidths if found.point.load is load])
+            _panel(axes, [found for found in measurements if found.point.load is load])
             axes.set_title(f"{path}: {load.value}")
         row[0].set_ylabel("GB/s")
         row[0].set_ylim(bottom=0)  # after all lines of the row, which share the scale
@@ -160,7 +160,7 @@ def _figure(results: Results) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, found: list[Bandwidth]) -> None:
+def _panel(axes: Axes, found: list[Measurement]) -> None:
     for block in dict.fromkeys(item.point.block_bytes for item in found):
         line = sorted(
             (item.point.depth, item.bytes_per_second / 1e9) for item in found if item.point.block_bytes == block
