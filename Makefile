@@ -12,9 +12,10 @@ TRIALS ?= 1000
 VERSIONS ?= 2.11 2.13 newest
 
 # Tests of parts, without processes of their own: what `make quick` runs.
-QUICK := tests/docs tests/core/test_docs.py tests/core/test_imports.py tests/core/test_layout.py tests/core/test_planner.py \
-  tests/core/test_pager.py tests/core/test_settings_page.py tests/core/test_shares.py tests/core/test_store.py \
-  tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
+QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry tests/store/test_store.py \
+  tests/store/test_shares.py tests/schedule/test_pager.py tests/schedule/test_planner.py tests/content/test_layout.py \
+  tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
+  tests/docs/test_settings_page.py tests/docs/test_site.py
 
 .PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs docs-site install clean
 
@@ -47,7 +48,7 @@ unit: install
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 # What `make test` leaves out: long tables of optimizers, models and training loops with the packages that they need,
-# and further rows of tables of which `make test` takes one of each kind (tests/core/core_tables.py).
+# and further rows of tables of which `make test` takes one of each kind (tests/support/tables.py).
 test-wide: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wide]'
 	$(BIN)/pytest -n 2 --dist worksteal -m wide $(ARGS)
@@ -63,10 +64,10 @@ test-torch: install
 	$(BIN)/python tests/torch_versions.py $(VERSIONS) $(ARGS)
 
 fuzz: install
-	$(BIN)/pytest tests/core/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
+	$(BIN)/pytest tests/checkpoint/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
 crash-test: install
-	$(BIN)/python -W ignore tests/core/core_crash.py --trials $(TRIALS) $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.crash --trials $(TRIALS) $(ARGS)
 
 bench-io: install
 	$(BIN)/python benchmarks/bench_io.py $(ARGS)
@@ -83,7 +84,7 @@ bench-formats: install
 docs: install
 	$(BIN)/python -W ignore -m infinity.config > docs/settings.md
 	$(BIN)/python -W ignore -m infinity.telemetry.metrics > docs/metrics.md
-	PYTHONPATH=tests/core $(BIN)/python -W ignore tests/wide/wide_page.py > docs/compatibility.md
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.wide_page > docs/compatibility.md
 
 # The documents and the reference of the public names, as build/site; a warning is an error. The test-suite builds it too.
 docs-site: install

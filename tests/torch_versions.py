@@ -25,14 +25,14 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = [
-    "tests/core/test_private.py",
-    "tests/core/test_refusals.py",
-    "tests/core/test_parity_one_rank.py",
-    "tests/core/test_parity_two_ranks.py",
-    "tests/core/test_accumulation.py",
-    "tests/core/test_conversions.py",
-    "tests/core/test_pretrained.py",
-    "tests/core/test_export.py",
+    "tests/fsdp/test_private.py",
+    "tests/run/test_refusals.py",
+    "tests/fsdp/test_parity_one_rank.py",
+    "tests/fsdp/test_parity_two_ranks.py",
+    "tests/fsdp/test_accumulation.py",
+    "tests/formats/test_conversions.py",
+    "tests/sources/test_pretrained.py",
+    "tests/formats/test_export.py",
 ]
 WHICH = "import torch, transformers; print(torch.__version__, transformers.__version__)"
 TRAIN = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "128", "--host-memory", "1MiB", "--steps", "2"]

@@ -3,8 +3,8 @@
 Since version 5 it renames tensors while it loads a checkpoint, and fuses or splits them (the experts of a layer become
 one tensor, say), and undoes this when it saves. The rules are objects in `transformers.conversion_mapping`; here they
 are asked which tensors of a checkpoint make which of a model, and are run for one conversion at a time.
-`tests/core/test_conversions.py` says what is expected of each name. Where the installed transformers lacks them, names
-are taken as they are but for the prefix of the base model.
+`tests/formats/test_conversions.py` says what is expected of each name. Where the installed transformers lacks them,
+names are taken as they are but for the prefix of the base model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every touch of FSDP2's and DTensor's private names, in one place.
 
-`tests/core/test_private.py` says what is expected of each, so that a torch release that changes one is
+`tests/fsdp/test_private.py` says what is expected of each, so that a torch release that changes one is
 found by a named test and not by a wrong gradient. `make test-torch` runs it on other releases than the pinned one.
 """
 

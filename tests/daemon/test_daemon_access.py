@@ -16,7 +16,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from test_daemon_process import daemon, get, start_second, talk, until
 
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
@@ -26,6 +25,7 @@ from infinity.telemetry.exporter import serve
 from infinity.telemetry.page import StatsPageError
 from infinity_daemon.bandwidth import FILE_NAME
 from infinity_daemon.service import SOCKET_NAME
+from support.daemon_process import daemon, get, start_second, talk, until
 
 OTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

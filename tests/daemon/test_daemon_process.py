@@ -8,53 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from pathlib import Path
 
 import pytest
 
 from infinity.telemetry import Stats
-
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon"), *filter(None, sys.path)]),
-}
-
-
-@contextlib.contextmanager
-def daemon(folder, *options):
-    """A started daemon with `port` and `log` (path of its stderr); ended by SIGTERM, which must be clean."""
-    command = [
-        sys.executable,
-        "-m",
-        "infinity_daemon.main",
-        "--runtime-dir",
-        str(folder),
-        "--port",
-        "0",
-        *options,
-    ]
-    log = Path(folder) / "daemon.log"
-    with log.open("w") as stderr:
-        process = subprocess.Popen(command, env=ENVIRONMENT, stderr=stderr)
-    try:
-        until(lambda: " started " in log.read_text() or process.poll() is not None)
-        assert process.poll() is None, log.read_text()
-        process.port = int(re.search(r"port=(\d+)", log.read_text())[1])
-        process.log = log
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(300) == 0, log.read_text()
-
-
-def until(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited for too long"
-        time.sleep(0.01)
+from support.daemon_process import ENVIRONMENT, client, daemon, get, start_second, talk, until
 
 
 @pytest.fixture(scope="module")
@@ -63,28 +21,6 @@ def shared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runtime")
     with daemon(folder) as process:
         yield process, folder
-
-
-def client(folder):
-    peer = socket.socket(socket.AF_UNIX)
-    peer.settimeout(60)
-    peer.connect(str(folder / "infinityd.sock"))
-    return peer
-
-
-def talk(folder, *messages):
-    """Send each message (an object or raw bytes) over one connection; return the answers."""
-    with client(folder) as peer, peer.makefile("rb") as answers:
-        found = []
-        for message in messages:
-            peer.sendall(message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n")
-            found.append(json.loads(answers.readline()))
-        return found
-
-
-def get(port, path):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
-        return answer.read().decode()
 
 
 RANK = """
@@ -240,11 +176,6 @@ def test_clients_are_bounded_and_the_daemon_recovers(shared):
         for peer in peers[-10:]:
             assert b"too many clients" in peer.recv(4096)
     until(lambda: talk(folder, {"op": "status"})[0].get("ok"))
-
-
-def start_second(folder, *options):
-    command = [sys.executable, "-m", "infinity_daemon.main", "--runtime-dir", str(folder), *options]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def test_a_second_daemon_is_refused_and_told_who_holds_the_socket(shared):

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from io_engines import KINDS, make_engine
 
 from infinity.io import Engine
+from support.engines import KINDS, make_engine
 
 
 @pytest.fixture(params=KINDS)

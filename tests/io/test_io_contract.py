@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from io_engines import BLOCK, KINDS, PATIENCE, make_engine, mapped, open_descriptors
 
 from infinity.errors import InfinityError, StallError, StorageError
 from infinity.io import Engine, Op, Ticket
+from support.engines import BLOCK, KINDS, PATIENCE, make_engine, mapped, open_descriptors
 
 
 def test_round_trip(engine: Engine, tmp_path: Path, blob: bytes) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from core_fault_engine import Fault, FaultEngine, FaultKind
-from io_engines import BLOCK, PATIENCE, make_engine, mapped
 
 from infinity.errors import ConfigError, StallError, StorageError
 from infinity.io import DataFile, Op, ThreadEngine, Ticket
+from support.engines import BLOCK, PATIENCE, make_engine, mapped
+from support.fault_engine import Fault, FaultEngine, FaultKind
 
 SIZE = 16 * BLOCK
 

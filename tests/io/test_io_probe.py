@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import typer
-from io_engines import open_descriptors
 from typer.testing import CliRunner
 
 from infinity.errors import BudgetError, ConfigError
 from infinity.io.probe import Load, Progress, measure_paths, points_of
 from infinity_tools.probe import probe
+from support.engines import open_descriptors
 
 MIB = 1 << 20
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from io_engines import BLOCK, PATIENCE, make_engine, mapped, open_descriptors
 
 from infinity.config import StorageConfig
 from infinity.errors import ConfigError, InfinityError, StallError, StorageError
@@ -25,14 +24,15 @@ from infinity.io import files as files_module
 from infinity.io import ring as ring_module
 from infinity.io import select as select_module
 from infinity.io.ring import Ring, RingRefusedError
+from support.engines import BLOCK, PATIENCE, make_engine, mapped, open_descriptors
 
 _ROOT = Path(__file__).parents[2]
-_IMPORTED = (_ROOT, _ROOT / "tests" / "io", _ROOT / "tests" / "core")
+_IMPORTED = (_ROOT, _ROOT / "tests")
 
 _LIMITED = """
 import mmap, resource, sys
 sys.path[:0] = sys.argv[3:]
-from io_engines import make_engine
+from support.engines import make_engine
 from infinity.errors import StorageError
 from infinity.io import Op
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -55,7 +55,7 @@ def test_write_past_the_file_size_limit(kind: str, tmp_path: Path) -> None:
         _LIMITED,
         kind,
         path,
-        *map(str, (_ROOT, _ROOT / "tests" / "io", _ROOT / "tests" / "core")),
+        *map(str, (_ROOT, _ROOT / "tests")),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == [str(errno.EFBIG), "write", "0", str(2 << 20), path], done.stderr

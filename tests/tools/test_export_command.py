@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tools_command import SMALL, Finished, run_here
 from torch.distributed.checkpoint import FileSystemReader
+
+from support.command import SMALL, Finished, run_here
 
 
 @pytest.fixture

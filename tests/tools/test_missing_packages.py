@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools_command import SMALL, run_here
+
+from support.command import SMALL, run_here
 
 
 @pytest.mark.parametrize(

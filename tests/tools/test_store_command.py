@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tools_command import SMALL, run_here
 from typer.testing import CliRunner
 
 from infinity.checkpoint.manifest import checksum_of, read_manifest
@@ -22,6 +21,7 @@ from infinity.store.folder import FolderLock, RunFolder
 from infinity_tools.cli import app
 from infinity_tools.runs import BadPage, Check, good_step, stored_runs
 from infinity_tools.store import _advice
+from support.command import SMALL, run_here
 
 
 @pytest.fixture(scope="module")

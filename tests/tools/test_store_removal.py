@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tools_command import SMALL, environment, run_here
 
 from infinity.errors import ConfigError
 from infinity.store.folder import FolderLock, RunFolder, no_starts
 from infinity.store.marker import MARKER_NAME
 from infinity_tools.runs import Check, stored_runs, waste
+from support.command import SMALL, environment, run_here
 
 OTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount, or be another user")

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import typer
 from rich.console import Console
-from tools_command import SMALL, run_here
 from typer.testing import CliRunner
 
 import infinity
 from infinity_daemon.main import app as daemon
 from infinity_tools.cli import app
 from infinity_tools.progress import StepView, open_view
+from support.command import SMALL, run_here
 
 VIEW = StepView(
     step=1234, loss=2.3456, seconds=0.5, tokens=65536, read_bytes=2.5e9, written_bytes=1.5e9, stall_share=0.25

@@ -15,9 +15,9 @@ from statistics import fmean
 
 import pytest
 import torch
-from tools_command import SMALL, environment, run_here, run_process
 
 from infinity.telemetry.metrics import PARTS
+from support.command import SMALL, environment, run_here, run_process
 
 KEYS = {
     "run_id", "parameters", "world_size", "steps", "tokens_per_step", "losses", "step_seconds", "tokens_per_second",
@@ -38,7 +38,7 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     assert summary["losses"][-1] < summary["losses"][0] - 0.5
     assert summary["steps"] == len(summary["losses"]) == len(summary["step_records"]) == 12
     assert summary["host_memory_bytes"] == 1 << 20
-    # Over ten steps, of which the first one ends what the one before has begun; exact in tests/core/test_traffic.py.
+    # Over ten steps, of which the first one ends what the one before has begun; schedule/test_traffic.py is exact.
     assert summary["nvme_read_bytes_per_step"] == pytest.approx(summary["predicted_read_bytes_per_step"], rel=0.05)
     assert summary["nvme_written_bytes_per_step"] == pytest.approx(
         summary["predicted_written_bytes_per_step"], rel=0.05

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tools_command import SMALL, environment, run_here, run_process
 
 from infinity_tools.signals import StopRequest
+from support.command import SMALL, environment, run_here, run_process
 
 
 def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:

@@ -7,17 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
-from tools_command import SMALL, Finished, run_process
-from tools_faults import __file__ as BROKEN
+
+from support.command import SMALL, Finished, run_process
 
 STEPS = ["--steps", "8", "--commit-every", "2", "--json"]
 EIO = r"StorageError: (read|write) of \d+ bytes at offset \d+ of \S+rank00001\.pages failed: EIO \(Input/output error\)"
 
 
 def train(folder: Path, *fault: str, out: str, resume: bool = False) -> Finished:
-    """Train on two ranks; `fault` is what `tools_faults.py` gets."""
+    """Train on two ranks; `fault` is what `support/command_faults.py` gets."""
     options = [*SMALL, *STEPS, "--out", out, *(["--resume"] if resume else [])]
-    program = (BROKEN, *fault) if fault else ("-m", "infinity_tools")
+    program = ("-m", "support.command_faults", *fault) if fault else ("-m", "infinity_tools")
     return run_process(folder, *options, ranks=2, program=program)
 
 

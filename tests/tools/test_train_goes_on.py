@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tools_command import SMALL, Finished, run_here, run_process
 
 from infinity_tools.presets import find_model
+from support.command import SMALL, Finished, run_here, run_process
 
 
 def said(ended: Finished) -> str:

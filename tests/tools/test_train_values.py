@@ -7,11 +7,11 @@ import logging
 from pathlib import Path
 
 import pytest
-from tools_command import SMALL, run_here
 
 from infinity.config import check_config, load_config
 from infinity.errors import ConfigError
 from infinity.run import _say_where
+from support.command import SMALL, run_here
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tools_command import SMALL, Finished, run_here, run_process
 from typer.testing import CliRunner
 
 import infinity
 from infinity.errors import ConfigError
 from infinity_daemon.main import app as daemon
+from support.command import SMALL, Finished, run_here, run_process
 
 RUN = "20260101-000000-aaaaaa"
 

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 
-import core_bare
 import pytest
-from wheel_environment import Environment, public_python, without_checkout
 
 import infinity
 from infinity.extras import EXTRAS
+from support import bare as program
+from support.wheel_environment import Environment, public_python, without_checkout
 
 pytestmark = pytest.mark.wheel
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +127,7 @@ def test_the_library_alone(bare: Environment, place: Path) -> None:
     find = f"from importlib.util import find_spec as find; print(find('infinity').origin, *filter(find, {optional}))"
     found = bare.run("python", "-c", find)
     assert found.stdout == f"{bare.site / 'infinity' / '__init__.py'}\n", found.stderr
-    shutil.copy(core_bare.__file__, place / "program.py")
+    shutil.copy(program.__file__, place / "program.py")
     (place / "program.py").chmod(0o644)
     done = bare.run("python", str(place / "program.py"), str(place / "nvme"))
     assert (done.returncode, done.stdout) == (0, "2 4\n"), done.stderr

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import wide_habits
-from core_ranks import RankPool
-from wide_habit import HABITS, problems
+
+from support import habits
+from support.habit import HABITS, problems
+from support.ranks import RankPool
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,9 @@ def test_a_habit_is_as_its_row_says(name: str, placement: str) -> None:
 @pytest.mark.parametrize("name", [name for name, habit in HABITS.items() if 2 in habit.ranks])
 def test_a_habit_is_as_its_row_says_on_two_ranks(name: str, pair: RankPool) -> None:
     """With the first placement that it is tried with."""
-    assert pair.run(wide_habits.problems_of, name, HABITS[name].placements[0]) == [[], []]
+    assert pair.run(habits.problems_of, name, HABITS[name].placements[0]) == [[], []]
 
 
 def test_the_table_is_long() -> None:
     """Sixty habits were promised."""
-    assert len(wide_habits.ROWS) >= 60
+    assert len(habits.ROWS) >= 60

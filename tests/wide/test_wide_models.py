@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_train import Outcome, Paging, differences, host_bytes, settings, state_in_memory, state_on_nvme
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from wide_models import ROWS, ModelRow, build
-from wide_rows import REFUSED
-from wide_values import unlike
 
 import infinity
 from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import InfinityError
+from support.rows import REFUSED
+from support.train import Outcome, Paging, differences, host_bytes, settings, state_in_memory, state_on_nvme
+from support.values import unlike
+from support.wide_models import ROWS, ModelRow, build
 
 pytestmark = pytest.mark.wide
 STEPS = 3

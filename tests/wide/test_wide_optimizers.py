@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from core_optimizers import build, compare, groups_of
-from core_train import Paging, settings
-from wide_optimizers import ROWS, OptimizerRow
-from wide_rows import EQUAL
 
 import infinity
 from infinity.errors import UnsupportedError
+from support.optimizers import build, compare, groups_of
+from support.rows import EQUAL
+from support.train import Paging, settings
+from support.wide_optimizers import ROWS, OptimizerRow
 
 pytestmark = pytest.mark.wide
 BY_NAME = {row.name: row for row in ROWS}

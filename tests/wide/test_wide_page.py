@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from wide_page import page, tables
+
+from support.wide_page import page, tables
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"

@@ -1,0 +1,133 @@
+"""What `commit` is given of the user's own comes back equal, or is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from infinity.checkpoint.extra import load_extra, save_extra
+from infinity.errors import CommitError, InfinityError
+from infinity.schedule.pager import Pager
+from infinity.store.marker import look_for_runs
+from support.ranks import RankPool
+from support.session import Session
+
+KEPT: dict[str, Any] = {
+    "numbers": [0, -1, 1 << 128, True, False, 0.1, -0.0, 5e-324, 1e308, math.inf, -math.inf],
+    "texts": ["", "ü", "\x00", "\U0001f600"],
+    "nothing": None,
+    "nested": {"": [{}, [], [[1]]], "a.b['c']": {}},
+    "subclasses": [OrderedDict(b=1, a=2), Counter("aab"), np.float64(0.1)],
+    "tuples": [(), (1,), ((0.9, 0.999), [(None,)]), {"betas": (0.9, 0.999)}],
+    "keys": {30: 1, None: {False: 2}, 0.5: (), "text": {"80": {80: []}}},
+    "milestones": Counter([30, 80, 80]),
+    "marks": [{"tuple": [1]}, {"pairs": []}, {"pairs": [[1, 2]]}, {"tuple": {"tuple": ()}}, {"tuple": 1, "pairs": 2}],
+    "tuple": [1],
+}
+loop: list[Any] = []
+loop.append(loop)
+REFUSED: tuple[tuple[Any, str], ...] = (
+    ({30: 1}, "extra is {30: 1}; commit a dict with texts as keys"),
+    ({"a": [{"b": {(1, 2): 1}}]}, r"extra\['a'\]\[0\]\['b'\] has the key \(1, 2\); use texts or numbers"),
+    ({"a": {b"x": 1}}, r"a key of extra\['a'\] is of type bytes"),
+    ({"a": {"b": torch.ones(1)}}, r"extra\['a'\]\['b'\] is of type Tensor; .* tolist\(\)"),
+    ({"a": np.float32(1)}, r"extra\['a'\] is of type float32"),
+    ({"a": {1, 2}}, "is of type set"),
+    ({"a": b"x"}, "is of type bytes"),
+    ({"a": Path("x")}, "is of type PosixPath"),
+    ({"a": "\ud83d\ude00"}, r"extra\['a'\] is a text that is not Unicode"),
+    ({"a": {"\ud800": 1}}, r"a key of extra\['a'\] is a text that is not Unicode"),
+    ({"a": 10**5000}, "is an integer of more than 8192 bits"),
+    ({"a": loop}, "is nested more than 100 deep, or contains itself"),
+    ([("a", 1)], r"extra is \[.*; commit a dict"),
+    ("", "extra is ''; commit a dict"),
+)
+
+
+def test_what_is_accepted_comes_back_equal(tmp_path: Path) -> None:
+    """NaN and infinities, which schedulers have, too."""
+    with Session(tmp_path) as session:
+        session.optimizer.commit({**KEPT, "nan": math.nan, "scheduler": session.scheduler.state_dict()})
+    with Session(tmp_path, run={"resume": "latest"}) as session:
+        found = session.optimizer.resumed_extra
+    assert {name: found[name] for name in KEPT} == KEPT
+    assert [repr(item) for item in found["numbers"]] == [repr(item) for item in KEPT["numbers"]]
+    assert math.isnan(found["nan"])
+
+
+def test_what_would_come_back_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the place and what to do, and before any page or file is written; the next commit is in order."""
+    with Session(tmp_path) as session:
+        session.step()
+        monkeypatch.setattr(Pager, "flush", lambda _: pytest.fail("pages are written"))
+        for extra, reason in REFUSED:
+            with pytest.raises(CommitError, match=reason):
+                session.optimizer.commit(extra)
+        monkeypatch.undo()
+        (run,) = look_for_runs([tmp_path / "nvme0"])[0]
+        assert list((run.roots[0] / "commits").glob("step*")) == []
+        session.commit()
+    with Session(tmp_path, run={"resume": "latest"}) as session:
+        assert session.optimizer.steps == 1
+
+
+def commit_on_one(folder: str) -> str:
+    """Commit something on rank 1 that cannot be; return what is raised. On every rank."""
+    with Session(Path(folder)) as session:
+        session.step()
+        state = session.scheduler.state_dict()
+        own = {"rank": {1}} if session.optimizer.run.ranks.rank else {}
+        with pytest.raises(InfinityError) as caught:
+            session.optimizer.commit({"scheduler": state, **own})
+        session.commit()
+        return str(caught.value)
+
+
+def test_what_one_rank_cannot_commit_no_rank_does(pair: RankPool, tmp_path: Path) -> None:
+    """All are told, and go on."""
+    told, own = pair.run(commit_on_one, str(tmp_path))
+    assert own.startswith("extra['rank'] is of type set; commit numbers, texts")
+    assert told == f"commit failed on rank 1: CommitError: {own}"
+
+
+def schedulers() -> dict[str, Any]:
+    """Return one of each of torch's."""
+    rates = torch.optim.lr_scheduler
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    constant, falling = rates.ConstantLR(optimizer), rates.ExponentialLR(optimizer, 0.9)
+    return {
+        "LambdaLR": rates.LambdaLR(optimizer, lambda step: 1.0),
+        "MultiplicativeLR": rates.MultiplicativeLR(optimizer, lambda step: 0.9),
+        "StepLR": rates.StepLR(optimizer, 2),
+        "LinearLR": rates.LinearLR(optimizer),
+        "PolynomialLR": rates.PolynomialLR(optimizer),
+        "CosineAnnealingLR": rates.CosineAnnealingLR(optimizer, 10),
+        "CosineAnnealingWarmRestarts": rates.CosineAnnealingWarmRestarts(optimizer, 10),
+        "ChainedScheduler": rates.ChainedScheduler([constant, falling]),
+        "SequentialLR": rates.SequentialLR(optimizer, [constant, falling], [2]),
+        "ReduceLROnPlateau": rates.ReduceLROnPlateau(optimizer),
+        "CyclicLR": rates.CyclicLR(optimizer, 0.01, 0.1),
+        "MultiStepLR": rates.MultiStepLR(optimizer, [2, 2, 4]),
+        "OneCycleLR": rates.OneCycleLR(optimizer, 0.1, total_steps=10),
+    }
+
+
+def test_states_of_schedulers_can_be_committed() -> None:
+    """Also of the one whose milestones are numbers as keys."""
+    for name, scheduler in schedulers().items():
+        state = scheduler.state_dict()
+        assert load_extra(json.loads(json.dumps(save_extra(state)))) == state, name
+
+
+def test_what_nobody_has_saved_is_no_extra() -> None:
+    """A mark around something else than an array, or than pairs of a key and a value."""
+    for damaged in ({"tuple": 1}, {"pairs": {}}, {"pairs": [1]}, {"pairs": [[1]]}, {"pairs": [[[], 1]]}):
+        with pytest.raises(ValueError, match="extra: "):
+            load_extra({"a": [damaged]})

@@ -1,0 +1,503 @@
+"""Files that are damaged or lie: the answer is a `CommitError` that names the file, or what was committed.
+
+`make fuzz` runs many more examples, other ones every time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from typer.testing import CliRunner
+
+from infinity.checkpoint import commit, state
+from infinity.checkpoint.manifest import checksum_of, published_in, read_manifest, read_state_file, using
+from infinity.checkpoint.reader import CommitReader
+from infinity.errors import CommitError, StorageError
+from infinity.ranks import Ranks
+from infinity.store.folder import RunFolder
+from infinity_tools.cli import app
+from support.session import Session
+
+LATEST = {"resume": "latest"}
+ALONE = Ranks(0, 0, 1)
+NEWEST, OLDER = 6, 3
+FUZZ = settings.get_current_profile_name() == "fuzz"
+
+
+def bounded(examples: int) -> settings:
+    """The same few examples every time; with the profile ``fuzz``, many and others."""
+    return settings(
+        max_examples=settings.default.max_examples if FUZZ else examples,
+        derandomize=not FUZZ,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+class Stored:
+    """A run with two commits, and what is in it."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        with Session(place, run={"retained_commits": 2}) as session:
+            session.run(NEWEST)
+            self.model, self.layout = session.model, session.optimizer.layout
+            self.losses = session.run(NEWEST + 1, every=0)
+        (self.root,) = (entry for entry in (place / "nvme0").iterdir() if entry.is_dir())
+        self.folder = RunFolder(self.root.name, (self.root,))
+        self.older, self.manifest = (self.folder.commits / name.file_name for name in published_in(self.folder.commits))
+        self.state = self.folder.commits / read_manifest(self.manifest).state_file
+        self.values = self.read(CommitReader(self.folder))
+
+    def read(self, reader: CommitReader) -> list[bytes]:
+        """Return the bytes of all parameters and their states."""
+        return [
+            reader.read(index, name).flatten().view(torch.uint8).numpy().tobytes()
+            for index in range(len(reader.tensors))
+            for name in ("master", *(kind for kind, _ in reader.kinds(index)))
+        ]
+
+    def body(self, file: Path) -> dict[str, Any]:
+        """Return what a manifest says."""
+        return json.loads(json.loads(file.read_text())["body"])
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """A run that is as it was after every example."""
+    return Stored(tmp_path_factory.mktemp("stored"))
+
+
+@contextmanager
+def replaced(file: Path, content: bytes) -> Iterator[None]:
+    """Have another content in a file, and all generators as they were afterwards."""
+    good, generators = file.read_bytes(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    file.write_bytes(content)
+    try:
+        yield
+    finally:
+        file.write_bytes(good)
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        torch.set_rng_state(generators[2])
+
+
+def sealed(body: str) -> bytes:
+    """Return a file whose checksum is right, whatever it says."""
+    data = body.encode("utf-8", "surrogatepass")
+    return json.dumps({"checksum": checksum_of(data), "body": body}).encode()
+
+
+# --- What is done with a commit. Each returns nothing wrong, or raises.
+
+
+def decoded(stored: Stored) -> None:
+    """The files, and the plain data in them."""
+    for name in published_in(stored.folder.commits):
+        found = read_manifest(stored.folder.commits / name.file_name)
+        state.load_scalars(found.scalars)
+        state.load_groups(found.groups, [{} for _ in found.groups])
+        with using(stored.folder.commits / found.state_file):
+            state.load_random(found.random, read_state_file(stored.folder.commits, found))
+
+
+def exported(stored: Stored) -> None:
+    """Every parameter and state, as export reads them."""
+    reader = CommitReader(stored.folder)
+    list(reader.buffers())
+    assert stored.read(reader) == stored.values, "a wrong page"
+
+
+def resumed(stored: Stored) -> None:
+    """What resuming reads."""
+    commits = commit.list_commits(stored.folder, ALONE, -1)
+    found = commit.find_commits(stored.folder, ALONE, stored.layout, "AdamW", commits)
+    assert [manifest.step for manifest in found] in ([OLDER, NEWEST], [NEWEST])
+    groups: list[dict[str, Any]] = [{} for _ in found[-1].groups]
+    commit.restore(found[-1], stored.folder, stored.model, groups)
+
+
+def listed(stored: Stored) -> None:
+    """What the command line says of it: exit status 0, 1 or 2, never a traceback."""
+    for arguments in (["ls"], ["ls", "--json"], ["verify", "--json"], ["scrub"], ["gc", "--dry-run", "--json"]):
+        result = CliRunner().invoke(app, ["store", *arguments, str(stored.root.parent)])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code in (0, 1, 2)
+        if "--json" in arguments and result.exit_code < 2:
+            json.loads(result.stdout)
+
+
+USES: tuple[Callable[[Stored], None], ...] = (decoded, exported, resumed)
+
+
+def error_of(action: Callable[[], object], stored: Stored, file: Path) -> str:
+    """Return the error that an action ends with, if it does: one that names the file, the run or a page's place."""
+    try:
+        action()
+        return ""
+    except CommitError as error:
+        said, names = str(error), (file.name, stored.folder.run_id)
+    except StorageError as error:
+        said, names = str(error), ("rank00000.pages",)
+    assert any(name in said for name in names), said
+    assert len(said) < 2000
+    return said
+
+
+def used(stored: Stored, file: Path) -> list[str]:
+    """Use a commit in every way; return what was wrong with it."""
+    return [error_of(lambda use=use: use(stored), stored, file) for use in USES]
+
+
+# --- Damage: the checksum finds it.
+
+
+@st.composite
+def damaged(draw: st.DrawFn, good: bytes) -> bytes:
+    """Draw what a file may be after an accident."""
+    place = draw(st.integers(0, len(good) - 1))
+    kind = draw(st.sampled_from(["cut", "flip", "zeros", "doubled", "noise"]))
+    if kind == "cut":
+        return good[:place]
+    if kind == "flip":
+        return good[:place] + bytes([good[place] ^ 1 << draw(st.integers(0, 7))]) + good[place + 1 :]
+    if kind == "zeros":
+        return good[:place] + bytes(len(good) - place)
+    if kind == "doubled":
+        return good + good[place:]
+    return draw(st.binary(max_size=200))
+
+
+FILES = ("manifest", "state")
+
+
+@pytest.mark.parametrize("which", FILES)
+@bounded(60)
+@given(data=st.data())
+def test_damage_is_found(which: str, stored: Stored, data: st.DataObject) -> None:
+    """Whatever happens to a file: it is named, and no value is taken from it."""
+    file: Path = getattr(stored, which)
+    good = file.read_bytes()
+    content = data.draw(damaged(good))
+    with replaced(file, content):
+        if content != good:
+            assert any(used(stored, file))
+
+
+# --- Lies: well-formed, with the right checksum.
+
+DEEP = "@deep@"
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20),
+    st.sampled_from([
+        -1, 0, 1, 2, 4095, 4096, 8192, 2**31, 2**32, 2**48, 2**63 - 1, 2**63, -(2**63), 10**400, 1e308, 5e-324,
+        float("nan"), float("inf"), "", "0", "-1", "../../etc/passwd", "/etc/passwd", "a\0b", "\ud800", "x" * 10_000,
+        "float32", "float31", "int64", "master", "__class__", "0123456789abcdef", DEEP, [], {}, [[]], [{}], {"": None},
+        {"0": []}, {"tensor": "float32", "shape": [2**62], "value": []}, {"tuple": []}, {"tuple": [{"tuple": DEEP}]},
+        {"tensor": "int8", "shape": [], "value": 300}, {"tensor": "float16", "shape": [1], "value": [10**300]},
+        {"tensor": "bool", "shape": [2], "value": [True]}, {"tensor": "_C", "shape": [], "value": 1},
+    ]),
+)  # fmt: skip
+
+
+def places(tree: Any, draw: st.DrawFn) -> tuple[Any, Any]:
+    """Draw a container in a tree and a key of it, the upper ones as often as the lower ones."""
+    while True:
+        keys = sorted(tree) if isinstance(tree, dict) else range(len(tree))
+        key = draw(st.sampled_from(keys))
+        below = tree[key]
+        if not (isinstance(below, dict | list) and below) or draw(st.integers(0, 3)) == 0:
+            return tree, key
+        tree = below
+
+
+def deform(draw: st.DrawFn, tree: Any) -> None:
+    """Change one place of a tree."""
+    parent, key = places(tree, draw)
+    kind = draw(st.sampled_from(["junk", "junk", "gone", "moved", "nudged", "doubled", "added"]))
+    if kind == "gone":
+        del parent[key]
+    elif kind == "moved":
+        other, place = places(tree, draw)
+        parent[key], other[place] = other[place], parent[key]
+        json.dumps(tree)  # a tree that contains itself is none
+    elif kind == "nudged" and type(parent[key]) is int:
+        parent[key] += draw(st.sampled_from([-4096, -1024, -64, -1, 1, 64, 1024, 4096, 8192, 2**32]))
+    elif kind == "doubled" and isinstance(parent, list):
+        parent.append(parent[key])
+    elif kind == "added" and isinstance(parent, dict):
+        parent[draw(st.one_of(st.text(max_size=5), st.sampled_from(["00", "-1", "1" * 30, "params"])))] = parent[key]
+    else:
+        parent[key] = copy.deepcopy(draw(JUNK))  # what is sampled is always the same object
+
+
+PARTS = ("all", "description")
+
+
+@st.composite
+def lies(draw: st.DrawFn, body: dict[str, Any], part: str) -> bytes:
+    """Draw a file that says something else, in any part or in one."""
+    tree = json.loads(json.dumps(body))
+    try:
+        for _ in range(draw(st.sampled_from([1, 1, 1, 2, 4]))):
+            deform(draw, tree if part == "all" else tree[part])
+        written = json.dumps(tree)
+    except (ValueError, IndexError, RecursionError):  # nothing is left of it, or it contains itself
+        written = "{}"
+    return sealed(written.replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@bounded(200)
+@given(data=st.data())
+def test_lies_do_no_harm(part: str, stored: Stored, data: st.DataObject) -> None:
+    """A wrong body with a right checksum: an error that names it, or the values that were committed."""
+    with replaced(stored.manifest, data.draw(lies(stored.body(stored.manifest), part))):
+        used(stored, stored.manifest)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@bounded(10)
+@given(data=st.data())
+def test_the_command_line_reads_lies(part: str, stored: Stored, data: st.DataObject) -> None:
+    """`infinity store` lists, checks and tidies up what is wrong like everything else."""
+    with replaced(stored.manifest, data.draw(lies(stored.body(stored.manifest), part))):
+        listed(stored)
+
+
+TENSORS = st.one_of(
+    st.none(),
+    st.builds(
+        lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+        st.lists(st.integers(0, 5), max_size=3),
+        st.sampled_from([torch.uint8, torch.int64, torch.float32, torch.bool, torch.bfloat16]),
+    ),
+    st.builds(
+        lambda size, fill: torch.full((size,), fill, dtype=torch.uint8), st.integers(5000, 5100), st.integers(0, 255)
+    ),
+    st.builds(lambda fill: torch.full((624,), fill, dtype=torch.int64), st.integers(-(2**40), 2**40)),
+)
+
+
+@bounded(80)
+@given(data=st.data())
+def test_state_files_may_lie(stored: Stored, data: st.DataObject) -> None:
+    """Tensors that are missing, of another shape, dtype or content, under the right checksum."""
+    tensors = load(stored.state.read_bytes())
+    for name in sorted(tensors):
+        change = data.draw(st.sampled_from([None, None, TENSORS]))
+        if change is not None:
+            tensors.pop(name)
+            if (value := data.draw(change)) is not None:
+                tensors[name] = value
+    content = save(tensors)
+    body = {**stored.body(stored.manifest), "state_checksum": checksum_of(content)}
+    with replaced(stored.state, content), replaced(stored.manifest, sealed(json.dumps(body))):
+        used(stored, stored.state)
+
+
+def resume(place: Path, losses: list[float]) -> None:
+    """Start from the newest commit, train on, and compare."""
+    with Session(place, run=LATEST) as session:
+        assert session.run(NEWEST + 1, every=0) == losses
+
+
+@bounded(20)
+@given(data=st.data())
+def test_a_run_is_resumed_from_what_was_committed(stored: Stored, data: st.DataObject) -> None:
+    """The whole start, with a manifest that lies about its pages: an error, or the loss of the next step."""
+    body = stored.body(stored.manifest)
+    part = {key: body[key] for key in ("pages", "weights")}
+    for _ in range(data.draw(st.integers(1, 3))):
+        deform(data.draw, part)
+    copied = stored.place.parent / "copied"
+    shutil.copytree(stored.place, copied)
+    generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    try:
+        target = copied / stored.manifest.relative_to(stored.place)
+        written = json.dumps({**body, **part}).replace(f'"{DEEP}"', "[]")
+        target.write_bytes(sealed(written))
+        error_of(lambda: resume(copied, stored.losses), stored, target)
+    finally:
+        shutil.rmtree(copied)
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        torch.set_rng_state(generators[2])
+
+
+def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
+    def change(body: dict[str, Any]) -> None:
+        inner: Any = body
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = to(inner[keys[-1]]) if callable(to) else to
+
+    return change
+
+
+def _overlap(body: dict[str, Any]) -> None:
+    first, second = list(body["pages"].values())[:2]
+    second[:2] = first[:2]
+
+
+MANIFEST_LIES = {
+    "another commit": (_set("identity", to="0" * 24), "it is of rank 0 of 1 at step 6, commit 0000"),
+    "no identity": (_set("identity", to="../../../../etc/passwd"), "identity.*is not a text like"),
+    "another layout": (_set("layout", to="0" * 16), "its description is of layout .*, its pages are of 0000"),
+    "another rank": (_set("rank", to=1), "it is of rank 1 of 1"),
+    "another step": (_set("step", to=3), "at step 3"),
+    "more ranks": (_set("world_size", to=2), "it is of rank 0 of 2"),
+    "another run": (_set("run_id", to="20260101-000000-000000"), "it is of run"),
+    "another format": (_set("format", to=1), "has format 1, this version reads 2; use the version that wrote it"),
+    "true as the format": (_set("format", to=True), "has format True"),
+    "a path that is none": (_set("pages", "0", 0, to=1), "page 0 cannot be .* of path 1"),
+    "no alignment": (_set("pages", "0", 1, to=512), "pages: 0: 1: 512 is not .* a multiple of 4096"),
+    "another length": (_set("pages", "0", 2, to=4096), "its pages are not those of the run's layout"),
+    "behind the end": (_set("pages", "0", 1, to=1 << 40), "names .* bytes of .*rank00000.pages, which has"),
+    "an overlap": (_overlap, "two pages share the bytes"),
+    "a page twice": (
+        lambda body: body["pages"].update({"00": body["pages"]["0"]}),
+        "pages: a key: '00' is not a text like",
+    ),
+    "no weights": (_set("weights", to=[]), "weights"),
+    "an infinite weight": (_set("weights", 0, to=float("inf")), "weights: 0: inf is not a number"),
+    "parameters among settings": (
+        lambda body: body["groups"][0]["settings"].update(params=[]),
+        "groups: 0: settings: a key: 'params' is not",
+    ),
+    "a group of no parameter": (_set("groups", 0, "params", to=[1 << 40]), "scalars or groups"),
+}
+
+
+@pytest.mark.parametrize("lie", MANIFEST_LIES)
+def test_what_is_said_of_a_manifest(lie: str, stored: Stored) -> None:
+    """The field and what is wrong with it."""
+    change, said = MANIFEST_LIES[lie]
+    body = stored.body(stored.manifest)
+    change(body)
+    with replaced(stored.manifest, sealed(json.dumps(body))):
+        for use in (exported, resumed):
+            with pytest.raises(CommitError, match=said):
+                use(stored)
+
+
+DESCRIPTION_LIES = {
+    "billions of pages": (_set("units", 0, "shards", 0, "padded", to=1 << 48), "more than 4194304 pages"),
+    "negative": (_set("units", 0, "shards", 0, "numel", to=-1), "units: 0: shards: 0: numel: -1 is not"),
+    "pages too small": (_set("page_bytes", to=4096), "page_bytes: 4096 is too small"),
+    "another shape": (_set("tensors", 0, "shape", to=[3, 5]), "is not that of its shard"),
+    "no such dim": (_set("tensors", 0, "dim", to=2), "is not that of its shard"),
+    "a name twice": (lambda body: body["tensors"][0]["names"].append("head.bias"), "a name is there twice"),
+    "no such dtype": (
+        lambda body: next(iter(body["formats"].values())).update(param="float31"),
+        "'float31' is not one",
+    ),
+    "no such encoding": (
+        lambda body: next(iter(body["formats"].values())).update(encodings=[["master", "zip"]]),
+        "'zip' is not one",
+    ),
+    "an encoding of nothing": (
+        lambda body: next(iter(body["formats"].values())).update(encodings=[["nothing", "8bit"]]),
+        "'nothing' cannot be stored as 8bit",
+    ),
+    "fewer tensors": (lambda body: body["tensors"].pop(), "tensors of .* shards"),
+    "pages cut otherwise": (_set("page_bytes", to=1 << 20), "its description is of layout"),
+    "another name": (_set("units", 0, "name", to="other"), "its description is of layout"),
+}
+
+
+@pytest.mark.parametrize("lie", DESCRIPTION_LIES)
+def test_what_is_said_of_a_description(lie: str, stored: Stored) -> None:
+    """The field and what is wrong with it."""
+    change, said = DESCRIPTION_LIES[lie]
+    body = stored.body(stored.manifest)
+    change(body if lie in ("pages too small", "pages cut otherwise") else body["description"])
+    with replaced(stored.manifest, sealed(json.dumps(body))):
+        for use in (exported, resumed):
+            with pytest.raises(CommitError, match=said):
+                use(stored)
+
+
+def test_a_key_that_is_there_twice(stored: Stored) -> None:
+    """JSON parsers differ in which one they take; we take none."""
+    body = json.dumps(stored.body(stored.manifest))
+    with (
+        replaced(stored.manifest, sealed(body.replace('"step": 6', '"step": 5, "step": 6'))),
+        pytest.raises(CommitError, match="a key is there twice"),
+    ):
+        read_manifest(stored.manifest)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step000000000006.rank00001-of-00001.json", "step0000000000006.rank00000-of-00001.json",
+        "step000000000007.rank00000-of-" + "9" * 40 + ".json", "step.json",
+        "step00000000000\u0667.rank00000-of-00001.json",
+    ],
+)  # fmt: skip
+def test_names_that_no_writer_gives(name: str, stored: Stored) -> None:
+    """They are passed over, or no commit; nothing is made of the size they speak of."""
+    file = stored.folder.commits / name
+    file.write_bytes(stored.manifest.read_bytes())
+    try:
+        exported(stored)
+        resumed(stored)
+        listed(stored)
+    finally:
+        file.unlink()
+
+
+def test_a_pipe_is_not_waited_for(stored: Stored) -> None:
+    """What is no file is not read."""
+    kept = stored.manifest.rename(stored.place / "kept")
+    os.mkfifo(stored.manifest)
+    try:
+        with pytest.raises(CommitError, match=f"{stored.manifest.name} cannot be read: it is not a regular file"):
+            read_manifest(stored.manifest)
+    finally:
+        kept.replace(stored.manifest)
+
+
+@pytest.mark.parametrize("size", [None, 4096])
+def test_data_files_that_are_gone_or_short(size: int | None, stored: Stored) -> None:
+    """They are named, and not made anew."""
+    data, kept = stored.root / "rank00000.pages", stored.place / "kept"
+    data.rename(kept)
+    try:
+        if size is not None:
+            data.write_bytes(bytes(size))
+        for use in (exported, resumed):
+            with pytest.raises(CommitError, match=rf"rank00000.pages, which has {size or 0}"):
+                use(stored)
+    finally:
+        kept.replace(data)
+
+
+def test_commits_that_share_a_slot_are_refused(stored: Stored) -> None:
+    """An older commit that names what the newest holds would give away its slots."""
+    older = stored.older
+    body, newest = stored.body(older), stored.body(stored.manifest)
+    page = next(page for page in body["pages"] if body["pages"][page] != newest["pages"][page])
+    body["pages"] = {**newest["pages"], page: [*newest["pages"][page][:3], "0" * 16]}
+    copied = stored.place.parent / "shared"
+    shutil.copytree(stored.place, copied)
+    (copied / older.relative_to(stored.place)).write_bytes(sealed(json.dumps(body)))
+    with pytest.raises(CommitError, match=f"{stored.folder.run_id}.*in the same place"):
+        Session(copied, run=LATEST)

@@ -1,0 +1,35 @@
+"""What all tests share: ranks that stay alive, one thread per process. Nothing here loads torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from support.ranks import RankPool
+
+settings.register_profile("default", settings.get_profile("default"), deadline=None)  # a busy machine is no failure
+settings.load_profile("default")
+settings.register_profile("fuzz", max_examples=5000, deadline=None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    torch = sys.modules.get("torch")  # loaded when tests are collected, if any of them needs it
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[RankPool]:
+    """Two ranks."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()

@@ -1,0 +1,182 @@
+"""The layout: every byte has one place, and every cut is where vectorised kernels allow it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.errors import BudgetError
+from infinity.layout import (
+    ITEMSIZE,
+    PAGE_ALIGNMENT,
+    RANGE_ALIGNMENT,
+    SHARD_ALIGNMENT,
+    Layout,
+    Page,
+    Role,
+    ShardSpec,
+    UnitSpec,
+    build_layout,
+    overlapping,
+)
+from infinity.schedule.trace import divisions, update_accesses
+from support.layouts import FORMATS, layouts
+
+
+def element_bytes(layout: Layout, page: Page) -> float:
+    """Return the bytes of one element in a page."""
+    fmt = layout.segments[page.segment].format
+    if page.role is Role.UPDATE:
+        rows = [row for section in fmt.rows.values() for row in section if row.role is Role.UPDATE]
+        return sum(ITEMSIZE[row.dtype] / row.each for row in rows)
+    return ITEMSIZE[fmt.param if page.role is Role.PARAM else fmt.grads[page.row]]
+
+
+@given(layouts())
+def test_every_element_is_in_exactly_one_page_per_role(layout: Layout) -> None:
+    """The pages of a role tile the segment's elements; no page is in two segments."""
+    seen: list[int] = []
+    for number, segment in enumerate(layout.segments):
+        fmt = segment.format
+        wanted = {
+            (Role.PARAM, 0): (segment.param_pages, True),
+            (Role.UPDATE, 0): (segment.update_pages, bool(fmt.master or fmt.kinds)),
+            **{(Role.GRAD, row): (pages, True) for row, pages in enumerate(segment.grad_pages)},
+        }
+        assert len(segment.grad_pages) == len(fmt.grads)
+        for (role, row), (pages, exists) in wanted.items():
+            covered = [n for page in pages for n in (page.start, page.stop)]
+            if exists:
+                assert covered[0] == 0
+                assert covered[-1] == segment.numel
+                assert all(a.stop == b.start for a, b in pairwise(pages))
+            else:
+                assert pages == ()
+            assert all((page.role, page.row) == (role, row) and page.segment == number for page in pages)
+            assert all(page.unit == segment.unit for page in pages)
+            seen += [page.index for page in pages]
+    assert sorted(seen) == list(range(len(layout.pages)))
+    assert all(layout.pages[page.index] is page for page in layout.pages)
+
+
+@given(layouts())
+def test_pages_fit_their_frame_and_are_aligned(layout: Layout) -> None:
+    """Sizes for O_DIRECT, cuts for vectorised kernels."""
+    for page in layout.pages:
+        assert 0 < page.nbytes <= layout.page_bytes
+        assert page.nbytes % PAGE_ALIGNMENT == 0
+        assert 0 <= page.nbytes - page.count * element_bytes(layout, page) < PAGE_ALIGNMENT
+        assert page.start % RANGE_ALIGNMENT == 0
+        assert page.count % RANGE_ALIGNMENT == 0
+
+
+@given(layouts())
+def test_shards_lie_side_by_side_in_their_segment(layout: Layout) -> None:
+    """No two shards share an element; all of a shard's padded elements exist; formats are kept."""
+    assert [placed.spec for placed in layout.shards] == [spec for unit in layout.units for spec in unit.shards]
+    for number, segment in enumerate(layout.segments):
+        placed = [layout.shards[index] for index in segment.shards]
+        assert placed
+        assert all(shard.segment == number and shard.unit == segment.unit for shard in placed)
+        assert all(FORMATS[shard.spec.segment_key] == segment.format for shard in placed)
+        assert all(shard.start % SHARD_ALIGNMENT == 0 for shard in placed)
+        assert all(a.start + a.spec.padded <= b.start for a, b in pairwise(placed))
+        assert placed[-1].start + placed[-1].spec.padded <= segment.numel
+    assert layout.parameters == sum(spec.numel for unit in layout.units for spec in unit.shards)
+
+
+@given(layouts(), st.data())
+def test_overlapping_finds_the_pages_of_a_range(layout: Layout, data: st.DataObject) -> None:
+    """Against a search through all elements."""
+    segment = data.draw(st.sampled_from(layout.segments))
+    pages = segment.param_pages
+    start = data.draw(st.integers(0, segment.numel))
+    stop = data.draw(st.integers(start, segment.numel))
+    found = list(overlapping(pages, start, stop))
+    assert found == brute_force(pages, start, stop)
+    assert sum(last - first for _, first, last in found) == stop - start
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 400)), min_size=1, max_size=4), st.sampled_from([64, 128]))
+def test_no_page_ends_inside_of_a_row(shapes: list[tuple[int, int]], kib: int) -> None:
+    """Nor before the last one alone; pages are aligned for vectorised kernels, fit their frames, and leave no gap."""
+    specs = tuple(
+        ShardSpec(
+            name=str(index), numel=rows * 8 * row, padded=rows * 8 * row, segment_key="plain", trainable=True, row=row
+        )
+        for index, (rows, row) in enumerate(shapes)
+    )
+    try:
+        layout = build_layout([UnitSpec(name="unit", shards=specs)], FORMATS, kib << 10)
+    except BudgetError:  # an odd row needs a page of 64 rows
+        assert max(math.lcm(row, SHARD_ALIGNMENT) + 2 * row for _, row in shapes) > (kib << 10) / 12 - RANGE_ALIGNMENT
+        return
+    for segment in layout.segments:
+        for pages in (segment.param_pages, segment.update_pages, *segment.grad_pages):
+            assert [page.start for page in pages] == [0, *(page.stop for page in pages)][:-1]
+            assert not pages or pages[-1].stop == segment.numel
+            for page in pages:
+                assert page.nbytes <= layout.page_bytes
+                assert page.start % SHARD_ALIGNMENT == 0
+                for placed in layout.shards:
+                    inside = page.start - placed.start
+                    if 0 < inside < placed.spec.numel:
+                        assert inside % placed.spec.row == 0
+                        assert placed.spec.numel - inside >= 2 * placed.spec.row
+
+
+def brute_force(pages: Sequence[Page], start: int, stop: int) -> list[tuple[Page, int, int]]:
+    """Return (page, first, last) by testing every page's borders."""
+    cut = [(page, max(start, page.start), min(stop, page.stop)) for page in pages]
+    return [(page, first, last) for page, first, last in cut if first < last]
+
+
+@given(layouts())
+def test_unit_tables_agree_with_the_shards(layout: Layout) -> None:
+    """Shards by unit in gather order, trainable segments by unit."""
+    for unit in range(len(layout.units)):
+        expected = [index for index, shard in enumerate(layout.shards) if shard.unit == unit]
+        assert list(layout.unit_shards[unit]) == expected
+        trained = {layout.shards[index].segment for index in expected if layout.shards[index].spec.trainable}
+        assert set(layout.unit_segments[unit]) == trained
+
+
+@given(layouts())
+def test_an_update_is_divided_between_pages(layout: Layout) -> None:
+    """None is used on both sides; all or nothing is always possible."""
+    for unit, ranges in enumerate(layout.unit_ranges):
+        places = list(divisions(layout, unit))
+        assert places == sorted(set(places))
+        assert {0, len(ranges)} <= set(places)
+        for place in places:
+            before, behind = (
+                {use.page for access in update_accesses(layout, unit, rows=2, **part) for use in access}
+                for part in ({"stop": place}, {"start": place})
+            )
+            assert not before & behind
+
+
+@given(layouts())
+def test_page_names_are_unique(layout: Layout) -> None:
+    """A name in an error names one page, and its unit."""
+    names = [layout.page_name(page.index) for page in layout.pages]
+    assert len(set(names)) == len(names)
+    for name, page in zip(names, layout.pages, strict=True):
+        assert name.startswith(layout.units[page.unit].name)
+
+
+@given(layouts())
+def test_the_fingerprint_tells_layouts_apart(layout: Layout) -> None:
+    """Equal for an equal layout; another for another page size, name or length."""
+    units, page_bytes = layout.units, layout.page_bytes
+    assert build_layout(units, FORMATS, page_bytes).fingerprint == layout.fingerprint
+    assert build_layout(units, FORMATS, 2 * page_bytes).fingerprint != layout.fingerprint
+    spec = units[0].shards[0]
+    for changed in (replace(spec, name="other"), replace(spec, padded=spec.padded + 1)):
+        other = (UnitSpec(name=units[0].name, shards=(changed, *units[0].shards[1:])), *units[1:])
+        assert build_layout(other, FORMATS, page_bytes).fingerprint != layout.fingerprint

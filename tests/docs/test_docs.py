@@ -1,0 +1,79 @@
+"""Links and lists of the documents lead to something that exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks of code, where `#` begins a comment and brackets are no links."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def links(page: Path) -> Iterator[str]:
+    """Yield the targets of a page's links that are not addresses of the web."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if not re.match(r"[a-z]+:", target):
+            yield unquote(target)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names that headings have: lower case, punctuation gone, spaces as dashes, repeated ones numbered."""
+    seen: dict[str, int] = {}
+    for heading in re.findall(r"^#+ +(.+?) *#*$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        seen[name] = seen.get(name, -1) + 1
+        if seen[name]:
+            seen[f"{name}-{seen[name]}"] = 0
+    return set(seen)
+
+
+def broken(page: Path) -> Iterator[str]:
+    """Yield the links of a page that lead nowhere."""
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            yield target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files and headings of this repository; what is elsewhere is not asked."""
+    assert list(broken(page)) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    """A missing file and a missing heading, but nothing in code."""
+    page = tmp_path / "page.md"
+    page.write_text("# A `b`, c\n## D\n## D\n[1](#a-b-c) [2](#d-1) [3](gone.md) [4](#e)\n```\n[5](gone.md)\n```\n")
+    assert list(broken(page)) == ["gone.md", "#e"]
+
+
+def test_every_decision_is_in_the_index() -> None:
+    """Each file of docs/decisions is linked from its README."""
+    index = ROOT / "docs" / "decisions" / "README.md"
+    assert set(links(index)) >= {page.name for page in index.parent.glob("*.md")} - {"README.md"}
+
+
+def test_quick_tests_exist() -> None:
+    """`make quick` names files that are there, this one among them."""
+    printed = subprocess.run(["make", "-pn", "clean"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = re.search(r"^QUICK := (.+)$", printed, re.MULTILINE)
+    assert listed is not None
+    missing = [name for name in listed[1].split() if not (ROOT / name).exists()]
+    assert missing == []
+    assert "tests/docs/test_docs.py" in listed[1].split()

@@ -1,0 +1,384 @@
+"""Commits out to `torch.distributed.checkpoint`, plain FSDP2 runs in; every bit goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import infinity
+from infinity.checkpoint.dcp import DcpExport, DcpFolder
+from infinity.checkpoint.reader import CommitReader
+from infinity.errors import ConfigError, CorruptPageError, InfinityError
+from infinity.store.folder import RunFolder
+from infinity.store.marker import look_for_runs
+from support import models
+from support.ranks import RankPool
+from support.tables import all_but
+from support.train import (
+    MIB,
+    Outcome,
+    Paging,
+    Recipe,
+    differences,
+    make_optimizer,
+    offloaded,
+    settings,
+    state_in_memory,
+    state_on_nvme,
+    train,
+)
+
+HALF, WHOLE = 2, 4
+HOST = 4 * MIB
+OURS = {"infinity.step", "infinity.extra"}
+RECIPES = {
+    "adamw": Recipe(model="llama", optimizer="adamw", clip=0.5),
+    "adamw-groups": Recipe(model="toy", optimizer="adamw", groups=True),
+    "tied": Recipe(model="tied", policy="fp32"),
+    "uneven": Recipe(model="gpt2"),
+    "frozen": Recipe(model="frozen"),
+    "pure-bf16": Recipe(model="toy", policy="pure_bf16"),
+    "momentum": Recipe(model="toy", optimizer="sgd_dampened", groups=True),
+    "sgd": Recipe(model="toy", optimizer="sgd"),
+    "amsgrad": Recipe(model="toy", optimizer="adam_amsgrad"),
+    "nadam": Recipe(model="toy", optimizer="nadam"),
+    "tensor-rate": Recipe(model="toy", optimizer="adamw_tensor"),
+    "buffered": Recipe(model="buffered"),
+}
+FURTHER = ("pure-bf16", "sgd", "amsgrad", "nadam")
+
+
+def steps(recipe: Recipe, number: int) -> Recipe:
+    """Return a recipe that ends after a number of steps."""
+    return Recipe(**{**recipe.__dict__, "steps": number})
+
+
+class Halving:
+    """A schedule that knows nothing but the rate of now: it goes on only if that was put back."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+def begin(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take the first half of the steps."""
+    train(steps(recipe, HALF), model, optimizer, Outcome(), scheduler=Halving(optimizer))
+
+
+def go_on(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+    """Take the second half of the steps."""
+    outcome = Outcome()
+    train(steps(recipe, WHOLE), model, optimizer, outcome, first=HALF, scheduler=Halving(optimizer))
+    paged = isinstance(optimizer, infinity.PagedOptimizer)
+    outcome.state = state_on_nvme(model, optimizer) if paged else state_in_memory(model, optimizer)
+    return outcome
+
+
+def undisturbed(recipe: Recipe) -> Outcome:
+    """Train in memory, both halves; return the second."""
+    model, optimizer = plain(recipe)
+    begin(recipe, model, optimizer)
+    return go_on(recipe, model, optimizer)
+
+
+def plain(recipe: Recipe, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a sharded model and its optimizer, without infinity."""
+    model = models.build(recipe.model, policy=recipe.policy, **options)
+    return model, make_optimizer(recipe, model)
+
+
+def save_plain(recipe: Recipe, folder: str) -> None:
+    """Train the first half in memory and save as a user does. Runs on every rank."""
+    model, optimizer = plain(recipe)
+    begin(recipe, model, optimizer)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
+
+
+def load_plain(recipe: Recipe, folder: str) -> Outcome:
+    """Load as a user does, into other values, and go on. Runs on every rank."""
+    model, optimizer = plain(recipe, seed=99)
+    weights, state = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optim": state}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    return go_on(recipe, model, optimizer)
+
+
+def commit_paged(recipe: Recipe, folder: str) -> None:
+    """Train the first half with everything on NVMe, and commit. Runs on every rank."""
+    with offloaded(recipe, Paging(arena="least"), Path(folder)) as (model, optimizer):
+        begin(recipe, model, optimizer)
+        optimizer.commit({"note": "mine"})
+
+
+def load_paged(recipe: Recipe, weights: str, folder: str) -> Outcome:
+    """Begin a run with a folder, and go on. Runs on every rank."""
+    model, optimizer = plain(recipe, meta=True, seed=99)
+    with infinity.offload(model, optimizer, settings(Path(folder), Paging(), HOST), weights=weights) as paged:
+        return go_on(recipe, model, paged)
+
+
+def all_ways(recipe: Recipe, ours: str, theirs: str, folder: str) -> list[str]:
+    """Go on from our folder and theirs, plain and paged; return what differs. Runs on every rank."""
+    expected = load_plain(recipe, theirs)
+    found = [load_plain(recipe, ours), load_paged(recipe, ours, folder), load_paged(recipe, theirs, folder)]
+    return [difference for outcome in found for difference in differences(expected, outcome)]
+
+
+def export(folder: Path, out: Path) -> Path:
+    """Write the newest commit."""
+    DcpExport(newest(folder)).write(out, file_bytes=64 << 10)
+    return out
+
+
+def newest(folder: Path) -> CommitReader:
+    """Return the newest commit of the newest run."""
+    path = folder / "nvme0"
+    run_id = look_for_runs([path])[0][-1].run_id
+    return CommitReader(RunFolder(run_id, (path / run_id,)))
+
+
+def keys_of(folder: Path) -> set[str]:
+    """Return the keys of a checkpoint."""
+    return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("name", all_but(RECIPES, *FURTHER))
+def test_plain_fsdp2_goes_on_from_a_commit(name: str, tmp_path: Path) -> None:
+    """The keys are those of a plain run; losses, weights and moments those of a run that nobody disturbed."""
+    recipe = RECIPES[name]
+    commit_paged(recipe, str(tmp_path))
+    out = tmp_path / "dcp"
+    seen: list[int] = []
+    prepared = DcpExport(newest(tmp_path))
+    assert sum(file.stat().st_size for file in prepared.write(out, file_bytes=64 << 10, advance=seen.append)) > sum(
+        seen
+    )
+    assert sum(seen) == prepared.nbytes
+    save_plain(recipe, str(tmp_path / "plain"))
+    assert keys_of(out) == keys_of(tmp_path / "plain") | OURS
+    assert differences(undisturbed(recipe), load_plain(recipe, str(out))) == []
+
+
+@pytest.mark.parametrize("name", all_but(RECIPES, *FURTHER))
+def test_a_plain_run_goes_on_paged(name: str, tmp_path: Path) -> None:
+    """From a model on the meta device, whose values come from the folder alone."""
+    save_plain(RECIPES[name], str(tmp_path / "plain"))
+    found = load_paged(RECIPES[name], str(tmp_path / "plain"), str(tmp_path))
+    assert differences(undisturbed(RECIPES[name]), found) == []
+
+
+@pytest.mark.parametrize("name", all_but(["adamw-groups", "uneven", "momentum"], "adamw-groups", "momentum"))
+def test_by_two_ranks_for_two_and_for_one(name: str, pair: RankPool, tmp_path: Path) -> None:
+    """Slices of both ranks are put together, and cut as they are needed."""
+    recipe, theirs = RECIPES[name], str(tmp_path / "plain")
+    pair.run(commit_paged, recipe, str(tmp_path))
+    ours = str(export(tmp_path, tmp_path / "dcp"))
+    pair.run(save_plain, recipe, theirs)
+    assert pair.run(all_ways, recipe, ours, theirs, str(tmp_path)) == [[], []]
+    assert all_ways(recipe, ours, theirs, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("name", all_but(["adamw-groups", "uneven", "momentum"], "uneven", "momentum"))
+def test_by_one_rank_for_two(name: str, pair: RankPool, tmp_path: Path) -> None:
+    """Each rank reads its part."""
+    recipe, theirs = RECIPES[name], str(tmp_path / "plain")
+    commit_paged(recipe, str(tmp_path))
+    ours = str(export(tmp_path, tmp_path / "dcp"))
+    save_plain(recipe, theirs)
+    assert pair.run(all_ways, recipe, ours, theirs, str(tmp_path)) == [[], []]
+
+
+def test_two_ranks_are_not_disturbed(pair: RankPool, tmp_path: Path) -> None:
+    """A run of two ranks that goes paged, then plain again, is the one that nobody disturbed."""
+    assert pair.run(there_and_back, RECIPES["adamw-groups"], str(tmp_path)) == [[], []]
+
+
+def there_and_back(recipe: Recipe, folder: str) -> list[str]:
+    """Go paged and, from its commit, plain; return what differs. Runs on every rank."""
+    theirs, ours = f"{folder}/plain", f"{folder}/dcp"
+    save_plain(recipe, theirs)
+    model, optimizer = plain(recipe, meta=True)
+    with infinity.offload(model, optimizer, settings(Path(folder), Paging(), HOST), weights=theirs) as paged:
+        paged.commit()
+    if dist.get_rank() == 0:
+        export(Path(folder), Path(ours))
+    dist.barrier()
+    return differences(undisturbed(recipe), load_plain(recipe, ours))
+
+
+def test_parameters_that_were_never_updated(tmp_path: Path) -> None:
+    """They have no state, here as there; a plain run goes on paged, and so does our own."""
+    recipe = Recipe(model="spare")
+    commit_paged(recipe, str(tmp_path))
+    save_plain(recipe, str(tmp_path / "plain"))
+    out = export(tmp_path, tmp_path / "dcp")
+    assert keys_of(out) == keys_of(tmp_path / "plain") | OURS
+    for folder in (out, tmp_path / "plain"):
+        assert differences(undisturbed(recipe), load_paged(recipe, str(folder), str(tmp_path))) == []
+
+
+@pytest.mark.parametrize(("name", "counted"), [("adamw", HALF), ("sgd", 0)])
+def test_step_and_extra_go_along(name: str, counted: int, tmp_path: Path) -> None:
+    """Those of a commit; of a plain run, as far as its optimizer counts steps. Nothing is kept before a commit."""
+    recipe = Recipe(model="toy", optimizer=name)
+    (tmp_path / "nvme").mkdir()
+    commit_paged(recipe, str(tmp_path / "nvme"))
+    save_plain(recipe, str(tmp_path / "plain"))
+    expected = {
+        export(tmp_path / "nvme", tmp_path / "dcp"): (HALF, {"note": "mine"}),
+        tmp_path / "plain": (counted, {}),
+    }
+    for folder, known in expected.items():
+        model, optimizer = plain(recipe, meta=True)
+        with infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST), weights=folder) as paged:
+            assert (paged.steps, paged.resumed_extra) == known
+    assert look_for_runs([tmp_path / "nvme0"])[0] == []
+
+
+@pytest.mark.parametrize("form", ["app", "other names", "weights alone"])
+def test_other_forms_of_a_checkpoint(form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the tutorial of torch nests them, under other names, and a model by itself, which is said."""
+    recipe = RECIPES["adamw-groups"]
+    model, optimizer = plain(recipe)
+    begin(recipe, model, optimizer)
+    weights, state = get_state_dict(model, optimizer)
+    forms: dict[str, dict[str, Any]] = {
+        "app": {"app": {"model": weights, "optim": state}, "data": {"position": torch.tensor(3)}},
+        "other names": {"net": weights, "optimizer": state},
+        "weights alone": weights,
+    }
+    dcp.save(forms[form], checkpoint_id=tmp_path / "plain")
+    if form != "weights alone":
+        found = load_paged(recipe, str(tmp_path / "plain"), str(tmp_path))
+        assert differences(undisturbed(recipe), found) == []
+        return
+    expected = {name: value["master"] for name, value in state_in_memory(model, optimizer).items()}
+    model, optimizer = plain(recipe, meta=True)
+    with infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST), weights=tmp_path / "plain") as paged:
+        assert paged.steps == 0
+        for name, states in state_on_nvme(model, paged).items():
+            assert torch.equal(states.pop("master"), expected[name])
+            assert not any(value.any() for value in states.values())
+    assert "has no optimizer state" in caplog.text
+
+
+def refused(folder: Path, weights: Path, recipe: Recipe) -> str:
+    """Begin a run with a folder, which must fail without leaving anything; return the error's text."""
+    model, optimizer = plain(recipe, meta=True)
+    with pytest.raises(InfinityError) as caught:
+        infinity.offload(model, optimizer, settings(folder, Paging(), HOST), weights=weights)
+    dist.barrier()
+    assert list((folder / "nvme0").iterdir()) == []
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+REFUSALS = {
+    "another optimizer": (
+        {"optimizer": "sgd_nesterov"}, "ConfigError: .* has no optim.param_groups.0.dampening; make the optimizer"
+    ),
+    "other settings": (
+        {"optimizer": "adam_amsgrad"},
+        "ConfigError: optim.state.embedding.weight in .* has exp_avg, exp_avg_sq, step, Adam as it is set here needs "
+        "exp_avg, exp_avg_sq, max_exp_avg_sq, step; make the optimizer that was saved",
+    ),
+    "other groups": ({"groups": False}, r"the parameters of group 0 are not of one group .*\(.* is in 0, .* is in 1\)"),
+    "another dtype": (
+        {"policy": "pure_bf16"},
+        "optim.state.embedding.weight.exp_avg in .* is torch.float32, this run needs torch.bfloat16; train in the",
+    ),
+    "another model": ({"model": "llama"}, "has no tensor model.model.embed_tokens.weight; save what get_state_dict"),
+    "more of it": ({"model": "spare"}, "has no tensor model.blocks.0.unused; save what get_state_dict"),
+    "another shape": (
+        {"model": "wide"}, r"model.head.weight in .* has shape \(131, 67\), this run needs \(200, 67\); build the model"
+    ),
+    "a buffer": ({"model": "buffered"}, "has no tensor model.seen; save what get_state_dict"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_does_not_fit_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the name of what differs and what to do, and nothing is left on NVMe."""
+    monkeypatch.setitem(models.MODELS, "wide", wide)
+    changes, message = REFUSALS[what]
+    recipe = Recipe(model="toy", optimizer="adamw", groups=True)
+    save_plain(recipe, str(tmp_path / "plain"))
+    assert re.search(message, refused(tmp_path, tmp_path / "plain", Recipe(**{**recipe.__dict__, **changes})))
+
+
+def wide() -> nn.Module:
+    """Return a model with a larger head."""
+    model = models.Toy()
+    model.head = nn.Linear(models.WIDTH, 200)
+    return model
+
+
+def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    """Flattened, of two models, without a file, or with metadata of something else."""
+    recipe = Recipe(model="toy")
+    model, optimizer = plain(recipe)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    begin(recipe, model, optimizer)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "flat")
+    assert "save it without flatten_optimizer_state_dict" in refused(tmp_path, tmp_path / "flat", recipe)
+    dcp.save({"model": weights, "average": weights}, checkpoint_id=tmp_path / "two")
+    assert "has several models (average, model); save one" in refused(tmp_path, tmp_path / "two", recipe)
+
+    save_plain(recipe, str(tmp_path / "plain"))
+    for file in (tmp_path / "plain").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:1000])
+    assert re.search(r"CommitError: .* cannot be read: ", refused(tmp_path, tmp_path / "plain", recipe))
+    for damaged in (b"", b"no pickle", pickle.dumps({"a": 1})):
+        (tmp_path / "plain" / ".metadata").write_bytes(damaged)
+        assert ".metadata cannot be read" in refused(tmp_path, tmp_path / "plain", recipe)
+
+
+def test_a_part_that_one_rank_needs(pair: RankPool, tmp_path: Path) -> None:
+    """Where it is damaged all ranks fail, with the reason of that rank."""
+    recipe = Recipe(model="toy")
+    pair.run(save_plain, recipe, str(tmp_path / "plain"))
+    places = FileSystemReader(tmp_path / "plain").read_metadata().storage_data
+    (place,) = (places[key] for key in places if key.fqn == "model.head.weight" and key.offset[0] > 0)
+    with (tmp_path / "plain" / place.relative_path).open("r+b") as file:
+        file.seek(place.offset)
+        file.write(bytes(place.length))
+    first, second = pair.run(refused, tmp_path, tmp_path / "plain", recipe)
+    assert re.match(r"InfinityError: writing the first values failed on rank 1: CommitError: .* cannot be read", first)
+    assert re.match(r"CommitError: model.head.weight in .* cannot be read", second)
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    """A folder with something in it, and a flipped byte; what was begun does not load."""
+    commit_paged(Recipe(model="toy"), str(tmp_path))
+    reader = newest(tmp_path)
+    with pytest.raises(ConfigError, match="not empty"):
+        export(tmp_path, tmp_path)
+    file = reader.folder.data_file(0, 0)
+    file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    with pytest.raises(CorruptPageError, match="update"):
+        export(tmp_path, tmp_path / "out")
+    assert not DcpFolder.is_at(tmp_path / "out")

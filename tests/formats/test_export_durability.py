@@ -1,0 +1,337 @@
+"""An export is there completely or not at all, and what is there is what was committed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+
+import infinity
+from infinity.checkpoint import dcp as dcp_module
+from infinity.checkpoint import durable
+from infinity.checkpoint import export as export_module
+from infinity.checkpoint.dcp import DcpExport, DcpFolder
+from infinity.checkpoint.dcp_metadata import read_metadata
+from infinity.checkpoint.export import export_safetensors
+from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.weight_files import read_json
+from infinity.errors import CommitError, ConfigError
+from support import models
+from support.session import Session
+from support.train import MIB, Paging, Recipe, make_optimizer, settings
+
+FILE_BYTES = 200 << 10
+
+
+def to_safetensors(reader: CommitReader, out: Path) -> list[Path]:
+    """Export in several files, with a config and an index."""
+    return export_safetensors(reader, out, config={"a": 1}, file_bytes=FILE_BYTES)
+
+
+def to_dcp(reader: CommitReader, out: Path) -> list[Path]:
+    """Export in several files."""
+    return DcpExport(reader).write(out, file_bytes=FILE_BYTES)
+
+
+KINDS = {"safetensors": to_safetensors, "dcp": to_dcp}
+Export = Callable[[CommitReader, Path], list[Path]]
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> CommitReader:
+    """A commit; not to be changed."""
+    place = tmp_path_factory.mktemp("committed")
+    with Session(place) as session:
+        session.run(3)
+        return CommitReader(session.optimizer.run.folder)
+
+
+@pytest.fixture(params=KINDS)
+def export(request: pytest.FixtureRequest) -> Export:
+    """Each kind of export."""
+    return KINDS[request.param]
+
+
+def check(reader: CommitReader, out: Path) -> None:
+    """Every parameter is what was committed."""
+    found: dict[str, torch.Tensor] = {}
+    for file in out.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    if not found:
+        found = {spec.names[0]: torch.empty(spec.shape) for spec in reader.tensors}
+        dcp.load({"model": found}, checkpoint_id=out)
+    for index, spec in enumerate(reader.tensors):
+        assert torch.equal(found[spec.names[0]], reader.read(index)), spec.names[0]
+
+
+class Recorder:
+    """Notes what is flushed and renamed, and fails at the call with a number."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fail_at: int = -1) -> None:
+        self.calls: list[tuple[str, Path]] = []
+        self._fail_at = fail_at
+        for name in ("fsync", "rename"):
+            patch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+
+    def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            first = arguments[0]
+            path = Path(os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else first)
+            if len(self.calls) == self._fail_at:
+                self._fail_at = -1
+                raise OSError(28, "No space left on device", str(path))
+            self.calls.append((name, path))
+            return original(*arguments, **keywords)
+
+        return call
+
+
+def test_everything_is_flushed_before_it_is_there(
+    export: Export, committed: CommitReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file and folder, then the name, then the folder that has the name."""
+    out = tmp_path / "new" / "out"
+    with monkeypatch.context() as patch:
+        recorder = Recorder(patch)
+        written = export(committed, out)
+    assert sorted(written) == sorted(out.iterdir())
+    (published,) = [
+        index for index, (name, path) in enumerate(recorder.calls) if path.parent == out.parent and name == "rename"
+    ]
+    partial = recorder.calls[published][1]
+    renamed = [path for name, path in recorder.calls[:published] if name == "rename"]
+    flushed = {path for name, path in recorder.calls[:published] if name == "fsync"}
+    assert all(partial / file.name in flushed for file in written)
+    names = [("rename", path) for path in renamed if path.parent == partial]
+    assert recorder.calls.index(("fsync", partial)) > max((recorder.calls.index(one) for one in names), default=-1)
+    assert recorder.calls[published + 1 :] == [("fsync", out.parent)]
+    assert ("fsync", tmp_path) in recorder.calls, "the folder above was made as well"
+    check(committed, out)
+
+
+def test_whatever_fails_nothing_is_left(
+    export: Export, committed: CommitReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every flush and rename: said, and no half export, nor the beginnings of one."""
+    with monkeypatch.context() as patch:
+        recorder = Recorder(patch)
+        export(committed, tmp_path / "counted")
+    calls = len(recorder.calls)
+    assert calls > 5
+    for number in range(calls - 1):  # the last one is behind the rename
+        out = tmp_path / "out"
+        with monkeypatch.context() as patch:
+            Recorder(patch, number)
+            with pytest.raises(ConfigError, match="No space left on device"):
+                export(committed, out)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["counted"], number
+    export(committed, tmp_path / "out")
+
+
+def test_what_the_drive_has_is_compared(
+    export: Export, committed: CommitReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit that was flipped on the way is found, in any of the files."""
+    seen: list[str] = []
+
+    def flipping(file: Path) -> None:
+        durable.sync_file(file)
+        if file.suffix in (".safetensors", ".distcp"):
+            if len(seen) == number:
+                content = bytearray(file.read_bytes())
+                content[len(content) // 2] ^= 4
+                file.write_bytes(content)
+            seen.append(file.name)
+
+    for module in (export_module, dcp_module):
+        monkeypatch.setattr(module, "sync_file", flipping)
+    for number in range(3):
+        seen.clear()
+        with pytest.raises(ConfigError, match="is not what was written"):
+            export(committed, tmp_path / "out")
+        assert len(seen) > number
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_what_an_export_that_was_cut_off_has_left(
+    export: Export, committed: CommitReader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not look like an export; the next one to the same place says it, unless somebody works on it still."""
+    left = tmp_path / ".out.partial-0badf00d"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    descriptor = os.open(left, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    export(committed, tmp_path / "out")
+    assert "left behind" not in caplog.text
+    os.close(descriptor)
+    shutil.rmtree(tmp_path / "out")
+    export(committed, tmp_path / "out")
+    assert f"{left} was left behind by an export that was cut off; remove it" in caplog.text
+
+
+def test_where_a_folder_may_be(export: Export, committed: CommitReader, tmp_path: Path) -> None:
+    """An empty one is replaced, also behind a link; others are refused before anything is read."""
+    (tmp_path / "empty").mkdir(mode=0o750)
+    (tmp_path / "link").symlink_to("empty")
+    written = export(committed, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "empty").stat().st_mode & 0o777 == 0o750
+    assert sorted(tmp_path / "empty" / file.name for file in written) == sorted((tmp_path / "empty").iterdir())
+    check(committed, tmp_path / "empty")
+    (tmp_path / "file").touch()
+    for taken in ("empty", "file"):
+        with pytest.raises(ConfigError, match="not empty"):
+            export(committed, tmp_path / taken)
+    with pytest.raises(ConfigError, match="cannot be made"):
+        export(committed, tmp_path / "file" / "below")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few hundred KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_drive(export: Export, committed: CommitReader, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything is written; where the file system promised more than it has, nothing is left."""
+    with pytest.raises(ConfigError, match="256 KiB free, out needs"):
+        export(committed, small / "out")
+    with pytest.raises(ConfigError, match="where a drive is mounted; name a new folder on it"):
+        export(committed, small)
+    usage = shutil.disk_usage(small)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 40))
+    with pytest.raises(ConfigError, match=r"cannot be written|No space left"):
+        export(committed, small / "out")
+    assert list(small.iterdir()) == []
+
+
+# --- What is read of a folder of torch.distributed.checkpoint.
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+def begin(weights: Path, place: Path) -> None:
+    """Begin a run with weights."""
+    recipe = Recipe(model="toy", groups=True)
+    model = models.build(recipe.model, meta=True)
+    with infinity.offload(model, make_optimizer(recipe, model), settings(place, Paging(), 64 * MIB), weights=weights):
+        pass
+
+
+@pytest.mark.parametrize("where", ["alone", "among the metadata", "by another name"])
+def test_metadata_run_nothing(where: str, committed: CommitReader, tmp_path: Path) -> None:
+    """A pickle that calls something is refused by the name of what it calls, and that is not called."""
+    out = tmp_path / "dcp"
+    to_dcp(committed, out)
+    trace = tmp_path / "trace"
+    evil = Evil(os.system, f"touch {trace}")
+    if where == "alone":
+        pickled, name = pickle.dumps(evil), "posix.system"
+    elif where == "among the metadata":
+        metadata = dcp.FileSystemReader(out).read_metadata()
+        metadata.planner_data = {key: evil for key in metadata.state_dict_metadata}
+        pickled, name = pickle.dumps(metadata), "posix.system"
+    else:
+        pickled, name = b"ctorch\nhub._sys.modules\n.", "torch.hub._sys.modules"
+    (out / ".metadata").write_bytes(pickled)
+    with pytest.raises(CommitError, match=rf"\.metadata cannot be read: .*names {name}, which is no part of"):
+        begin(out, tmp_path)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret"])
+def test_metadata_name_no_file_elsewhere(name: str, committed: CommitReader, tmp_path: Path) -> None:
+    """And no pipe, which would be waited for."""
+    out = tmp_path / "dcp"
+    to_dcp(committed, out)
+    metadata = dcp.FileSystemReader(out).read_metadata()
+    stored = next(iter(metadata.storage_data.values()))
+    stored.relative_path, kept = name, stored.relative_path
+    (out / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CommitError, match="which is not in the folder"):
+        DcpFolder(out)
+    stored.relative_path = kept
+    (out / ".metadata").write_bytes(pickle.dumps(metadata))
+    DcpFolder(out)
+    (out / kept).unlink()
+    os.mkfifo(out / kept)
+    with pytest.raises(CommitError, match="which is no file"):
+        DcpFolder(out)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("read", [read_metadata, read_json])
+def test_a_pipe_that_comes_after_the_look_is_not_waited_for(
+    read: Callable[[Path], Any], linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is opened is what is looked at, through links too, as caches of downloads have them."""
+    pipe, place = tmp_path / "pipe", tmp_path / ("link" if linked else "pipe")
+    os.mkfifo(pipe)
+    if linked:
+        place.symlink_to(pipe)
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    with pytest.raises((OSError, ConfigError), match="it is not a regular file"):
+        read(place)
+
+
+def test_metadata_may_be_linked(committed: CommitReader, tmp_path: Path) -> None:
+    """As a cache of downloads has them."""
+    to_dcp(committed, tmp_path / "dcp")
+    (tmp_path / "dcp" / ".metadata").rename(tmp_path / "blob")
+    (tmp_path / "dcp" / ".metadata").symlink_to(tmp_path / "blob")
+    DcpFolder(tmp_path / "dcp")
+
+
+def test_metadata_are_those_that_torch_reads(committed: CommitReader, tmp_path: Path) -> None:
+    """Of our folder and of one that torch wrote; the place that is named is where the folder stands."""
+    to_dcp(committed, tmp_path / "ours")
+    dcp.save({"a": torch.arange(6.0), "b": {"c": [1, "x"]}}, checkpoint_id=tmp_path / "theirs")
+    for folder in (tmp_path / "ours", tmp_path / "theirs"):
+        expected, found = dcp.FileSystemReader(folder).read_metadata(), read_metadata(folder / ".metadata")
+        assert found.state_dict_metadata == expected.state_dict_metadata
+        assert found.planner_data == expected.planner_data
+        assert found.storage_data.keys() == expected.storage_data.keys()
+        for key, item in expected.storage_data.items():
+            mine = found.storage_data[key]
+            assert (mine.relative_path, mine.offset, mine.length) == (item.relative_path, item.offset, item.length)
+    assert dcp.FileSystemReader(tmp_path / "ours").read_metadata().storage_meta.checkpoint_id == str(tmp_path / "ours")
+
+
+MALFORMED = [b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps((1, torch.Size([1]))), b"\x80\x04N.", b"(" * 5000]
+
+
+@pytest.mark.parametrize("content", MALFORMED)
+def test_malformed_metadata(content: bytes, tmp_path: Path) -> None:
+    """They are named."""
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CommitError, match=r"\.metadata cannot be read"):
+        DcpFolder(tmp_path)

@@ -1,0 +1,822 @@
+"""Layer-major accumulation: any number of slices moves the same bytes, and adds up what a loop over them adds up."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import infinity
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.fsdp.slicing import Slicing
+from support import models
+from support.ranks import RankPool
+from support.tables import in_turn, variants
+from support.train import Outcome, Paging, Recipe, batch, compare, evaluate, in_memory, local, offloaded, train
+
+LEAST = {"least": Paging(arena="least")}
+PLACEMENTS = {
+    placement: Paging(arena="least", placement=placement)
+    for placement in ("in_backward", "in_forward", "after_backward")
+}
+SLICED = {"sequences": 4, "slices": 4, "steps": 6}
+ONE_RANK = [
+    *variants(
+        {
+            "llama": Recipe(**SLICED),
+            "gpt2": Recipe(model="gpt2", sequences=4, slices=2, steps=6),  # dropout is on
+            "tied": Recipe(model="tied", **SLICED),
+        },
+        PLACEMENTS,
+    ),
+    *variants(
+        {
+            "fp32": Recipe(policy="fp32", **SLICED),
+            "clip": Recipe(clip=0.5, **SLICED),
+            "eval-between": Recipe(evaluate=True, **SLICED),
+            "loop": Recipe(micro=2, **SLICED),
+        },
+        LEAST,
+    ),
+    *variants(
+        {name: Recipe(model=name, **SLICED) for name in ("frozen", "toy", "repeated", "spare")},
+        LEAST,
+        wide=True,
+    ),
+]
+TWO_RANKS = [
+    *variants(
+        {
+            "llama": Recipe(**SLICED),
+            "clip": Recipe(clip=0.5, **SLICED),
+            "tied": Recipe(model="tied", **SLICED),
+        },
+        {"least": Paging(arena="least"), **{name: PLACEMENTS[name] for name in ("in_forward", "after_backward")}},
+    ),
+    *variants({"gpt2": Recipe(model="gpt2", sequences=4, slices=2, steps=4)}, LEAST, wide=True),
+]
+
+
+@pytest.mark.parametrize(("recipe", "paging"), ONE_RANK)
+def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
+    """Losses, norms, parameters and moments equal those of the same slices in memory."""
+    assert compare(recipe, paging, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("recipe", "paging"), TWO_RANKS)
+def test_paging_changes_no_bit_on_two_ranks(recipe: Recipe, paging: Paging, tmp_path: Path, pair: RankPool) -> None:
+    """The same over gloo."""
+    assert pair.run(compare, recipe, paging, str(tmp_path)) == [[], []]
+
+
+# The order of summation #
+
+
+@pytest.mark.parametrize(("model", "policy"), in_turn(["llama", "gpt2", "tied", "toy"], ["bf16", "fp32"]))
+def test_one_slice_is_the_whole_batch_to_the_bit(model: str, policy: str) -> None:
+    """Nothing but recomputation, with the same random numbers."""
+    whole = in_memory(Recipe(model=model, policy=policy, steps=4))
+    sliced = in_memory(Recipe(model=model, policy=policy, steps=4, slices=1))
+    assert sliced.losses == whole.losses
+    assert all(
+        torch.equal(value, sliced.state[name][kind])
+        for name, states in whole.state.items()
+        for kind, value in states.items()
+    )
+
+
+def gradients(name: str, policy: str, count: int, how: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and local gradients of a batch of 8 sequences, of which some labels are ignored.
+
+    Args:
+        how: ``sliced``, ``whole``, a ``loop`` that reduces once, or one that reduces ``each`` time.
+    """
+    model = models.build(name, policy=policy).eval()  # without dropout, as its order is another one
+    tokens = batch(model, 3, sequences=8)
+    labels = tokens.where(tokens % 7 > 0, -100)
+    count_of_labels = int((labels[:, 1:] >= 0).sum())
+    if how == "sliced":
+        infinity.micro_batches(model, count)
+    parts = count if how in ("loop", "each") else 1
+    total = 0.0
+    for index, rows in enumerate(zip(tokens.chunk(parts), labels.chunk(parts), strict=True)):
+        model.set_requires_gradient_sync(how != "loop" or index == parts - 1)
+        given: dict[str, Any] = {} if parts == 1 else {"num_items_in_batch": count_of_labels}
+        loss = model(input_ids=rows[0], labels=rows[1], use_cache=False, **given).loss
+        loss.backward()
+        total += loss.item()
+    return total, {name: local(param.grad) for name, param in model.named_parameters()}
+
+
+def compare_with_a_loop(name: str, policy: str, count: int, how: str) -> None:
+    """Check that no bit differs where slices are what is added up, and little where FSDP2 sees the whole batch."""
+    loss, found = gradients(name, policy, count, "sliced")
+    expected_loss, expected = gradients(name, policy, count, how)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    differing = {name for name, value in expected.items() if not torch.equal(value, found[name])}
+    assert differing <= {name for name in expected if name.split(".")[1] in WHOLE}
+    for name in differing:
+        distance = torch.linalg.vector_norm(found[name] - expected[name])
+        assert distance < (1e-6 if policy == "fp32" else 2e-2) * torch.linalg.vector_norm(expected[name])
+
+
+WHOLE = {"embed_tokens", "norm", "wte", "wpe", "ln_f"}
+"""Embeddings and last norm: the root runs them on the whole batch."""
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+@pytest.mark.parametrize("how", ["loop", "each"])
+def test_layers_and_head_add_up_as_a_loop_does(name: str, policy: str, how: str) -> None:
+    """The bits of FSDP2's own accumulation, in the reduce dtype; on one rank also where it reduces each time."""
+    compare_with_a_loop(name, policy, 8, how)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+def test_layers_and_head_add_up_as_a_loop_does_on_two_ranks(policy: str, pair: RankPool) -> None:
+    """Slices are added up before ranks are."""
+    pair.run(compare_with_a_loop, "llama", policy, 4, "loop")
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_slices_are_close_to_the_whole_batch(count: int) -> None:
+    """In fp32 what differs is the order in which rows of the batch are added up."""
+    (loss, found), (whole, expected) = (
+        gradients("llama", "fp32", count, "sliced"),
+        gradients("llama", "fp32", 1, "whole"),
+    )
+    assert loss == pytest.approx(whole, rel=1e-6)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
+
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES = {
+    "Gemma2Config": {**SHAPE, "num_key_value_heads": 2, "head_dim": 16},  # something is done to the logits
+    "MixtralConfig": {**SHAPE, "num_key_value_heads": 2, "num_local_experts": 4},  # experts that some slices do not use
+    "OPTConfig": {
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 64,
+    },
+    "MambaConfig": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},  # no attention
+}
+
+
+def of_family(config: str, policy: str = "fp32", **values: Any) -> nn.Module:
+    """Return a sharded causal language model of another architecture, without dropout."""
+    import transformers
+
+    torch.manual_seed(0)
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    made = getattr(transformers, config)(vocab_size=300, **tokens, **FAMILIES[config], **values)
+    model = transformers.AutoModelForCausalLM.from_config(made).eval()
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=infinity.mesh("cpu"), mp_policy=models.POLICIES[policy])
+    return fully_shard(model, mesh=infinity.mesh("cpu"), mp_policy=models.POLICIES[policy])
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """Return the layers of a model of transformers."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=lambda m: sum(1 for _ in m.modules()))
+
+
+@pytest.mark.parametrize("config", FAMILIES)
+def test_other_families_of_models(config: str) -> None:
+    """Head and loss are the model's own, whatever it does between them."""
+    losses, found = [], []
+    for slices in (0, 4):
+        model = of_family(config)
+        if slices:
+            infinity.micro_batches(model, slices)
+        tokens = batch(model, 0, sequences=4)
+        result = model(input_ids=tokens, labels=tokens)
+        assert (result.logits is None) is (slices > 0)
+        result.loss.backward()
+        losses.append(result.loss.item())
+        found.append({name: local(param.grad) for name, param in model.named_parameters()})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-7)
+
+
+# Memory and traffic #
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *sizes) if sizes else self.elements
+        return result
+
+
+def largest(slices: int, *, gradients: bool = True) -> int:
+    """Return the largest tensor of a pass over 8 sequences of 24 tokens, with 1009 in the vocabulary."""
+    model = models.shard(models.llama(width=16, layers=1, vocabulary=1009))
+    if slices:
+        infinity.micro_batches(model, slices)
+    with Largest() as mode, nullcontext() if gradients else torch.no_grad():
+        loss = models.loss_of(model, batch(model, 0, sequences=8))
+        if gradients:
+            loss.backward()
+    return mode.elements
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_logits_of_the_whole_batch_never_exist(gradients: bool) -> None:
+    """Forward and backward; the largest tensor is one slice's logits, or the gathered unit of the head."""
+    tokens, vocabulary = 8 * 24, 1009
+    root = 2 * 16 * vocabulary + 16
+    assert largest(0, gradients=gradients) == tokens * vocabulary
+    assert largest(2, gradients=gradients) == tokens // 2 * vocabulary
+    assert largest(8, gradients=gradients) <= max(tokens // 8 * vocabulary, root)
+
+
+def kept(slices: int, layers: int) -> int:
+    """Return the bytes that autograd keeps after a forward over 8 sequences, without parameters."""
+    model = models.shard(models.llama(layers=layers), "fp32")
+    if slices:
+        infinity.micro_batches(model, slices)
+    with torch.no_grad():
+        models.loss_of(model, batch(model, 0, sequences=8))  # layers have been tried
+    found: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor  # so it stays alive, and no other has its place
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = models.loss_of(model, batch(model, 0, sequences=8))
+    loss.backward()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("slices", [1, 2, 8])
+def test_only_inputs_of_units_are_kept(slices: int) -> None:
+    """A layer more is one tensor of the whole batch more, whatever the number of slices; without, more than ten."""
+    inputs = 8 * 24 * 64 * 4
+    assert kept(slices, layers=4) - kept(slices, layers=1) == 3 * inputs
+    assert kept(0, layers=4) - kept(0, layers=1) > 30 * inputs
+
+
+def moved(recipe: Recipe, placement: str, folder: Path) -> tuple[list[int], int]:
+    """Return the bytes that steady steps read and wrote, and how many were planned."""
+    with offloaded(recipe, Paging(arena="least", placement=placement), folder) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        assert optimizer.update_placement == placement
+        traffic = optimizer.plan.traffic
+        steady = optimizer.records[4:]
+        assert optimizer.layout.state_bytes == 14 * optimizer.layout.parameters
+        total = [record.read_bytes + record.written_bytes for record in steady]
+        return total, traffic.read_bytes + traffic.written_bytes
+
+
+@pytest.mark.parametrize("placement", ["in_backward", pytest.param("in_forward", marks=pytest.mark.wide)])
+def test_bytes_per_step_do_not_depend_on_the_number_of_slices(placement: str, tmp_path: Path) -> None:
+    """1, 4 or 16 micro-batches: the plan is one and the same, and so are the bytes; a loop multiplies them.
+
+    Only gradients that wait on NVMe are smaller where nothing is added up: they fit into bf16.
+    """
+    planned = {}
+    for count in (1, 4, 16):
+        recipe = Recipe(model="even", sequences=16, slices=count, steps=16)
+        found, planned[count] = moved(recipe, placement, tmp_path)
+        assert 0.85 * planned[count] < sum(found) / len(found) < 1.03 * planned[count]  # as in test_traffic.py
+    assert planned[4] == planned[16]
+    assert planned[1] == planned[4] or (placement == "in_forward" and 0.8 * planned[4] < planned[1] < planned[4])
+    _, loop = moved(Recipe(model="even", sequences=4, micro=4, steps=6), "in_forward", tmp_path)
+    assert loop > 1.8 * planned[4]
+
+
+# What is refused, and what else works #
+
+
+def test_batches_that_cannot_be_shared_equally() -> None:
+    """The error names both numbers, in training and in evaluation."""
+    model = models.build("llama")
+    infinity.micro_batches(model, 4)
+    with pytest.raises(ConfigError, match="a batch of 6, which 4 micro-batches"):
+        models.loss_of(model, batch(model, 0, sequences=6))
+    with pytest.raises(ConfigError, match="a batch of 2, which 4 micro-batches"):
+        evaluate(model, 2)
+
+
+def test_evaluation_is_sliced_and_keeps_nothing() -> None:
+    """No graph; the same loss as with gradients."""
+    model = models.build("llama")
+    infinity.micro_batches(model, 4)
+    tokens = batch(model, 0, sequences=4)
+    with torch.no_grad():
+        loss = models.loss_of(model, tokens)
+    assert not loss.requires_grad
+    assert loss.item() == models.loss_of(model, tokens).item()
+
+
+def test_without_labels_there_are_logits() -> None:
+    """The layers are sliced, the head is not: it is for the caller to say what becomes of logits."""
+    model, plain = models.build("llama"), models.build("llama")
+    infinity.micro_batches(model, 2)
+    tokens = batch(model, 0, sequences=2)
+    found, expected = (m(input_ids=tokens, use_cache=False).logits for m in (model, plain))
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(UnsupportedError, match="pass use_cache=False"):
+        model(input_ids=tokens, use_cache=True)
+
+
+def test_masks_and_positional_arguments() -> None:
+    """A mask with a row per sequence is sliced; labels may come by position."""
+    model, plain = models.build("llama", policy="fp32"), models.build("llama", policy="fp32")
+    infinity.micro_batches(model, 4)
+    tokens = batch(model, 0, sequences=4)
+    mask = torch.ones_like(tokens)
+    for row in range(4):
+        mask[row, 20 - row :] = 0
+    labels = tokens.where(mask > 0, -100)
+    expected = plain(input_ids=tokens, attention_mask=mask, labels=labels, use_cache=False).loss
+    found = model(tokens, mask, None, None, None, labels)
+    assert found.logits is None
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_it_may_be_called_after_offload(tmp_path: Path) -> None:
+    """And changes what the next step does."""
+    sliced, plain = Recipe(**SLICED), Recipe(sequences=4, steps=6)
+    outcome = Outcome()
+    with offloaded(plain, Paging(arena="least"), tmp_path) as (model, optimizer):
+        infinity.micro_batches(model, 4)
+        train(plain, model, optimizer, outcome)
+    assert outcome.losses == in_memory(sliced).losses
+
+
+def test_a_later_call_changes_the_number() -> None:
+    """And does not slice slices."""
+    model = models.build("llama")
+    infinity.micro_batches(model, 2)
+    infinity.micro_batches(model, 3)
+    assert models.loss_of(model, batch(model, 0, sequences=3)).item() > 0
+
+
+class Pair(nn.Module):
+    """Several outputs, one of them none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, *, scale: int) -> dict[str, Any]:
+        return {"twice": x * self.weight * scale, "parts": (x + 1, None), "turned": x.T * scale}
+
+
+def sharded(layer: nn.Module) -> nn.Sequential:
+    """Return a model of one layer."""
+    return fully_shard(nn.Sequential(fully_shard(layer, mesh=infinity.mesh("cpu"))), mesh=infinity.mesh("cpu"))
+
+
+def test_outputs_of_any_structure_are_joined() -> None:
+    """Each along the dimension that has the rows."""
+    model = sharded(Pair())
+    infinity.micro_batches(model, 2)
+    model.forward = lambda x: model[0](x, scale=2)
+    x = torch.arange(12.0).view(4, 3)
+    found = model(x)
+    assert torch.equal(found["twice"], 2 * x)
+    assert torch.equal(found["parts"][0], x + 1)
+    assert found["parts"][1] is None
+    assert torch.equal(found["turned"], 2 * x.T)
+    found["twice"].sum().backward()
+    assert model[0].weight.grad.to_local().tolist() == [2 * column for column in x.sum(0).tolist()]
+
+
+def mlp() -> nn.Module:
+    """Return a layer for which every dimension but the last is a batch."""
+    return nn.Sequential(nn.Linear(12, 12), nn.GELU())
+
+
+def encoder_layer(**settings: Any) -> nn.Module:
+    """Return torch's own layer."""
+    return nn.TransformerEncoderLayer(12, 2, 16, dropout=0.0, **settings)
+
+
+class Encoder(nn.Module):
+    """A layer of a user around torch's: whatever it says of dimensions is its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.inner = encoder_layer(**settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Attention(nn.Module):
+    """Attention of a user over sequences that come first, without any flag; causal or not."""
+
+    def __init__(self, causal: bool = False) -> None:
+        super().__init__()
+        self.query, self.causal = nn.Linear(12, 12), causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.transpose(0, 1)
+        return nn.functional.scaled_dot_product_attention(self.query(y), y, y, is_causal=self.causal).transpose(0, 1)
+
+
+class Masked(nn.Module):
+    """Attention with a mask over positions, or over rows and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, unused: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(self.query(x), x, x, attn_mask=mask)
+
+
+class Returning(nn.Module):
+    """A layer that returns something else of its rows."""
+
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.up, self.returned = nn.Linear(12, 12), returned
+
+    def forward(self, x: Any) -> Any:
+        return self.returned(self.up(x if isinstance(x, torch.Tensor) else x.value))
+
+
+@dataclass
+class Bundle:
+    """What a layer may take and return."""
+
+    value: torch.Tensor
+    name: str = "bundle"
+
+
+class Recurrent(nn.Module):
+    """An LSTM that returns outputs and last state."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(12, 12, **settings)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.lstm(x)
+
+
+def within_capacity(y: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return 1 for tokens that the first of four experts that they choose still has room for, else 0."""
+    chosen = nn.functional.one_hot(y[..., :4].argmax(-1).flatten(), 4)
+    before = (chosen.cumsum(0) * chosen).sum(1)
+    return (before <= factor * len(chosen) / 4).view(*y.shape[:-1], 1)
+
+
+X = (6, 4, 12)
+SQUARE = (4, 4, 12)
+
+
+def given(shape: tuple[int, ...] = X, **others: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the arguments of a layer."""
+    torch.manual_seed(1)
+    return torch.randn(shape), others
+
+
+def causal(size: int) -> torch.Tensor:
+    """Return a mask over positions."""
+    return torch.triu(torch.full((size, size), float("-inf")), diagonal=1)
+
+
+def padding(rows: int, columns: int) -> torch.Tensor:
+    """Return which positions are none."""
+    return torch.arange(columns).expand(rows, columns) > torch.arange(rows).unsqueeze(1) % 3 + 1
+
+
+EXACT: dict[str, tuple[Any, Any, Any, int]] = {
+    "rows": (mlp, None, given((4, 12)), 2),
+    "any dimension, where rows are independent": (mlp, None, given(), 2),
+    "TransformerEncoderLayer (S, B, D)": (encoder_layer, None, given(), 4),
+    "TransformerEncoderLayer (S, B, D), S == B": (encoder_layer, None, given(SQUARE), 4),
+    "TransformerEncoderLayer (B, S, D)": (lambda: encoder_layer(batch_first=True), None, given(), 3),
+    "src_mask, S == B": (encoder_layer, None, given(SQUARE, src_mask=causal(4), is_causal=True), 2),
+    "src_mask, B first, S == B": (
+        lambda: encoder_layer(batch_first=True), None, given(SQUARE, src_mask=causal(4)), 2,
+    ),
+    "src_key_padding_mask": (encoder_layer, None, given(src_key_padding_mask=padding(4, 6)), 2),
+    "both masks": (
+        encoder_layer, None, given(src_mask=causal(6), src_key_padding_mask=padding(4, 6).float() * -9), 2,
+    ),
+    "both masks, B first": (
+        lambda: encoder_layer(batch_first=True), None,
+        given((4, 6, 12), src_mask=causal(6), src_key_padding_mask=padding(4, 6).float() * -9), 4,
+    ),
+    "TransformerDecoderLayer": (
+        lambda: nn.TransformerDecoderLayer(12, 2, 16, dropout=0.0), None, given(memory=torch.randn(5, 4, 12)), 2,
+    ),
+    "TransformerEncoder": (
+        lambda: nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False), None, given(), 2,
+    ),
+    "a user's layer that says batch_dim": (Encoder, 1, given(), 2),
+    "a user's layer that says it by name": (Encoder, {"x": 1}, given(), 2),
+    "a user's layer, B first": (lambda: Encoder(batch_first=True), None, given(), 2),
+    "attention without a flag": (Attention, 1, given(), 4),
+    "a mask over rows and positions": (Masked, None, given((4, 6, 12), mask=~padding(4, 6).unsqueeze(1)), 2),
+    "a mask over positions": (Masked, None, given((4, 6, 12), mask=causal(6)), 4),
+    "a mask over positions, S == B": (Masked, None, given(SQUARE, mask=causal(4)), 2),
+    "an argument that is not used": (Masked, None, given(SQUARE, mask=causal(4), unused=torch.zeros(4)), 2),
+    "a mask of two rows, said by name": (Masked, {"x": 0, "mask": None}, given((2, 2, 12), mask=causal(2)), 2),
+    "LSTM (S, B, D), with its state": (lambda: nn.LSTM(12, 12), None, given(), 2),
+    "LSTM (B, S, D), with its state": (lambda: nn.LSTM(12, 12, batch_first=True), None, given(), 3),
+    "a layer around an LSTM": (lambda: Recurrent(batch_first=True), None, given(), 3),
+    "GRU": (lambda: nn.GRU(12, 12), None, given(), 2),
+    "MultiheadAttention": (
+        lambda: nn.MultiheadAttention(12, 2), None,
+        (given()[0], {"key": given()[0], "value": given()[0], "need_weights": False}), 2,
+    ),
+    "a dataclass": (lambda: Returning(Bundle), None, (Bundle(given()[0]), {}), 3),
+    "rows and positions made one": (lambda: Returning(lambda y: (y, y.flatten(0, 1))), None, given(), 2),
+    "BatchNorm in evaluation": (lambda: nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4)).eval(), None, given(), 2),
+}  # fmt: skip
+"""Layer, batch_dim, arguments and number of slices."""
+
+
+def ran(layer: nn.Module, arguments: tuple[Any, dict[str, Any]]) -> list[torch.Tensor]:
+    """Return outputs, gradient of the first argument, and gradients."""
+    x, others = arguments
+    tensor = (x.value if isinstance(x, Bundle) else x).clone().requires_grad_()
+    returned = layer(Bundle(tensor) if isinstance(x, Bundle) else tensor, **others)
+    outputs = tree_leaves(vars(returned) if isinstance(returned, Bundle) else returned)
+    outputs = [value for value in outputs if isinstance(value, torch.Tensor)]
+    sum((value * torch.arange(value.numel()).view(value.shape).sin()).sum() for value in outputs).backward()
+    return [*outputs, tensor.grad, *(local(param.grad) for param in layer.parameters())]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_layers_of_all_kinds_give_what_the_whole_batch_gives(name: str) -> None:
+    """Up to the rounding of products over fewer rows."""
+    make, batch_dim, arguments, count = EXACT[name]
+    found = []
+    for slices in (0, count):
+        torch.manual_seed(0)
+        model = sharded(make())
+        if slices:
+            infinity.micro_batches(model, slices, batch_dim=batch_dim)
+        found.append(ran(model[0], arguments))
+    assert len(found[0]) == len(found[1])
+    for expected, value in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
+NOT_SLICED: dict[str, tuple[Any, Any, Any, str]] = {
+    "a user's layer with sequences first": (Encoder, None, given(), r"Encoder along dimension 0.*batch_dim=1"),
+    "the same with S == B": (Encoder, None, given(SQUARE), r"depend on each other.*batch_dim=1"),
+    "attention without a flag": (Attention, None, given(), r"Attention along dimension 0"),
+    "causal attention": (lambda: Attention(causal=True), None, given(), r"along dimension 0.*batch_dim=1"),
+    "torch's layer, said wrongly": (encoder_layer, 0, given(), r"TransformerEncoderLayer along dimension 0"),
+    "BatchNorm": (lambda: nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4)), None, given(), r"BatchNorm in training"),
+    "centred over the batch": (lambda: Returning(lambda y: y - y.mean(0)), None, given(), "depend on each other"),
+    "a mask of two rows": (Masked, None, given((2, 2, 12), mask=causal(2)), r"how to slice mask .*batch_dim=\{"),
+    "a scale of all rows": (lambda: Returning(lambda y: y / y.detach().abs().amax()), None, given(), "depend on each"),
+    "the least of all rows": (lambda: Returning(lambda y: y - y.detach().amin()), None, given(), "depend on each"),
+    "steps of all rows": (
+        lambda: Returning(lambda y: y + torch.round(y * 10 / y.abs().max().item())), None, given(), "scales, ranks",
+    ),
+    "a capacity": (lambda: Returning(lambda y: y * within_capacity(y, 1.25)), None, given((4, 64, 12)), "capacities"),
+    "a small part with a capacity": (
+        lambda: Returning(lambda y: y + 0.1 * y * within_capacity(y, 2.0)), None, given((4, 64, 12)), "capacities",
+    ),
+    "the best tokens of all rows": (
+        lambda: Returning(lambda y: y * (y[..., :1] >= y[..., 0].flatten().topk(3).values[-1])), None, given(),
+        "depend on each other",
+    ),
+    "ranks of rows": (
+        lambda: Returning(lambda y: y * y.sum((1, 2)).argsort().view(-1, 1, 1)), None, given(), "ranks and capacities",
+    ),
+    "scaled by the number of rows": (lambda: Returning(lambda y: y * len(y)), None, given(), "how many rows there are"),
+    "divided by it, with dropout": (
+        lambda: nn.Sequential(nn.Dropout(0.5), Returning(lambda y: y / y.shape[0])), None, given(), "how many rows",
+    ),
+    "scaled by indices of rows": (
+        lambda: Returning(lambda y: y * torch.arange(len(y)).view(-1, 1, 1)), None, given(), "indices of rows",
+    ),
+    "a sum": (lambda: Returning(lambda y: y.sum()), None, given(), "a scalar.*return one row per sequence"),
+    "an auxiliary loss": (lambda: Returning(lambda y: (y, y.mean())), None, given(), "a scalar"),
+    "loads of experts": (lambda: Returning(lambda y: (y, y.sum((0, 1)))), None, given(), r"shape \(12,\) for one row"),
+    "a number of rows": (lambda: Returning(lambda y: (y, len(y))), None, given(), "returns a int"),
+    "an object": (lambda: Returning(lambda y: (y, nn.Identity())), None, given(), "returns a Identity"),
+    "packed": (
+        lambda: nn.LSTM(12, 12), None,
+        (nn.utils.rnn.pack_padded_sequence(torch.randn(6, 4, 12), torch.tensor([6, 5, 3, 2])), {}), "PackedSequence",
+    ),
+    "an object with tensors": (Masked, None, given(mask=SimpleNamespace(mask=causal(6))), "mask, a SimpleNamespace"),
+    "a name that is none": (Encoder, {"y": 1}, given(), r"batch_dim names y"),
+    "a dimension that is none": (Encoder, 3, given(), r"batch_dim=3 does not fit x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_SLICED)
+def test_what_slices_would_change_is_refused(name: str) -> None:
+    """In the first forward, with what to do."""
+    make, batch_dim, (x, others), words = NOT_SLICED[name]
+    model = sharded(make())
+    infinity.micro_batches(model, 2, batch_dim=batch_dim)
+    with pytest.raises((UnsupportedError, ConfigError), match=words):
+        model[0](x, **others)
+    with pytest.raises((UnsupportedError, ConfigError), match=words), torch.no_grad():
+        model[0](x, **others)
+
+
+@pytest.mark.parametrize("name", ["a scale of all rows", "scaled by the number of rows", "scaled by indices of rows"])
+def test_the_same_is_refused_in_bf16(name: str) -> None:
+    """Where rounding is larger."""
+    make, _, (x, _), words = NOT_SLICED[name]
+    model = sharded(make().bfloat16())
+    infinity.micro_batches(model, 2)
+    with pytest.raises(UnsupportedError, match=words):
+        model[0](x.bfloat16())
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+def test_routing_without_a_capacity_is_sliced(policy: str) -> None:
+    """Although experts multiply the tokens of all rows together, and round them so."""
+    model = of_family("MixtralConfig", policy=policy).train()
+    infinity.micro_batches(model, 2)
+    tokens = batch(model, 0, sequences=4).repeat(1, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(param.grad is not None for param in layers_of(model).parameters())
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in training and in evaluation, or has no evaluation."""
+
+    def __init__(self, evaluated: bool) -> None:
+        super().__init__()
+        self.up, self.evaluated = nn.Linear(12, 12), evaluated
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and not self.evaluated:
+            raise RuntimeError("only for training")
+        return self.up(x) + torch.rand_like(x)
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_random_numbers_are_no_dependence(evaluated: bool) -> None:
+    """They differ for one row and for two; modules are in training as before."""
+    model = sharded(Noisy(evaluated))
+    infinity.micro_batches(model, 2)
+    assert model[0](given()[0]).shape == X
+    assert all(module.training for module in model.modules())
+
+
+class Modes(nn.Module):
+    """Mixes rows for some values of an argument."""
+
+    def __init__(self, mixing: Any) -> None:
+        super().__init__()
+        self.up, self.mixing = nn.Linear(12, 12), mixing
+
+    def forward(self, x: torch.Tensor, mode: Any = None) -> torch.Tensor:
+        y = self.up(x)
+        mode = getattr(mode, "mode", mode)
+        return y - y.mean(0) if type(mode) is type(self.mixing) and mode == self.mixing else y
+
+
+@pytest.mark.parametrize(
+    ("good", "mixing"),
+    [(0, 1), (0.5, 1.5), ("none", "batch"), (False, True), (1, True), (1, 1.0), (None, 0), (3, None)],
+)
+def test_other_values_of_arguments_are_tried_anew(good: Any, mixing: Any) -> None:
+    """A layer may do something else with them; those that have been tried are not tried again."""
+    model = sharded(Modes(mixing))
+    infinity.micro_batches(model, 2)
+    for _ in range(2):
+        model[0](given()[0], good)
+    assert len(model[0].forward._finder._found) == 1
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        model[0](given()[0], mixing)
+
+
+def test_counters_are_tried_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    """Kinds of calls that are kept are bounded; calls beyond are tried all the same."""
+    model = sharded(Modes(70))
+    infinity.micro_batches(model, 2)
+    for step in range(70):
+        model[0](given()[0], step)
+    assert len(model[0].forward._finder._found) == 64
+    assert sum("tries each such call anew" in record.getMessage() for record in caplog.records) == 1
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        model[0](given()[0], 70)
+
+
+def test_objects_that_may_change_are_tried_each_time() -> None:
+    """The same one may hold another value."""
+    model = sharded(Modes("batch"))
+    infinity.micro_batches(model, 2)
+    settings = SimpleNamespace(mode="none")
+    model[0](given()[0], settings)
+    settings.mode = "batch"
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        model[0](given()[0], settings)
+
+
+def test_tokens_are_checked_without_gradients() -> None:
+    """Layers of which no argument has a gradient."""
+
+    class Words(nn.Module):
+        def __init__(self, mixed: bool) -> None:
+            super().__init__()
+            self.table, self.mixed = nn.Embedding(9, 12), mixed
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.table(tokens)
+            return x + x.mean(0) if self.mixed else x
+
+    tokens = torch.arange(12).view(4, 3) % 9
+    good = sharded(Words(mixed=False))
+    expected = good[0](tokens)
+    infinity.micro_batches(good, 2)
+    assert torch.equal(good[0](tokens), expected)
+    bad = sharded(Words(mixed=True))
+    infinity.micro_batches(bad, 2)
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        bad[0](tokens)
+
+
+def test_trying_leaves_no_trace() -> None:
+    """Random numbers and buffers are those of a layer that nobody tried."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(12, 12)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return nn.functional.dropout(self.up(x), 0.5)
+
+    outputs = []
+    for tried in (True, False):
+        torch.manual_seed(0)
+        model = sharded(Counting())
+        infinity.micro_batches(model, 2)
+        if not tried:
+            model[0].forward._finder.find = lambda *_: Slicing((0,), (0,))
+        with torch.no_grad():
+            outputs.append(model[0](torch.ones(4, 12)))
+        assert model[0].calls == 2
+    assert torch.equal(*outputs)
+
+
+def test_training_is_tried_apart_from_evaluation() -> None:
+    """What holds in evaluation, of BatchNorm for one, does not in training."""
+    model = sharded(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4))).eval()
+    infinity.micro_batches(model, 2)
+    model[0](torch.randn(X))
+    model.train()
+    with pytest.raises(UnsupportedError, match="BatchNorm in training"):
+        model[0](torch.randn(X))
+
+
+def test_the_loss_of_routers_is_refused() -> None:
+    """It is no sum over slices."""
+    model = of_family("MixtralConfig", output_router_logits=True)
+    infinity.micro_batches(model, 2)
+    with pytest.raises(UnsupportedError, match="output_router_logits=False"):
+        models.loss_of(model, batch(model, 0))
+
+
+def test_models_that_cannot_be_sliced_are_refused() -> None:
+    """Each with the reason."""
+    mesh = infinity.mesh("cpu")
+    with pytest.raises(ConfigError, match="got 0"):
+        infinity.micro_batches(models.build("toy"), 0)
+    with pytest.raises(UnsupportedError, match="call fully_shard on its layers and on itself"):
+        infinity.micro_batches(nn.Linear(2, 2), 2)
+    with pytest.raises(UnsupportedError, match="call fully_shard on its layers and on itself"):
+        infinity.micro_batches(fully_shard(nn.Linear(2, 2), mesh=mesh), 2)
+    with pytest.raises(UnsupportedError, match="recomputes its activations already"):
+        infinity.micro_batches(models.build("llama", checkpointing=True), 2)
+    with pytest.raises(UnsupportedError, match="0 recomputes its activations already"):
+        infinity.micro_batches(sharded(checkpoint_wrapper(Pair())), 2)
+    with pytest.raises(UnsupportedError, match=r"0 contains 0\.0"):
+        infinity.micro_batches(sharded(nn.Sequential(fully_shard(Pair(), mesh=mesh))), 2)
+    head = models.llama()
+    fully_shard(head.lm_head, mesh=mesh)
+    with pytest.raises(UnsupportedError, match="lm_head is a unit"):
+        infinity.micro_batches(models.shard(head), 2)

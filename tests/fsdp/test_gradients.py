@@ -1,0 +1,159 @@
+"""Gradients that wait for their update: their halves, how many of them are stored, and that no bit is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.fsdp.encoding import halves, joined
+from infinity.layout import Role
+from infinity.optim.kernel import UpdateKernel
+from infinity.optim.update import Opened, Update, snapshot
+from infinity.schedule.trace import EventKind, range_access, stored_rows
+from support import models
+from support.layouts import transformer
+from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded
+
+LEAST = Paging(arena="least", placement="in_forward")
+
+
+def every_half(upper: bool) -> torch.Tensor:
+    """Return fp32 numbers with all 2^16 upper halves, or with all lower halves, beside a few of the other."""
+    all_of, some = torch.arange(1 << 16, dtype=torch.int64), torch.tensor([0, 1, 0x7FFF, 0x8000, 0xFFFF])
+    high, low = (all_of, some) if upper else (some, all_of)
+    bits = ((high[:, None] << 16) + low).flatten()
+    return bits.where(bits < 1 << 31, bits - (1 << 32)).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("upper", [True, False])
+def test_halves_are_exact(upper: bool) -> None:
+    """All bit patterns of either half, NaN and denormals among them, come back."""
+    values = every_half(upper)
+    rows = [half.contiguous() for half in halves(values)]
+    assert torch.equal(joined(rows).view(torch.int32), values.view(torch.int32))
+
+
+def test_the_upper_half_is_what_came_from_bf16() -> None:
+    """Its lower half is zero, and alone it is the number, whatever that is."""
+    computed = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    values = computed.float()
+    upper, lower = halves(values)
+    number = ~computed.isnan()
+    assert not torch.count_nonzero(lower)
+    assert torch.equal(joined([upper])[number].view(torch.int32), values[number].view(torch.int32))
+    assert joined([upper])[~number].isnan().all()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, micro: int = 1, scale: float = 1.0) -> None:
+    """Take one step of `micro` batches."""
+    for number in range(micro):
+        (scale * models.loss_of(model, batch(model, number, sequences=2))).backward()
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_one_backward_stores_the_upper_half(tmp_path: Path) -> None:
+    """Two bytes per parameter are written; a loop over batches needs four, also in the steps after it."""
+    with offloaded(Recipe(model="even"), LEAST, tmp_path) as (model, optimizer):
+        parameters = optimizer.layout.parameters
+
+        def of_one_step(micro: int) -> tuple[set[int], float]:
+            step(model, optimizer, micro=micro)
+            moved = optimizer.plan.traffic.written[Role.GRAD] / parameters
+            return set(stored_rows(optimizer._events).values()), moved
+
+        rows, moved = of_one_step(1)
+        assert rows == {1}
+        assert 1.6 < moved <= 2
+        rows, _ = of_one_step(2)
+        assert rows == {2}
+        rows, moved = of_one_step(1)
+        assert rows == {2}
+        assert 3.6 < moved <= 4
+
+
+class Spoiling(torch.optim.SGD):
+    """Changes the gradients that it is given."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            param.grad.add_(1.0)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("key", ["plain", "halves"])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_an_update_leaves_stored_gradients_as_they_are(key: str, scale: float | None) -> None:
+    """Their page may be on its way to the drive; this optimizer changes the gradient that it is given."""
+    layout = transformer(1, 4 * 2048, 64 << 10, key)
+    (segment,) = layout.segments
+    optimizer = Spoiling([torch.zeros(2)], lr=0.1)
+    kernel, settings = UpdateKernel(optimizer), {0: snapshot(optimizer.param_groups[0])}
+    for position, item in enumerate(segment.ranges):
+        access = range_access(segment, position, rows=len(segment.grad_pages))
+        pages = [layout.pages[use.page] for use in access]
+        contents = [memoryview(bytearray(b"\x3f" * page.nbytes)) for page in pages]
+        stored = [bytes(content) for page, content in zip(pages, contents, strict=True) if page.role is Role.GRAD]
+        edits = {} if scale is None else {0: [lambda gradient: gradient.mul_(scale)]}
+        update = Update(layout, kernel, settings, {}, 0, edits=edits)
+        update.run([Opened(layout, segment, item, access, contents)])
+        assert update.elements
+        assert stored
+        assert stored == [bytes(c) for page, c in zip(pages, contents, strict=True) if page.role is Role.GRAD]
+
+
+def test_a_gradient_that_is_not_finite_changes_no_plan(tmp_path: Path) -> None:
+    """Infinity and NaN of bf16 have no lower half either; the step is skipped, and those after it are as before."""
+    with offloaded(Recipe(model="even"), LEAST, tmp_path) as (model, optimizer):
+        for scale in (1.0, float("inf"), float("nan"), 1.0):
+            step(model, optimizer, scale=scale)
+        gradients = [event for event in optimizer._events if event.kind is EventKind.GRADIENTS]
+        assert gradients
+        assert all(event.rows == 1 for event in gradients)
+
+
+def test_without_bf16_there_is_one_row(tmp_path: Path) -> None:
+    """Gradients that are computed in fp32 are stored as they are."""
+    with offloaded(Recipe(model="even", policy="fp32"), LEAST, tmp_path) as (_, optimizer):
+        assert {len(segment.grad_pages) for segment in optimizer.layout.segments} == {1}
+
+
+def norms(model: nn.Module, clip: Callable[[float], torch.Tensor], micro: int) -> list[float]:
+    """Return the norms of order 1 and infinity, each of a step of its own."""
+    found = []
+    for order in (1.0, float("inf")):
+        for number in range(micro):
+            models.loss_of(model, batch(model, number, sequences=2)).backward()
+        found.append(float(clip(order)))
+    return found
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_norms_of_other_orders_read_what_is_stored(micro: int, tmp_path: Path) -> None:
+    """One row or two: the norm is that of the gradients in memory."""
+    recipe = Recipe(model="even")
+    plain = build(recipe)
+    optimizer = make_optimizer(recipe, plain)
+
+    def in_memory(order: float) -> torch.Tensor:
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=order).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    expected = norms(plain, in_memory, micro)
+    with offloaded(recipe, LEAST, tmp_path) as (model, paged):
+
+        def on_nvme(order: float) -> torch.Tensor:
+            norm = paged.clip_grad_norm_(0.5, norm_type=order)
+            paged.step()
+            paged.zero_grad()
+            return norm
+
+        assert norms(model, on_nvme, micro) == expected

@@ -1,0 +1,216 @@
+"""Tensor parallel weights, and what becomes of weights after forward: as in memory, or refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import infinity
+from infinity.errors import UnsupportedError
+from support import models
+from support.ranks import RankPool
+from support.train import MIB, Outcome, Paging, local, settings
+
+WIDTH = 16
+NORMS = (2.0, 1.0, 3.0, float("inf"))
+PLACEMENTS = ("in_forward", "after_backward")
+
+
+class Residual(nn.Module):
+    """Blocks of two linear layers, the one split by columns, the other by rows."""
+
+    def __init__(self, norms: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self._block(norms) for _ in range(2))
+
+    @staticmethod
+    def _block(norms: bool) -> nn.Sequential:
+        parts = [nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)]
+        return nn.Sequential(*parts, nn.LayerNorm(WIDTH)) if norms else nn.Sequential(*parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def build(shape: tuple[int, int], *, norms: bool = False) -> nn.Module:
+    """Return a model over a mesh of (data, tensor) parallel ranks; `norms` are not tensor parallel."""
+    torch.manual_seed(0)
+    model = Residual(norms)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"], mp_policy=models.POLICIES["bf16"])
+    return fully_shard(model, mesh=mesh["dp"], mp_policy=models.POLICIES["bf16"])
+
+
+def train(model: nn.Module, optimizer: Any, norm_type: float | None) -> Outcome:
+    """Take a few steps that clip; edit weights in between."""
+    outcome = Outcome()
+    data_rank = next(model.parameters()).device_mesh.get_local_rank("dp")
+    for step in range(4):
+        torch.manual_seed(10 * step + data_rank)
+        loss = model(torch.randn(4, WIDTH))
+        loss.backward()
+        outcome.losses.append(loss.item())
+        if norm_type is not None:
+            if isinstance(optimizer, infinity.PagedOptimizer):
+                norm = optimizer.clip_grad_norm_(0.1, norm_type)
+            else:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+            outcome.norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.99)
+                param.to_local()[:1].add_(0.01)
+    outcome.state = {name: {"master": local(param)} for name, param in model.named_parameters()}
+    return outcome
+
+
+def compare(shape: tuple[int, int], norm_type: float | None, placement: str, folder: str) -> list[str]:
+    """Return what differs from memory on this rank."""
+    model = build(shape)
+    expected = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), norm_type)
+    model = build(shape)
+    config = settings(Path(folder), Paging(placement=placement), 64 * MIB)
+    with infinity.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config) as optimizer:
+        found = train(model, optimizer, norm_type)
+    listed = [what for what in ("losses", "norms") if getattr(expected, what) != getattr(found, what)]
+    listed += [
+        name
+        for name, states in expected.state.items()
+        if not torch.equal(states["master"], found.state[name]["master"])
+    ]
+    return listed + ([] if len(set(expected.losses)) == 4 else ["the loss never changes"])
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["2x1", "1x2"])
+def test_tensor_parallel_steps_that_clip_are_those_of_memory(
+    shape: tuple[int, int], tmp_path: Path, pair: RankPool
+) -> None:
+    """Norms of parameters with several placements, of every kind of norm; without clipping too."""
+    for index, norm_type in enumerate((*NORMS, None)):
+        (folder := tmp_path / str(index)).mkdir()
+        placement = "auto" if norm_type is None else PLACEMENTS[index % 2]
+        assert pair.run(compare, shape, norm_type, placement, str(folder)) == [[], []], norm_type
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    """Four ranks."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_tensor_parallel_steps_on_four_ranks(norm_type: float, tmp_path: Path, four: RankPool) -> None:
+    """Two data parallel, two tensor parallel."""
+    assert four.run(compare, (2, 2), norm_type, "in_forward", str(tmp_path)) == [[]] * 4
+
+
+def clip_with_norms(folder: str) -> list[str]:
+    """Return the words of the errors of clipping in memory and paged, where parameters lie on several meshes."""
+    words = []
+    for paged in (False, True):
+        model = build((1, 2), norms=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if paged:
+            config = settings(Path(folder), Paging(placement="after_backward"), 64 * MIB)
+            optimizer = infinity.offload(model, optimizer, config)
+        torch.manual_seed(0)
+        model(torch.randn(4, WIDTH)).backward()
+        try:
+            optimizer.clip_grad_norm_(1.0) if paged else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            words.append("")
+        except Exception as error:
+            words.append(f"{type(error).__name__}: {error}")
+        if paged:
+            optimizer.close()
+    return words
+
+
+def test_a_norm_over_several_meshes_is_refused_as_in_memory(tmp_path: Path, pair: RankPool) -> None:
+    """torch cannot put it together."""
+    for memory, paged in pair.run(clip_with_norms, str(tmp_path)):
+        assert "mesh" in memory
+        assert "mesh" in paged
+
+
+# What becomes of weights after forward #
+
+
+def refuse_a_number(connection: Any) -> None:
+    """Shard over a smaller mesh after forward, on the first of four ranks that do not exist."""
+    import torch.testing._internal.distributed.fake_pg  # registers the backend
+
+    dist.init_process_group("fake", rank=0, world_size=4)
+    model = models.Toy()
+    for block in model.blocks:
+        fully_shard(block, mesh=infinity.mesh("cpu"), reshard_after_forward=2)
+    fully_shard(model, mesh=infinity.mesh("cpu"))
+    try:
+        infinity.offload(model, torch.optim.AdamW(model.parameters()), {"storage": {"paths": ["/tmp"]}})
+        connection.send("not refused")
+    except UnsupportedError as error:
+        connection.send(str(error))
+
+
+def test_a_number_for_reshard_after_forward_is_refused() -> None:
+    """At `offload`, with what to pass instead."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=refuse_a_number, args=(theirs,))
+    process.start()
+    assert ours.poll(600)
+    words = ours.recv()
+    process.join(60)
+    assert "blocks.0" in words
+    assert "pass True" in words
+
+
+def compare_number(number: int, folder: str) -> list[str]:
+    """Compare a model whose layers were sharded with a number that means True or False."""
+    found: list[list[float]] = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        model = models.Toy()
+        for block in model.blocks:
+            fully_shard(block, mesh=infinity.mesh("cpu"), reshard_after_forward=number)
+        fully_shard(model, mesh=infinity.mesh("cpu"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if paged:
+            optimizer = infinity.offload(model, optimizer, settings(Path(folder), Paging(), 64 * MIB))
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = models.loss_of(model, torch.randint(131, (2, 9)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+        if paged:
+            optimizer.close()
+    return [] if found[0] == found[1] else [f"{found[0]} != {found[1]}"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_numbers_that_mean_all_or_none_work(number: int, tmp_path: Path, pair: RankPool) -> None:
+    """Of two ranks, 1 is False and 2 is True."""
+    assert pair.run(compare_number, number, str(tmp_path)) == [[], []]

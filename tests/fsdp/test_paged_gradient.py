@@ -1,0 +1,672 @@
+"""What training loops do with `p.grad`: the same bits as in memory, or refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from infinity.errors import InfinityError, UnsupportedError
+from infinity.fsdp.gradient import PagedGradient
+from support import models
+from support.ranks import RankPool
+from support.tables import all_but, in_turn
+from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded, state_in_memory, state_on_nvme
+
+Use = Callable[[nn.Module, torch.optim.Optimizer], Any]
+RECIPE = Recipe(model="toy")
+KEPT = ("after_backward", "in_forward")
+GONE = ("in_backward", "in_both")
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a step in a form that can be compared, on this rank."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().clone()
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def backward(model: nn.Module, number: int = 0, scale: Any = 1.0) -> None:
+    """Run one forward and backward."""
+    (scale * models.loss_of(model, batch(model, number))).backward()
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, use: Use, number: int = 3) -> list[Any]:
+    """Take steps, in each of which gradients are used; return what was seen."""
+    seen = []
+    for step in range(number):
+        backward(model, step)
+        with torch.no_grad():
+            seen.append(plain(use(model, optimizer)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer], list[Any]]
+
+
+def compare(loop: Loop, placement: str, folder: str | Path, recipe: Recipe = RECIPE, arena: str = "all") -> list[str]:
+    """Run a loop in memory and paged; return what differs."""
+    model = build(recipe)
+    optimizer = make_optimizer(recipe, model)
+    expected = loop(model, optimizer), state_in_memory(sharded(model), optimizer)
+    with offloaded(recipe, Paging(arena=arena, placement=placement), Path(folder)) as (paged, paged_optimizer):
+        found = loop(paged, paged_optimizer), state_on_nvme(sharded(paged), paged_optimizer)
+    listed = [] if same(expected[0], found[0]) else [f"seen: {expected[0]} != {found[0]}"]
+    for name, states in expected[1].items():
+        listed += [
+            f"{name}/{kind}"
+            for kind, value in states.items()
+            if not torch.equal(value.reshape(-1), found[1][name][kind].reshape(-1))
+        ]
+        listed += [f"{name}/{kind} is not zero" for kind in found[1][name].keys() - states.keys()
+                   if found[1][name][kind].any()]  # fmt: skip
+    return listed
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Return a model that holds its sharded parameters, also after a forward without a backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return model
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two values have the same bits (NaN is NaN)."""
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(torch.nan_to_num(first, 7.0), torch.nan_to_num(second, 7.0))
+    return bool(first == second) or (first != first and second != second)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients that there are."""
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def norm_of(order: float, foreach: bool | None) -> Use:
+    """Clip by torch's own function."""
+    return lambda model, _: clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach)
+
+
+def each(change: Callable[[torch.Tensor], Any]) -> Use:
+    """Do something to every gradient."""
+
+    def use(model: nn.Module, _: Any) -> None:
+        for gradient in gradients(model):
+            change(gradient)
+
+    return use
+
+
+def in_two_calls(model: nn.Module, _: Any) -> Any:
+    """Clip, with the norm and the scaling apart."""
+    total = get_total_norm(gradients(model))
+    clip_grads_with_norm_(model.parameters(), 0.5, total)
+    return total
+
+
+def scaled_then_clipped(model: nn.Module, _: Any) -> Any:
+    """Scale by several numbers, clip, clip again."""
+    torch._foreach_mul_(gradients(model), 3.0)
+    torch._foreach_div_(gradients(model), 7.0)
+    for gradient in gradients(model):
+        gradient *= torch.tensor(0.3)
+    return clip_grad_norm_(model.parameters(), 0.5), clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clipped_by_the_optimizer(model: nn.Module, optimizer: Any) -> Any:
+    """Clip twice, as the paged optimizer does."""
+    if hasattr(optimizer, "clip_grad_norm_"):
+        return [optimizer.clip_grad_norm_(most) for most in (0.5, 0.1)]
+    return [clip_grad_norm_(model.parameters(), most) for most in (0.5, 0.1)]
+
+
+def noise(model: nn.Module, _: Any) -> None:
+    """Add numbers that are reused for every gradient, scaled."""
+    for number, gradient in enumerate(gradients(model)):
+        part = gradient.to_local()
+        part.add_(torch.full(part.shape, 0.01), alpha=number)
+        part += torch.linspace(-1, 1, part.numel()).view(part.shape)
+
+
+def assigned(model: nn.Module, _: Any) -> None:
+    """Put other tensors, and None, into `p.grad`."""
+    params = [param for param in model.parameters() if param.grad is not None]
+    params[0].grad = params[0].grad * 2
+    params[1].grad = params[1].grad.detach()
+    params[2].grad = None
+    first, second, *_ = [param for param in params[3:] if param.shape == (models.WIDTH,)]
+    first.grad, second.grad = second.grad, first.grad
+
+
+def parts(model: nn.Module, _: Any) -> Any:
+    """Write to parts of gradients through views."""
+    seen = []
+    for gradient in gradients(model):
+        part = gradient.to_local()
+        part[3] = 0
+        part.view(-1)[5:9].mul_(2.0)
+        first, *_ = part.split(2)
+        first.fill_(0.25)
+        part.t()[0] += 1 if part.ndim == 2 else 0
+        seen.append(part[1:7].sum())
+    return seen
+
+
+def logged(model: nn.Module, _: Any) -> Any:
+    """Read what people log."""
+    return [
+        [g.norm(), g.abs().max(), g.mean(), torch.isfinite(g).all(), g.full_tensor().std(), g.to_local().tolist()[0],
+         torch.histc(g.to_local(), 5), g.to_local().float().numpy().sum().item(), g.clone(), (g * 2).sum()]
+        for g in gradients(model)
+    ]  # fmt: skip
+
+
+def foreach_of_lists(model: nn.Module, _: Any) -> Any:
+    """Change lists in place by lists."""
+    locals_ = [gradient.to_local() for gradient in gradients(model)]
+    torch._foreach_add_(locals_, [torch.ones(part.shape) for part in locals_], alpha=0.1)
+    torch._foreach_mul_(locals_, [0.5 + number for number in range(len(locals_))])
+    torch._foreach_lerp_(locals_, [part.clone() for part in reversed(locals_[::-1])], 0.5)
+    return torch._foreach_norm(locals_), torch._foreach_norm(locals_, 1.0)
+
+
+USES: dict[str, Use] = {
+    **{f"norm_{order}": norm_of(order, None) for order in (2.0, 1.0, 3.0, float("inf"), -float("inf"), 0.0)},
+    "norm_foreach": norm_of(2.0, True),
+    "norm_not_foreach": norm_of(2.0, False),
+    "norm_inf_not_foreach": norm_of(float("inf"), False),
+    "clip_in_two_calls": in_two_calls,
+    "scaled_then_clipped": scaled_then_clipped,
+    "clipped_by_the_optimizer": clipped_by_the_optimizer,
+    "value": lambda model, _: clip_grad_value_(model.parameters(), 1e-3),
+    "value_not_foreach": lambda model, _: clip_grad_value_(model.parameters(), 1e-3, foreach=False),
+    "negated": each(lambda gradient: gradient.neg_()),
+    "noise": noise,
+    "sign": each(lambda gradient: gradient.copy_(gradient.sign())),
+    "signed_in_place": each(lambda gradient: gradient.to_local().sign_()),
+    "zeroed_here_and_there": lambda model, _: torch._foreach_zero_(gradients(model)[::2]),
+    "assigned": assigned,
+    "parts": parts,
+    "logged": logged,
+    "lists": foreach_of_lists,
+    "many": each(lambda gradient: [gradient.mul_(1.1) for _ in range(40)]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_using_gradients_is_as_in_memory(use: str, tmp_path: Path) -> None:
+    """What is seen, weights, moments and step counts."""
+    assert compare(lambda m, o: steps(m, o, USES[use]), "in_forward", tmp_path) == []
+
+
+def test_all_uses_after_backward(tmp_path: Path) -> None:
+    """One step after the other, in an arena that is too small to keep anything."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        return [steps(model, optimizer, use, 1) for use in USES.values()]
+
+    assert compare(loop, "after_backward", tmp_path, arena="least") == []
+
+
+# Loops #
+
+
+def with_scaler(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool = False, first: float = 2.0**10) -> Any:
+    """Train as torch's documentation of `GradScaler` does; one loss is not finite."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=2)
+    seen: list[Any] = []
+    for number in range(5):
+        optimizer.zero_grad()
+        factor = float("inf") if number == 2 else 1.0
+        scaler.scale(factor * models.loss_of(model, batch(model, number))).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            seen.append(plain(clip_grad_norm_(model.parameters(), 0.5)))
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+    return seen
+
+
+def clearing(how: str) -> Loop:
+    """Train with one of the ways to get rid of gradients, some of them of a bad batch, before a step."""
+
+    def clear(model: nn.Module, optimizer: Any) -> None:
+        if how == "model":
+            model.zero_grad()
+        elif how == "model_to_zeros":
+            model.zero_grad(set_to_none=False)
+        elif how == "given":
+            given_of(optimizer).zero_grad()
+        elif how == "to_zeros":
+            optimizer.zero_grad(set_to_none=False)
+        elif how == "given_to_zeros":
+            given_of(optimizer).zero_grad(set_to_none=False)
+        elif how == "by_hand":
+            for param in model.parameters():
+                param.grad = None
+        else:
+            optimizer.zero_grad()
+
+    def loop(model: nn.Module, optimizer: Any) -> list[Any]:
+        for number in range(3):
+            if number == 1:  # a bad batch
+                backward(model, 100)
+                clear(model, optimizer)
+            loss = models.loss_of(model, batch(model, number))
+            if number == 2:
+                clear(model, optimizer)
+            loss.backward()
+            optimizer.step()
+            clear(model, optimizer)
+        optimizer.step()  # a step without gradients, or with zeros
+        clear(model, optimizer)
+        backward(model, 7)
+        clear(model, optimizer)
+        return []
+
+    return loop
+
+
+def given_of(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that `infinity.offload` was given."""
+    return getattr(optimizer, "_given", optimizer)
+
+
+def between(what: Use, micro: int = 1) -> Loop:
+    """Train, with something done between each backward and what follows it."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        seen = []
+        for number in range(4):
+            for part in range(micro):
+                backward(model, 10 * number + part)
+                seen.append(plain(what(model, optimizer)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    return loop
+
+
+def evaluated(model: nn.Module, optimizer: Any) -> Any:
+    """Look at the weights between backward and step."""
+    with torch.no_grad():
+        loss = models.loss_of(model, batch(model, 99))
+    return loss, optimizer.param_groups[0]["params"][0].detach().full_tensor().clone()
+
+
+def forward_again(model: nn.Module, optimizer: Any) -> Any:
+    """Clip, then run a forward that keeps its graph, without a backward."""
+    with torch.no_grad():
+        norm = clip_grad_norm_(model.parameters(), 0.5)
+    return norm, models.loss_of(model, batch(model, 98)).detach()
+
+
+def crossing(model: nn.Module, optimizer: Any) -> list[Any]:
+    """Run each forward before the step, and its backward behind it."""
+    seen = []
+    backward(model, 0)
+    for number in range(1, 5):
+        seen.append(plain(clip_grad_norm_(model.parameters(), 0.5)))
+        loss = models.loss_of(model, batch(model, number))
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.backward()
+        seen.append(loss.item())
+    optimizer.step()
+    return seen
+
+
+def hooked(edit: Callable[[nn.Parameter], None], micro: int = 1, when: str = "after") -> Loop:
+    """Train with hooks of the user, registered before or after the first step; some are removed."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        handles: list[Any] = []
+        for number in range(4):
+            if number == 1:
+                trained = [param for param in model.parameters() if param.requires_grad]
+                handles += [param.register_post_accumulate_grad_hook(edit) for param in trained]
+            if number == 3:
+                for handle in handles[::2]:
+                    handle.remove()
+            for part in range(micro):
+                backward(model, 10 * number + part)
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+    return loop
+
+
+def halved(param: nn.Parameter) -> None:
+    """Change a gradient in a hook."""
+    with torch.no_grad():
+        param.grad.mul_(0.5)
+        param.grad.clamp_(-1e-2, 1e-2)
+
+
+def without_some(param: nn.Parameter) -> None:
+    """Drop the gradients of vectors in a hook, replace those of matrices."""
+    with torch.no_grad():
+        param.grad = None if param.ndim == 1 else param.grad * 0.5
+
+
+def added_noise(model: nn.Module, optimizer: Any) -> None:
+    """Change gradients to which others will be added."""
+    with torch.no_grad():
+        torch._foreach_mul_(gradients(model), 0.3)
+        for gradient in gradients(model)[::3]:
+            gradient.to_local().add_(torch.ones(()))
+        for gradient in gradients(model)[1::3]:
+            gradient.zero_()
+
+
+LOOPS: dict[str, Loop] = {
+    **{f"cleared_{how}": clearing(how)
+       for how in ("model", "model_to_zeros", "given", "to_zeros", "given_to_zeros", "by_hand", "optimizer")},
+    "scaler": with_scaler,
+    "scaler_of_odd_scale": lambda m, o: with_scaler(m, o, first=1000.0),
+    "scaler_and_clip": lambda m, o: with_scaler(m, o, clip=True),
+    "evaluated_before_step": between(evaluated),
+    "forward_before_step": between(forward_again),
+    "forward_before_step_of_two": between(forward_again, 2),
+    "crossing": crossing,
+    "hook": hooked(halved),
+    "hook_of_two": hooked(halved, 2),
+    "hook_that_drops": hooked(without_some),
+    "hook_that_drops_of_two": hooked(without_some, 2),
+    "changed_between_two": between(added_noise, 2),
+    "clipped_after_each_of_two": between(norm_of(2.0, None), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loop", "placement"), in_turn(LOOPS, KEPT))
+def test_loops_are_as_in_memory(loop: str, placement: str, tmp_path: Path) -> None:
+    """What is seen, weights, moments and step counts."""
+    assert compare(LOOPS[loop], placement, tmp_path) == []
+
+
+ON_TWO = ("norm_inf", "norm_1.0", "norm_3.0", "norm_-inf", "norm_0.0", "norm_not_foreach", "clipped_by_the_optimizer",
+          "scaled_then_clipped", "value", "noise", "assigned", "logged")  # fmt: skip
+LOOPS_ON_TWO = ("cleared_model", "cleared_to_zeros", "scaler_and_clip", "crossing", "hook_of_two",
+                "changed_between_two", "forward_before_step")  # fmt: skip
+
+
+def compare_named(name: str, placement: str, folder: str, recipe: Recipe = RECIPE) -> list[str]:
+    """Compare a use, or a loop, by its name. Runs on every rank."""
+    loop = LOOPS[name] if name in LOOPS else lambda m, o: steps(m, o, USES[name])
+    return compare(loop, placement, folder, recipe)
+
+
+WIDE_ON_TWO = ("norm_1.0", "norm_3.0", "norm_-inf", "norm_0.0", "norm_not_foreach", "value", "noise",
+               "cleared_to_zeros", "hook_of_two")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", all_but([*ON_TWO, *LOOPS_ON_TWO], *WIDE_ON_TWO))
+def test_two_ranks_are_as_in_memory(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """Each rank has its slice; norms and what is not finite are those of all."""
+    assert pair.run(compare_named, name, "in_forward", str(tmp_path)) == [[], []]
+
+
+OTHERS = {
+    "fp32": Recipe(model="toy", policy="fp32"),
+    "pure_bf16": Recipe(model="toy", policy="pure_bf16"),
+    "tied": Recipe(model="tied"),
+    "frozen": Recipe(model="frozen"),
+    "spare": Recipe(model="spare"),
+    "repeated": Recipe(model="repeated"),
+    "sliced": Recipe(model="llama", slices=2),
+    "nesterov": Recipe(model="toy", optimizer="sgd_nesterov", groups=True),
+}
+
+
+@pytest.mark.parametrize("recipe", all_but(OTHERS, "pure_bf16", "frozen", "spare", "repeated"))
+def test_other_models_and_dtypes_are_as_in_memory(recipe: str, tmp_path: Path) -> None:
+    """Shared, frozen and unused parameters, gradients that are stored whole, in halves or in bf16."""
+
+    def loop(model: nn.Module, optimizer: Any) -> list[Any]:
+        seen = [steps(model, optimizer, use, 2) for use in (scaled_then_clipped, noise, logged)]
+        return [*seen, hooked(halved, 2)(model, optimizer), between(added_noise, 2)(model, optimizer)]
+
+    assert compare(loop, "in_forward", tmp_path, OTHERS[recipe], arena="least") == []
+
+
+# What cannot be served #
+
+
+@pytest.mark.parametrize("placement", GONE)
+@pytest.mark.parametrize(
+    "use", ["norm_2.0", "norm_not_foreach", "clipped_by_the_optimizer", "value", "logged", "noise", "parts",
+            "zeroed_here_and_there", "negated"],
+)  # fmt: skip
+def test_gradients_that_updates_have_used_up_are_refused(use: str, placement: str, tmp_path: Path) -> None:
+    """The setting that keeps them is named."""
+    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
+        steps(model, optimizer, lambda *_: None, 2)
+        backward(model, 2)
+        with pytest.raises(InfinityError, match=r"used up.*update\.placement"), torch.no_grad():
+            USES[use](model, optimizer)
+
+
+def test_dropping_and_assigning_used_up_gradients_is_refused(tmp_path: Path) -> None:
+    """At the next call that would build on it; with `model.zero_grad()` at the next forward."""
+    for number, change in enumerate((
+        lambda model: model.zero_grad(),
+        lambda model: setattr(next(model.parameters()), "grad", None),
+        lambda model: setattr(p := next(model.parameters()), "grad", torch.zeros_like(p.grad)),
+    )):  # fmt: skip
+        for after in ("step", "forward"):
+            folder = tmp_path / f"{number}{after}"
+            folder.mkdir()
+            with offloaded(RECIPE, Paging(arena="all", placement="in_backward"), folder) as (model, optimizer):
+                steps(model, optimizer, lambda *_: None, 2)
+                backward(model, 2)
+                change(model)
+                with pytest.raises(InfinityError, match=r"update\.placement"):
+                    optimizer.step() if after == "step" else backward(model, 3)
+
+
+@pytest.mark.parametrize("use", ["norm_2.0", "value", "logged", "noise", "zeroed_here_and_there", "assigned"])
+def test_auto_keeps_gradients_that_the_first_step_uses(use: str, tmp_path: Path) -> None:
+    """As a step that clips always has."""
+    with offloaded(RECIPE, Paging(arena="all"), tmp_path) as (model, optimizer):
+        steps(model, optimizer, USES[use])
+        assert optimizer.update_placement == "in_forward"
+
+
+@pytest.mark.parametrize("loop", ["cleared_model", "cleared_to_zeros", "hook", "hook_that_drops"])
+def test_updates_in_backward_know_these_loops(loop: str, tmp_path: Path) -> None:
+    """Hooks come before the update; `zero_grad` behind the step drops nothing."""
+    placement = "in_backward"
+
+    def habit(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        if loop.startswith("hook"):
+            return LOOPS[loop](model, optimizer)
+        for number in range(3):
+            backward(model, number)
+            optimizer.step()
+            model.zero_grad(set_to_none=loop == "cleared_model")
+        return []
+
+    assert compare(habit, placement, tmp_path) == []
+
+
+@pytest.mark.parametrize("placement", ["auto", *KEPT, *GONE])
+def test_gradients_are_gone_after_the_step(placement: str, tmp_path: Path) -> None:
+    """Reading them, and adding others to them, says so; so does one that was kept over `zero_grad`."""
+    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
+        for number in range(2):
+            backward(model, number)
+            kept = next(model.parameters()).grad
+            assert isinstance(kept.to_local(), PagedGradient)
+            optimizer.step()
+            with pytest.raises(InfinityError, match=r"used up by step"):
+                kept.norm()
+            if number:
+                with pytest.raises(InfinityError, match=r"zero_grad\(\) before the next backward"):
+                    backward(model, number)
+                return
+            optimizer.zero_grad()
+            with pytest.raises(InfinityError, match="dropped"):
+                kept.clone()
+
+
+def test_a_closed_gradient_says_so(tmp_path: Path) -> None:
+    """Nothing is read from what is gone."""
+    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, _):
+        backward(model)
+        kept = next(model.parameters()).grad
+    with pytest.raises(InfinityError, match="closed"):
+        kept.clone()
+
+
+def test_reading_costs_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipping and scaling touch no page; one gradient is read from the pages that it lies in."""
+    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+        backward(model)
+        pager, touched = optimizer._pager, list[int]()
+        access = pager.access
+
+        def watched(uses: Any, **settings: Any) -> Any:
+            touched.extend(use.page for use in uses)
+            return access(uses, **settings)
+
+        monkeypatch.setattr(pager, "access", watched)
+        clip_grad_norm_(model.parameters(), 0.5)
+        torch._foreach_mul_(gradients(model), 0.5)
+        assert touched == []
+        model.blocks[1].up.weight.grad.full_tensor().sum()
+        placed = next(at for at in optimizer.layout.shards if at.spec.name == "blocks.1.up.weight")
+        pages = optimizer.layout.segments[placed.segment].grad_pages[0]
+        assert set(touched) == {
+            page.index for page in pages if page.start < placed.start + placed.spec.numel and placed.start < page.stop
+        }
+
+
+@pytest.mark.parametrize("how", ["scaled", "unscaled"])
+def test_a_number_is_moved_once_and_when_it_is_needed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device stands in for one whose numbers have to be waited for: a call with them waits for none."""
+    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, _):
+        backward(model)
+        parts = [gradient.to_local().detach() for gradient in gradients(model)]
+        wanted = [0.5 * part.clone() for part in parts]
+        elsewhere = torch.empty((), device="meta")
+        if how == "scaled":
+            torch._foreach_mul_(parts, elsewhere)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, torch.zeros(()), elsewhere)
+        to, moved = torch.Tensor.to, list[torch.Tensor]()
+
+        def arriving(value: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+            if not value.is_meta:
+                return to(value, *args, **settings)
+            moved.append(value)
+            return torch.tensor(0.5)
+
+        monkeypatch.setattr(torch.Tensor, "to", arriving)
+        assert all(torch.equal(part, value) for part, value in zip(parts, wanted, strict=True))
+        assert len(parts) > 5
+        assert len(moved) == 1
+
+
+def test_a_gradient_that_is_no_dtensor_is_refused(tmp_path: Path) -> None:
+    """The optimizer in memory cannot use it either."""
+    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+        backward(model)
+        param = model.blocks[0].norm.weight
+        param.grad = torch.zeros(param.shape)
+        with pytest.raises(UnsupportedError, match=r"assigned to blocks\.0\.norm\.weight is no DTensor"):
+            optimizer.step()
+
+
+# Without an operation of torch #
+
+COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "array": lambda part: part.numpy(),
+    "asarray": lambda part: np.asarray(part),
+    "asarray_of_doubles": lambda part: np.asarray(part, dtype=np.float64),
+    "list": lambda part: part.tolist(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda part: pickle.loads(pickle.dumps(part)),
+    "save": lambda part: saved(part),
+    "data": lambda part: part.data,
+}
+MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dlpack": torch.from_dlpack,
+    "address": lambda part: part.data_ptr(),
+    "untyped_storage": lambda part: part.untyped_storage().data_ptr(),
+    "storage": lambda part: part.storage(),
+    "is_shared": lambda part: part.is_shared(),
+    "shared": lambda part: part.share_memory_(),
+    "pinned": lambda part: part.pin_memory(),
+    "data": lambda part: setattr(part, "data", torch.zeros(part.shape)),
+    "set": lambda part: part.set_(torch.zeros(part.shape)),
+    "resized": lambda part: part.resize_(3),
+    "transposed": lambda part: part.t_(),
+    "flattened": lambda part: part.unsqueeze_(0),
+    "vector": lambda part: nn.utils.vector_to_parameters(torch.zeros(part.numel()), [part]),
+}
+
+
+def saved(value: torch.Tensor) -> Any:
+    """Return what is read back of a value that was saved."""
+    with io.BytesIO() as file:
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("how", ["slice", "view"])
+def test_copies_are_as_in_memory_and_memory_is_refused(how: str, tmp_path: Path) -> None:
+    """Nothing that is asked for is lost, none of it is an address of nothing, and the gradient stays as it is."""
+    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, _):
+        backward(model)
+        whole = model.blocks[0].up.weight.grad.to_local().detach()
+        part, wanted = (whole, whole.clone()) if how == "slice" else (whole[1:4], whole.clone()[1:4])
+        assert isinstance(part, PagedGradient)
+        for name, copied in COPIES.items():
+            found, expected = copied(part), copied(wanted)
+            assert np.array_equal(found, expected) if name != "list" else found == expected, name
+            assert type(found) is type(expected) or name == "data", name
+        for name, asked in MEMORY.items():
+            with pytest.raises(UnsupportedError, match=r"gradient of blocks\.0\.up\.weight .*copy_\(values\)"):
+                asked(part)
+            assert torch.equal(part, wanted), name
+        for array in (part.numpy(), np.asarray(part)):
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 0
+        part.data.mul_(2.0)
+        assert torch.equal(part, 2.0 * wanted)
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "save"])
+def test_copies_of_gradients_are_dtensors_in_memory(copied: str, tmp_path: Path) -> None:
+    """They outlive the step."""
+    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, optimizer):
+        backward(model)
+        wanted = model.head.weight.grad.full_tensor().clone()
+        found = COPIES[copied](model.head.weight.grad)
+        optimizer.step()
+        assert isinstance(found, DTensor)
+        assert torch.equal(found.full_tensor(), wanted)

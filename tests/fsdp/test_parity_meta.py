@@ -1,0 +1,172 @@
+"""Models on the meta device: initialised unit by unit, from the seed alone."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+import infinity
+from infinity.errors import UnsupportedError
+from support import models
+from support.ranks import RankPool
+from support.train import (
+    Outcome,
+    Paging,
+    Recipe,
+    batch,
+    differences,
+    make_optimizer,
+    settings,
+    state_in_memory,
+    state_on_nvme,
+    train,
+    whole,
+)
+
+MODELS = ("llama", "tied", "gpt2", "toy")
+HOST = 4 << 20
+
+
+def first_values(name: str, folder: str, seed: int, paging: Paging) -> dict[str, torch.Tensor]:
+    """Return whole parameters and buffers of a model that was offloaded from the meta device."""
+    model = models.build(name, meta=True, seed=17)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    Path(folder).mkdir(exist_ok=True)
+    with infinity.offload(model, optimizer, settings(Path(folder), paging, HOST, run={"seed": seed})):
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return {key: whole(value) for key, value in named}
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_meta_model_trains_as_its_copy_in_memory(name: str, clip: float | None, tmp_path: Path) -> None:
+    """Its own first values, loaded into a model in memory, give the same training."""
+    recipe = Recipe(model=name, clip=clip)
+    model = models.build(name, meta=True)
+    passed_in = make_optimizer(recipe, model)
+    found = Outcome()
+    with infinity.offload(model, passed_in, settings(tmp_path, Paging(), HOST)) as optimizer:
+        values = {key: value.clone() for key, value in get_model_state_dict(model).items()}
+        full = {key: whole(value) for key, value in values.items()}
+        train(recipe, model, optimizer, found)
+        found.state = state_on_nvme(model, optimizer)
+
+    twin = models.build(name, seed=99)
+    set_model_state_dict(twin, full, options=StateDictOptions(full_state_dict=True))
+    optimizer = make_optimizer(recipe, twin)
+    expected = Outcome()
+    train(recipe, twin, optimizer, expected)
+    expected.state = state_in_memory(twin, optimizer)
+    assert differences(expected, found) == []
+
+
+def test_lists_of_parameters_from_before_are_what_is_trained(tmp_path: Path) -> None:
+    """A model on the meta device keeps its parameters: clipping a list that was made before clips."""
+    model = models.build("toy", meta=True)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+
+    def steps(model: nn.Module, params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[float]:
+        norms = []
+        for step in range(3):
+            models.loss_of(model, batch(model, step)).backward()
+            norms.append(whole(torch.nn.utils.clip_grad_norm_(params, 0.5)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    with infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST)) as paged:
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        assert [group["params"] for group in paged.param_groups] == [params]
+        first = [whole(param) for param in params]
+        norms = steps(model, params, paged)
+        found = [whole(param) for param in params]
+
+    twin = models.build("toy", seed=99)
+    for param, value in zip(twin.parameters(), first, strict=True):
+        param.data.copy_(DTensor.from_local(value, param.device_mesh, param.placements))
+    expected = steps(twin, list(twin.parameters()), torch.optim.AdamW(twin.parameters(), lr=1e-2))
+    assert norms == expected
+    assert min(norms) > 0.5
+    assert all(torch.equal(a, whole(b)) for a, b in zip(found, twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_first_values_depend_on_the_seed_alone(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """Neither world size, arena, page size nor paths change a bit; another seed does."""
+    base = first_values(name, str(tmp_path), 5, Paging())
+    assert all(torch.isfinite(value).all() for value in base.values())
+    other_page = first_values(name, str(tmp_path / "b"), 5, Paging(page=128 << 10, paths=2, engine="threads"))
+    same(base, other_page)
+    for on_rank in pair.run(first_values, name, str(tmp_path), 5, Paging()):
+        same(base, on_rank)
+    other_seed = first_values(name, str(tmp_path), 6, Paging())
+    drawn = [key for key, value in base.items() if value.is_floating_point() and value.ndim == 2]
+    assert drawn
+    pairs = [(a, b) for a, b in itertools.combinations(drawn, 2) if base[a].shape == base[b].shape]
+    assert [pair for pair in pairs if torch.equal(base[pair[0]], base[pair[1]])] == []
+    assert not any(torch.equal(base[key], other_seed[key]) for key in drawn)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Check that two models are equal, bit by bit."""
+    assert a.keys() == b.keys()
+    assert [key for key in a if a[key].dtype != b[key].dtype or not torch.equal(a[key], b[key])] == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_buffers_of_a_meta_model_have_their_real_values(name: str, tmp_path: Path) -> None:
+    """Rotary frequencies and masks equal those of a model built in memory."""
+    found = first_values(name, str(tmp_path), 0, Paging())
+    expected = dict(models.MODELS[name]().named_buffers())
+    assert expected or name == "gpt2"
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_an_init_function_is_used(tmp_path: Path) -> None:
+    """`init` sets every parameter."""
+    model = models.build("toy", meta=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def fill(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            param.fill_(0.25)
+
+    with infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST), init=fill):
+        assert all((whole(param) == 0.25).all() for param in model.parameters())
+
+
+def test_a_module_that_nothing_initialises_is_refused(tmp_path: Path) -> None:
+    """A bare parameter on the meta device has no first value: the error names it."""
+    model = models.build("spare", meta=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.unused"):
+        infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST))
+
+
+def pretrained(name: str, weights: str, folder: str) -> dict[str, torch.Tensor]:
+    """Return the whole parameters of a meta model that was loaded from a folder."""
+    model = models.build(name, meta=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with infinity.offload(model, optimizer, settings(Path(folder), Paging(), HOST), weights=weights):
+        return {key: whole(value) for key, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shards", ["50GB", "100KB"])
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+def test_pretrained_weights_are_streamed_in(name: str, shards: str, tmp_path: Path, pair: RankPool) -> None:
+    """What `save_pretrained` wrote, in one file or many, on one rank or two."""
+    torch.manual_seed(3)
+    source = models.MODELS[name]()
+    source.save_pretrained(tmp_path / "saved", max_shard_size=shards)
+    expected = {key: value.detach() for key, value in source.named_parameters()}
+    same(expected, pretrained(name, str(tmp_path / "saved"), str(tmp_path)))
+    for on_rank in pair.run(pretrained, name, str(tmp_path / "saved"), str(tmp_path)):
+        same(expected, on_rank)

@@ -1,0 +1,61 @@
+"""Paging changes no bit: two ranks over gloo, even and uneven shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.ranks import RankPool
+from support.tables import variants
+from support.train import Paging, Recipe, compare
+
+LEAST = {"least": Paging(arena="least")}
+ENDS = {
+    "least-auto": Paging(arena="least"),
+    "least-forward": Paging(arena="least", placement="in_forward"),
+    "middle-after": Paging(placement="after_backward"),
+}
+ARENAS = {arena: Paging(arena=arena) for arena in ("least", "middle", "all")}
+
+CASES = [
+    *variants({"bf16": Recipe(), "clip": Recipe(clip=0.5), "fp32": Recipe(policy="fp32")}, ARENAS),
+    *variants(
+        {
+            "fp32-clip": Recipe(policy="fp32", clip=0.5),
+            "accumulate": Recipe(micro=2),
+            "accumulate-clip": Recipe(micro=2, clip=0.5),
+            "gpt2": Recipe(model="gpt2"),
+            "gpt2-clip": Recipe(model="gpt2", clip=0.5),
+            "toy": Recipe(model="toy"),
+        },
+        ENDS,
+    ),
+    *variants(
+        {
+            "checkpointing": Recipe(checkpointing=True),
+            "eval-between": Recipe(evaluate=True, model="toy"),
+            "frozen": Recipe(model="frozen", clip=0.5),
+            "repeated": Recipe(model="repeated"),
+            "spare": Recipe(model="spare", clip=0.5),
+            "groups": Recipe(groups=True, model="toy"),
+            "pure-bf16": Recipe(policy="pure_bf16"),
+        },
+        LEAST,
+    ),
+    *variants(
+        {"plain": Recipe(seed=5), "gpt2": Recipe(model="gpt2", seed=6), "clip": Recipe(clip=0.5, micro=2, seed=7)},
+        {"delays": Paging(arena="least", delays=True)},
+    ),
+    *variants({"toy": Recipe(model="toy", clip=0.5)}, {"paths": Paging(paths=2)}),
+    *variants(
+        {"even": Recipe(model="even"), "eval-between": Recipe(model="even", evaluate=True, seed=1)},
+        {"both-delays": Paging(arena="least", placement="in_both", delays=True)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("recipe", "paging"), CASES)
+def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path, pair: RankPool) -> None:
+    """Losses, norms, parameters and moments equal those in memory, on every rank."""
+    assert pair.run(compare, recipe, paging, str(tmp_path)) == [[], []]

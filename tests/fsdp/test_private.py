@@ -1,0 +1,551 @@
+"""What `infinity.fsdp.private` expects of each private name of FSDP2. A torch release that changes one fails here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import infinity
+from infinity.errors import UnsupportedError
+from infinity.fsdp import private
+from support import models
+from support.train import batch
+
+UNSUPPORTED = rf"^torch {re.escape(torch.__version__)} is not supported: .*{{}}.*; install torch 2\.11 to 2\.\d+,"
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A sharded model of one root and three layers."""
+    return models.build("toy")
+
+
+def params(model: nn.Module) -> list[tuple[object, object]]:
+    """Return (group, parameter) for every parameter of a model."""
+    return [(group, param) for _, group in private.parameter_groups(model) for param in private.fsdp_params(group)]
+
+
+def hide(found: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an object be without an attribute, whether it or its class has it."""
+    if name in vars(found):
+        del vars(found)[name]
+    else:
+        monkeypatch.delattr(type(found), name)
+
+
+@pytest.mark.parametrize(("cls", "names"), [(cls, each) for cls, names in private._NAMES.items() for each in names])
+def test_a_release_of_torch_that_lacks_a_name_is_refused(
+    cls: str, names: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, which names torch, what is missing and the supported range, before anything is changed."""
+    state = model._get_fsdp_state()
+    for found in (state, *params(model)[0]):
+        if type(found).__name__ == cls:
+            for name in names.split("|"):
+                if hasattr(type(found), name) or name in vars(found):
+                    hide(found, name, monkeypatch)
+    said = "has no .*" + re.escape(names.replace("|", " or "))
+    with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(said)) as caught:
+        private.require_names(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_offload_says_so(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it makes a file."""
+    hide(params(model)[0][1], "mp_policy", monkeypatch)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UnsupportedError, match=UNSUPPORTED.format("mp_policy")):
+        infinity.offload(model, optimizer, {"storage": {"paths": [str(tmp_path)]}, "memory": {"host_bytes": 1 << 26}})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch._C", "_current_graph_task_id"),
+        ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "DefaultAllGather"),
+        ("torch.nn.init", "_no_grad_trunc_normal_"),
+    ],
+)
+def test_a_missing_name_is_said_at_import(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is imported a second time, under another name."""
+    monkeypatch.delattr(importlib.import_module(module), name)
+    spec = importlib.util.spec_from_file_location("private_again", private.__file__)
+    with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(name)) as caught:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert "\n" not in str(caught.value)
+
+
+def test_private_names_are_in_one_place() -> None:
+    """Nothing else reaches into torch, but for guides to tensor classes and typed names of stores."""
+    allowed = r"_|foreach_|make_wrapper_subclass|pytree|python_dispatch|(?:C\._)?distributed_c10d"
+    others = re.compile(rf"torch(?:\.\w+)*\._(?!{allowed})\w+")
+    for file in Path(infinity.__file__).parent.rglob("*.py"):
+        found = set(others.findall(file.read_text()))
+        assert file == Path(private.__file__) or not found, f"{file}: {found}"
+
+
+def test_parameter_groups_are_the_sharded_modules(model: nn.Module) -> None:
+    """`_get_fsdp_state()._fsdp_param_groups`: one group per `fully_shard` call, root first, every parameter once."""
+    assert isinstance(model, FSDPModule)
+    assert [name for name, _ in private.parameter_groups(model)] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    found = {id(param.sharded_param) for _, param in params(model)}
+    assert found == {id(param) for param in model.parameters()}
+    assert len(params(model)) == len(list(model.parameters()))
+
+
+def test_a_tied_parameter_is_one_parameter() -> None:
+    """FSDP2 keeps shared parameters once, with all modules that hold it."""
+    tied = models.build("tied")
+    heads = [p for _, p in params(tied) if p.sharded_param is tied.lm_head.weight]
+    assert len(heads) == 1
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_the_order_of_parameters_is_that_of_the_gather(model: nn.Module) -> None:
+    """`fsdp_params` of a layer follow the layer's own order."""
+    groups = dict(private.parameter_groups(model))
+    names = {id(param): name for name, param in model.blocks[0].named_parameters()}
+    found = [names[id(param.sharded_param)] for param in private.fsdp_params(groups["blocks.0"])]
+    assert found == list(names.values())
+
+
+def test_owner_is_module_and_attribute(model: nn.Module) -> None:
+    """`_module_info`."""
+    for _, param in params(model):
+        module, name = private.owner(param)
+        assert getattr(module, name) is param.sharded_param
+
+
+def test_gradients_are_reduced_in_the_same_memory_again() -> None:
+    """`_reduce_scatter_comm` and `allocate` of FSDP2: memory is used again when, and only when, nobody has it."""
+    groups = [group for _, group in private.parameter_groups(models.build("toy"))]
+    private.reuse_reduce_buffers(groups)
+    (comm,) = {group._reduce_scatter_comm for group in groups}
+    cpu = torch.device("cpu")
+    first = comm.allocate((1000,), dtype=torch.float32, device=cpu)
+    part, second = first[10:20], comm.allocate((500,), dtype=torch.float32, device=cpu)
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2
+    del first, second
+    third = comm.allocate((1000,), dtype=torch.float32, device=cpu)
+    assert third.data_ptr() != part.data_ptr() - 40, "a view of it is alive"
+    del part, third
+    again = [comm.allocate((250, 4), dtype=torch.float32, device=cpu) for _ in range(2)]
+    assert places & {tensor.data_ptr() for tensor in again}
+    assert len(comm._buffers) == 2
+
+
+def test_collectives_are_watched() -> None:
+    """`_all_gather_comm`, `_reduce_scatter_comm`: called inside of what was given; what a user replaced stays."""
+    open_now, seen = [], []
+
+    class Comm(DefaultAllGather):
+        def __call__(self, *args: Any, **settings: Any) -> None:
+            seen.append(list(open_now))
+
+    @contextmanager
+    def during() -> Iterator[None]:
+        open_now.append("collective")
+        yield
+        open_now.pop()
+
+    groups = [group for _, group in private.parameter_groups(models.build("toy"))]
+    groups[0]._all_gather_comm = own = Comm()
+    private.reuse_reduce_buffers(groups)
+    reused = groups[0]._reduce_scatter_comm
+    private.watch_collectives(groups, during)
+    assert groups[0]._all_gather_comm is own
+    for comm in (groups[1]._all_gather_comm, groups[1]._reduce_scatter_comm):
+        comm._comm = Comm()
+        comm()
+    assert seen == [["collective"], ["collective"]]
+    assert not open_now
+    assert groups[0]._reduce_scatter_comm.allocate == reused.allocate
+    assert isinstance(groups[1]._all_gather_comm, DefaultAllGather), "else set_symm_mem_for_comm refuses it"
+
+
+def test_offload_policy_is_seen() -> None:
+    """`group.offload_policy`."""
+    plain = models.build("toy")
+    mesh = infinity.mesh("cpu")
+    offloaded = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert not any(private.uses_cpu_offload(group) for _, group in private.parameter_groups(plain))
+    assert all(private.uses_cpu_offload(group) for _, group in private.parameter_groups(offloaded))
+
+
+def test_compute_dtype_is_that_of_the_policy() -> None:
+    """`mp_policy.param_dtype` of a parameter, for floating-point parameters."""
+    for dtype in (torch.bfloat16, None):
+        made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy(dtype))
+        for _, param in params(made):
+            assert private.compute_dtype(param) == (dtype or torch.float32)
+
+
+def test_wrappers_are_left_out_of_names() -> None:
+    """`_orig_mod` and `_checkpoint_wrapped_module`: the names are those of `get_state_dict`."""
+    inner = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), torch.compile(nn.LayerNorm(4)))
+    wrapped = torch.compile(inner)
+    names = [name for name, _ in wrapped.named_parameters()]
+    assert "_orig_mod.0._checkpoint_wrapped_module.weight" in names
+    assert [private.unwrapped_name(name) for name in names] == list(get_model_state_dict(wrapped))
+
+
+def test_local_tensor_and_shapes(model: nn.Module) -> None:
+    """`_sharded_local_tensor`, `padded_sharded_param_size`, `_orig_size`, `fsdp_placement`, `mesh_info`."""
+    shapes = {id(p): tuple(p.shape) for p in model.parameters()}
+    for _, param in params(model):
+        local = private.local_tensor(param)
+        assert local.data_ptr() == param.sharded_param._local_tensor.data_ptr()
+        assert private.padded_shape(param).numel() >= local.numel()
+        assert tuple(private.full_shape(param)) == shapes[id(param.sharded_param)]
+        assert private.shard_dim(param) == 0
+        assert private.shard_rank_and_size(param) == (0, 1)
+        assert not private.is_tensor_parallel(param)
+
+
+def test_replacing_the_local_tensor_before_the_first_forward_is_seen(model: nn.Module) -> None:
+    """Lazy init re-reads local tensors: what is computed with is the replacement."""
+    expected = models.loss_of(models.build("toy", seed=8), batch(model, 0)).item()
+    twin = models.build("toy", seed=8)
+    before = list(model.parameters())
+    for (_, param), (_, other) in zip(params(model), params(twin), strict=True):
+        private.replace_local_tensor(param, private.local_tensor(other).clone())
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    assert models.loss_of(model, batch(model, 0)).item() == expected
+
+
+def test_replacing_the_local_tensor_of_a_meta_model_keeps_its_parameters() -> None:
+    """`to_sharded_dtensor`, `swap_tensors`: the object that lists of the user and modules have gets another tensor."""
+    tied = models.build("tied", meta=True)
+    before = dict(tied.named_parameters())
+    called: list[nn.Parameter] = []
+    for param in before.values():
+        param.register_post_accumulate_grad_hook(called.append)
+    for _, param in params(tied):
+        private.replace_local_tensor(param, torch.zeros(private.local_tensor(param).shape))
+    assert all(param is before[name] for name, param in tied.named_parameters())
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert all(isinstance(param.data, DTensor) and not param.is_meta for param in before.values())
+    assert all((param.to_local() == 0).all() for param in before.values())
+    for param in before.values():
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+    assert called == list(before.values()), "hooks stay"
+
+
+def test_a_meta_parameter_that_something_refers_to_weakly_is_not_exchanged() -> None:
+    """`swap_tensors` raises, before it changes anything."""
+    model = models.build("toy", meta=True)
+    _, param = params(model)[0]
+    reference = weakref.ref(param.sharded_param)
+    with pytest.raises(RuntimeError, match="weakref"):
+        private.replace_local_tensor(param, torch.zeros(private.local_tensor(param).shape))
+    assert reference().is_meta
+
+
+def test_fsdp2_takes_over_no_other_local_tensor_and_pads_none(model: nn.Module) -> None:
+    """`reset_sharded_param` of a parameter: called before the first forward, and after each `load_state_dict`."""
+    told: list[tuple[str, bool]] = []
+    for _, param in params(model):
+        _, name = private.owner(param)
+        private.watch_local_tensor(param, lambda exchanged, name=name: told.append((name, exchanged)))
+    models.loss_of(model, batch(model, 0))
+    assert len(told) == len(params(model))
+    private.reshard(model)
+    told.clear()
+    up, before = model.blocks[0].up, dict(model.blocks[0].up.named_parameters())
+    up.load_state_dict(up.state_dict())
+    assert told == [("weight", False), ("bias", False)]
+    told.clear()
+    up.load_state_dict({name: value.clone() for name, value in up.state_dict().items()}, assign=True)
+    assert told == [("weight", True), ("bias", True)]
+    assert all(getattr(up, name) is param for name, param in before.items()), "put back"
+
+
+def test_conversions_come_down_to_apply(model: nn.Module) -> None:
+    """`Module._apply(fn, recurse)`, also of modules that FSDP2 has made its own."""
+    called: list[nn.Module] = []
+    for module in model.modules():
+        private.replace_apply(module, lambda function, recurse=True, module=module: called.append(module) or module)
+    conversions = ("float", "double", "half", "bfloat16", "cpu", "share_memory")
+    for name in conversions:
+        getattr(model, name)()
+    model.to(torch.float64)
+    model.to_empty(device="cpu")
+    model.blocks[0].up.type(torch.float64)
+    assert called == [model] * (len(conversions) + 2) + [model.blocks[0].up]
+    for module in model.modules():
+        private.restore_apply(module)
+    converted = private.original_apply(model)(model, lambda tensor: tensor.double(), recurse=True)
+    assert converted is model
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+
+
+def test_gathered_parameters_are_put_back(model: nn.Module) -> None:
+    """`reshard`: the root stays gathered after forward, until then."""
+    models.loss_of(model, batch(model, 0))
+    assert not isinstance(model.head.weight, DTensor)
+    private.reshard(model)
+    assert private.local_part(model.head.weight) is model.head.weight._local_tensor
+    plain = torch.zeros(3)
+    assert private.local_part(plain) is plain
+
+
+def test_a_number_for_reshard_after_forward_is_seen(model: nn.Module) -> None:
+    """`post_forward_mesh_info` of a group: that of the group for True, none for False, else one of its own."""
+    for reshard in (True, False):
+        made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), reshard_after_forward=reshard)
+        ((_, group),) = private.parameter_groups(made)
+        assert not private.reshards_to_fewer_ranks(group)
+        assert (group.post_forward_mesh_info is group.mesh_info) is reshard
+    group.post_forward_mesh_info = object()
+    assert private.reshards_to_fewer_ranks(group)
+
+
+def test_the_class_before_sharding_and_parametrization() -> None:
+    """`fully_shard` and parametrizations give a module a class of its own, below the one that it had."""
+    model = nn.Sequential(nn.Linear(4, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    for module in (*model, model):
+        fully_shard(module, mesh=infinity.mesh("cpu"))
+    assert [private.original_class(module) for module in (model, *model)] == [nn.Sequential, nn.Linear, nn.Linear]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_in_the_same_memory_have_the_same_key(device: str) -> None:
+    """`UntypedStorage._cdata`, also where there is no memory."""
+    tensor, other = torch.empty(3, 4, device=device), torch.empty(3, 4, device=device)
+    keys = {private.storage_key(view) for view in (tensor, tensor[1:], tensor.t(), tensor.detach(), tensor.data)}
+    assert keys == {private.storage_key(tensor)} != {private.storage_key(other)}
+
+
+INITS = {
+    "trunc_normal_": {"std": 0.5, "a": -0.6, "b": 0.7},
+    "orthogonal_": {},
+    "sparse_": {"sparsity": 0.5},
+    "eye_": {},
+    "kaiming_uniform_": {},
+}
+
+
+class Written(TorchDispatchMode):
+    """Notes the operations that write to a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.key, self.found = private.storage_key(tensor), []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and private.storage_key(kwargs.get("out", args[0])) == self.key:
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_init_functions_write_to_tensors_without_storage(name: str) -> None:
+    """`Tensor.is_meta`, `torch.nn.init._no_grad_trunc_normal_`: torch's functions do not leave them out."""
+    tensor = torch.empty(6, 6, device="meta")
+    written = Written(tensor)
+    with torch.no_grad(), private.init_without_storage(draw=False), written:
+        getattr(torch.nn.init, name)(tensor, **INITS[name])
+    assert written.found
+    assert torch.empty(2, device="meta").is_meta
+
+
+def test_truncated_draws_are_as_many_as_for_a_real_tensor() -> None:
+    """Their number depends on the numbers."""
+    after = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with private.init_without_storage(draw=True):
+            torch.nn.init.trunc_normal_(torch.empty(50, 3, device=device), a=-0.5, b=0.5)
+        after.append(torch.rand(4))
+    assert torch.equal(*after)
+
+
+def test_in_backward_is_true_inside_of_the_autograd_engine_only() -> None:
+    """`torch._C._current_graph_task_id`."""
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(private.in_backward()))
+    assert not private.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not private.in_backward()
+
+
+def test_gradients_arrive_once_per_backward_after_reduction(model: nn.Module) -> None:
+    """A post-accumulate hook on the sharded parameter fires with `.grad` set; clearing it is allowed."""
+    arrived: dict[str, int] = {}
+    expected = models.build("toy")
+    models.loss_of(expected, batch(model, 0)).backward()
+    wanted = {name: param.grad.to_local() for name, param in expected.named_parameters()}
+    equal = []
+
+    def hook(name: str, param: nn.Parameter) -> None:
+        arrived[name] = arrived.get(name, 0) + 1
+        equal.append(torch.equal(private.local_gradient(param), wanted[name]))
+        param.grad = None
+
+    for name, param in model.named_parameters():
+        private.on_gradient(param, lambda p, name=name: hook(name, p))
+    models.loss_of(model, batch(model, 0)).backward()
+    assert arrived == dict.fromkeys(wanted, 1)
+    assert all(equal)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_gradients_are_added_up_in_the_reduce_dtype_until_they_are_reduced(model: nn.Module) -> None:
+    """`_unsharded_param`, and what of a parameter adds up: see `_add_up`. 2.15 defers casts as a backward begins."""
+    models.loss_of(model, batch(model, 0))  # lazy init
+    block = model.blocks[0]
+    block.unshard()
+    private.add_up_gradients(block)
+    private.add_up_gradients(block)  # only once
+    (group,) = private._groups_of(block)
+    for param in private.fsdp_params(group):
+        gathered = param._unsharded_param
+        assert len(gathered._post_accumulate_grad_hooks) == 1
+        if hasattr(group, "_set_unsharded_grad_dtypes"):
+            group._set_unsharded_grad_dtypes(defer_upcast=True)
+        for value in (1.0, 2.0**-10):  # their sum is none of bf16
+            gathered.backward(torch.full_like(gathered, value))
+        assert gathered.dtype == torch.bfloat16
+        assert param.unsharded_accumulated_grad.dtype == torch.float32
+        assert (param.unsharded_accumulated_grad == 1 + 2.0**-10).all()
+
+
+def test_classes_are_those_of_before_meanwhile(model: nn.Module) -> None:
+    """`_orig_cls_mro_index` says where `fully_shard` left the class of a module."""
+    sharded = [model, *model.blocks]
+    before = list(map(type, sharded))
+    with private.classes_of_before(model):
+        assert list(map(type, sharded)) == [models.Toy] + 3 * [models.Block]
+    assert list(map(type, sharded)) == before
+    assert all(issubclass(cls, FSDPModule) for cls in before)
+
+
+def test_modules_are_found_in_what_is_around_them() -> None:
+    """`_orig_mod` of compilation, `_checkpoint_wrapped_module` of checkpointing; both in the names of parameters."""
+    inner = nn.Linear(2, 2)
+    around = torch.compile(checkpoint_wrapper(inner))
+    assert private.unwrapped_module(around) is inner
+    assert private.unwrapped_module(inner) is inner
+    assert {private.unwrapped_name(name) for name, _ in around.named_parameters()} == {"weight", "bias"}
+
+
+def test_modules_that_recompute_are_known() -> None:
+    """`CheckpointWrapper` of torch, `gradient_checkpointing` of transformers."""
+    assert private.recomputes(checkpoint_wrapper(nn.Linear(2, 2)))
+    assert not private.recomputes(nn.Linear(2, 2))
+    for on in (True, False):
+        found = models.build("llama", checkpointing=on)
+        assert all(private.recomputes(layer) is on for layer in models.layers_of(found))
+
+
+def test_the_hook_comes_after_those_of_the_user(model: nn.Module) -> None:
+    """FSDP2 calls `_post_accumulate_grad_hooks.values()`: those there before, removable, then later ones, then ours."""
+    param = nn.Parameter(torch.zeros(1))
+    called: list[str] = []
+    first, second = [
+        param.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name)) for name in ("one", "two")
+    ]
+    handle = private.on_gradient(param, lambda _: called.append("last"))
+    param.register_post_accumulate_grad_hook(lambda _: called.append("three"))
+
+    def call() -> list[str]:
+        called.clear()
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+        return list(called)
+
+    assert call() == ["one", "two", "three", "last"]
+    first.remove()
+    assert call() == ["two", "three", "last"]
+    handle.remove()
+    second.remove()
+    assert call() == ["three"]
+
+
+def test_gradients_of_fsdp2_are_sharded_like_the_parameter(model: nn.Module) -> None:
+    """`to_sharded_dtensor`, `DTensor.from_local`, and that FSDP2 adds to `grad._local_tensor` in place."""
+    models.loss_of(model, batch(model, 0)).backward()
+    for _, group in private.parameter_groups(model):
+        for each in private.fsdp_params(group):
+            param = each.sharded_param
+            wanted = private.local_gradient(param).clone()
+            made = private.sharded_gradient(each, wanted)
+            assert torch.equal(made.full_tensor(), param.grad.full_tensor())
+            like = private.sharded_like(param, wanted.reshape(-1))
+            assert torch.equal(like.full_tensor(), param.grad.full_tensor())
+            param.grad = made
+    models.loss_of(model, batch(model, 0)).backward()
+    for _, group in private.parameter_groups(model):
+        for each in private.fsdp_params(group):
+            assert private.local_gradient(each.sharded_param).count_nonzero()
+
+
+def test_the_attributes_of_torchs_optimizers_are_known() -> None:
+    """What torch and its schedulers put on an optimizer says nothing about updates; hooks are found, and left out."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    own = {name for name, value in vars(optimizer).items() if not private.is_bookkeeping(name, value)}
+    assert {"param_groups", "state", "defaults"} <= own
+    assert not own & {"step", "_opt_called", "_zero_grad_profile_name"}
+    assert not any("hook" in name for name in own)
+    optimizer.note = "mine"
+    assert not private.is_bookkeeping("note", optimizer.note)
+
+
+def test_a_step_without_hooks_is_the_step() -> None:
+    """Hooks of the optimizer, and those common to all, are left out; and shared where they are to be."""
+    param = nn.Parameter(torch.zeros(1))
+    param.grad = torch.ones(1)
+    optimizer, other = (torch.optim.SGD([param], lr=1.0) for _ in range(2))
+    calls: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+    try:
+        private.unhooked_step(optimizer)()
+        assert (calls, float(param)) == ([], -1.0)
+        private.share_step_hooks(other, optimizer)
+        other.step()
+        assert (calls, float(param)) == (["all", "own"], -2.0)
+    finally:
+        handle.remove()
+
+
+def test_each_backward_has_a_number() -> None:
+    """-1 outside of all."""
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(private.backward_number()))
+    for _ in range(2):
+        (2 * x).backward()
+    assert len(set(seen)) == 2
+    assert -1 not in seen
+    assert private.backward_number() == -1
+
+
+def test_attributes_on_sharded_parameters_are_those_that_torch_sets(model: nn.Module) -> None:
+    """`PARAMETER_MARKS`: what else is there was set by somebody else."""
+    assert {name for param in model.parameters() for name in vars(param)} == private.PARAMETER_MARKS

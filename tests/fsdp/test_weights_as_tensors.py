@@ -1,0 +1,450 @@
+"""Offloaded weights are tensors: what a user does to them does what it does in memory, bit for bit, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import infinity
+from infinity.errors import UnsupportedError
+from infinity.fsdp.shard import PagedShard
+from support import models
+from support.ranks import RankPool
+from support.train import Outcome, Paging, Recipe, batch, local, make_optimizer, offloaded, train
+
+RECIPE = Recipe(model="toy", steps=2)
+LEAST = Paging(arena="least")
+
+
+def weight(model: nn.Module) -> nn.Parameter:
+    """Return a weight of 131 rows: uneven on two ranks."""
+    return model.head.weight
+
+
+def rows(model: nn.Module) -> torch.Tensor:
+    """Return this rank's rows of it."""
+    return weight(model).to_local()
+
+
+def all_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return all parameters."""
+    return list(model.parameters())
+
+
+def assigned(target: torch.Tensor, index: Any, value: Any) -> None:
+    """Assign by index."""
+    target[index] = value
+
+
+def other_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state of a model with other values."""
+    return models.build("toy", seed=5).state_dict()
+
+
+def whole_state() -> dict[str, torch.Tensor]:
+    """Return the same, whole."""
+    return {name: value.full_tensor() for name, value in models.build("toy", seed=6).state_dict().items()}
+
+
+def init(function: Callable[..., Any], **settings: Any) -> Callable[[nn.Module], None]:
+    """Return what initialises a weight under a seed."""
+
+    def run(model: nn.Module) -> None:
+        torch.manual_seed(3)
+        function(weight(model), **settings)
+
+    return run
+
+
+EDITS: dict[str, Callable[[nn.Module], Any]] = {
+    "mul_": lambda m: weight(m).mul_(1.5),
+    "add_ of another": lambda m: weight(m).add_(weight(m), alpha=0.5),
+    "fill_": lambda m: weight(m).fill_(0.25),
+    "zero_": lambda m: weight(m).zero_(),
+    "clamp_": lambda m: weight(m).clamp_(-0.05, 0.05),
+    "lerp_": lambda m: weight(m).lerp_(torch.zeros_like(weight(m)), 0.1),
+    "row norms": lambda m: weight(m).div_(weight(m).norm(dim=1, keepdim=True)),
+    "out=": lambda m: torch.mul(rows(m), 3.0, out=rows(m)),
+    "data.mul_": lambda m: weight(m).data.mul_(0.5),
+    "detach().add_": lambda m: weight(m).detach().add_(1.0),
+    "copy_": lambda m: weight(m).copy_(2 * weight(m)),
+    "data.copy_": lambda m: weight(m).data.copy_(weight(m).detach().exp()),
+    "copy_ of bf16": lambda m: rows(m).copy_(rows(m).to(torch.bfloat16) * 3),
+    "copy_ broadcasts": lambda m: rows(m).copy_(torch.arange(67.0)),
+    "row = 0": lambda m: assigned(rows(m), 3, 0.0),
+    "rows[2:5] = tensor": lambda m: assigned(rows(m), slice(2, 5), torch.ones(3, 67)),
+    "columns": lambda m: assigned(rows(m), (slice(None), slice(None, None, 3)), 7.0),
+    "mask": lambda m: assigned(rows(m), rows(m) > 0, 0.0),
+    "index_put_": lambda m: rows(m).index_put_((torch.tensor([1, 1, 4]),), torch.ones(67), accumulate=True),
+    "index_fill_": lambda m: rows(m).index_fill_(0, torch.tensor([0, 7]), 2.0),
+    "scatter_": lambda m: rows(m).scatter_(0, torch.zeros(1, 67, dtype=torch.long), 5.0),
+    "[3].zero_()": lambda m: rows(m)[3].zero_(),
+    "view of a view": lambda m: rows(m).t()[5][2:9].add_(1.0),
+    "flat, strided": lambda m: rows(m).view(-1)[::7].neg_(),
+    "unbind": lambda m: rows(m).unbind(0)[2].mul_(3.0),
+    "split": lambda m: rows(m).split(20)[1].fill_(0.5),
+    "diagonal": lambda m: rows(m).diagonal().add_(1.0),
+    "unfold": lambda m: rows(m).unfold(0, 2, 2)[1].mul_(2.0),
+    "bits": lambda m: rows(m).view(torch.int32).bitwise_xor_(1),
+    "flipped": lambda m: rows(m).copy_(rows(m).flip(0)),
+    "shifted within itself": lambda m: rows(m)[1:].copy_(rows(m)[:-1].clone()),
+    "a bias": lambda m: m.blocks[1].up.bias.to_local()[4:].fill_(9.0),
+    "normal_": init(nn.init.normal_, std=0.02),
+    "uniform_": init(nn.init.uniform_),
+    "trunc_normal_": init(nn.init.trunc_normal_, std=0.02),
+    "kaiming_uniform_": init(nn.init.kaiming_uniform_),
+    "constant_": init(nn.init.constant_, val=0.1),
+    "reset_parameters": lambda m: (torch.manual_seed(4), m.blocks[0].up.reset_parameters()),
+    "_foreach_mul_": lambda m: torch._foreach_mul_(all_of(m), 0.9),
+    "_foreach_add_ of each other": lambda m: torch._foreach_add_(all_of(m), [p.detach() for p in m.parameters()]),
+    "_foreach_lerp_": lambda m: torch._foreach_lerp_(all_of(m), [torch.zeros_like(p) for p in m.parameters()], 0.3),
+    "_foreach_copy_": lambda m: torch._foreach_copy_(
+        [p.to_local() for p in m.parameters()], [p.to_local() + 1 for p in m.parameters()]
+    ),
+    "load_state_dict": lambda m: m.load_state_dict(other_state(m)),
+    "load_state_dict of a layer": lambda m: m.blocks[0].load_state_dict(m.blocks[1].state_dict()),
+    "set_model_state_dict": lambda m: set_model_state_dict(m, other_state(m)),
+    "set_model_state_dict, whole": lambda m: set_model_state_dict(
+        m, whole_state(), options=StateDictOptions(full_state_dict=True)
+    ),
+    "full_tensor().zero_()": lambda m: m.blocks[0].up.weight.full_tensor().zero_(),
+    "data = does nothing to a DTensor": lambda m: setattr(weight(m), "data", weight(m).detach() * 2),
+    "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(
+        2 * nn.utils.parameters_to_vector(p.to_local() for p in m.parameters()), [p.to_local() for p in m.parameters()]
+    ),
+    "float() changes nothing": lambda m: m.float(),
+    "cpu() changes nothing": lambda m: m.blocks[0].cpu(),
+    "apply": lambda m: m.apply(lambda x: x.weight.mul_(0.5) if isinstance(x, nn.LayerNorm) else None),
+}
+"""What users do under no_grad between steps."""
+
+
+def after_an_edit(model: nn.Module, optimizer: Any, edit: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    """Train, edit, and train on; return the weights after the edit, and losses and weights after that."""
+    train(RECIPE, model, optimizer, Outcome())
+    with torch.no_grad():
+        edit(model)
+    edited = {name: local(param) for name, param in model.named_parameters()}
+    outcome = Outcome()
+    train(RECIPE, model, optimizer, outcome)
+    return {"losses": outcome.losses} | edited | {f"then {n}": local(p) for n, p in model.named_parameters()}
+
+
+def differing(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Return what is not equal to the last bit."""
+    return [
+        name
+        for name, value in expected.items()
+        if not (torch.equal(value, found[name]) if isinstance(value, torch.Tensor) else value == found[name])
+    ]
+
+
+def compare_edit(name: str, paging: Paging, folder: str) -> list[str]:
+    """Return what differs from memory after an edit."""
+    model = models.build("toy")
+    expected = after_an_edit(model, make_optimizer(RECIPE, model), EDITS[name])
+    with offloaded(RECIPE, paging, Path(folder)) as (model, optimizer):
+        return differing(expected, after_an_edit(model, optimizer, EDITS[name]))
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits_do_what_they_do_in_memory(name: str, tmp_path: Path) -> None:
+    """Weights after the edit, and losses and weights of the steps after that."""
+    assert compare_edit(name, LEAST, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("placement", ["in_forward", "after_backward"])
+@pytest.mark.parametrize("name", ["mul_", "row = 0", "copy_"])
+def test_edits_come_after_the_updates_before_them(name: str, placement: str, tmp_path: Path) -> None:
+    """Also where these wait for the next forward."""
+    assert compare_edit(name, Paging(arena="least", placement=placement, format="split"), str(tmp_path)) == []
+
+
+def compare_edits(folder: str) -> dict[str, list[str]]:
+    """Compare a few edits on every rank, where rows are shared unevenly."""
+    names = (
+        "mul_",
+        "[3].zero_()",
+        "bits",
+        "_foreach_lerp_",
+        "normal_",
+        "load_state_dict",
+        "set_model_state_dict, whole",
+    )
+    found = {}
+    for name in names:
+        (apart := Path(folder) / name.replace(" ", "_")).mkdir(exist_ok=True)
+        found[name] = compare_edit(name, LEAST, str(apart))
+    return found
+
+
+def test_edits_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    """131 rows on two ranks."""
+    assert [{k: v for k, v in found.items() if v} for found in pair.run(compare_edits, str(tmp_path))] == [{}, {}]
+
+
+def averaged(model: nn.Module) -> Callable[..., Any]:
+    """Keep averages of the weights in memory, and put them into the model."""
+    averages = [copy.deepcopy(param).detach() for param in model.parameters()]
+    for _ in range(2):
+        torch._foreach_lerp_(averages, [param.detach() * 2 for param in model.parameters()], 0.1)
+    with torch.no_grad():
+        for param, average in zip(model.parameters(), averages, strict=True):
+            param.copy_(average)
+    return model
+
+
+def compiled_blocks(model: nn.Module) -> nn.Module:
+    """Compile layer by layer."""
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return model
+
+
+CHANGES: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "torch.compile": lambda m: torch.compile(m, backend="eager"),
+    "compile of layers": compiled_blocks,
+    "eval and train": lambda m: m.eval().train(),
+    "float": lambda m: m.float(),
+    "averages": averaged,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_is_changed_after_offload_trains_as_in_memory(name: str, tmp_path: Path) -> None:
+    """Losses and weights of the steps after that."""
+
+    def after(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        train(RECIPE, model, optimizer, Outcome())
+        changed, losses = CHANGES[name](model), []
+        for step in range(3):
+            loss = changed(batch(model, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return {"losses": losses} | locals_of(model)
+
+    model = models.build("toy")
+    expected = after(model, make_optimizer(RECIPE, model))
+    with offloaded(RECIPE, LEAST, tmp_path) as (model, optimizer):
+        assert differing(expected, after(model, optimizer)) == []
+
+
+# Copies, and saving #
+
+
+@contextmanager
+def both(folder: Path, **settings: Any) -> Iterator[tuple[nn.Module, nn.Module, infinity.PagedOptimizer]]:
+    """Yield a model in memory, the same one offloaded, and its optimizer; both after a few steps."""
+    model = models.build("toy")
+    train(RECIPE, model, make_optimizer(RECIPE, model), Outcome())
+    with offloaded(RECIPE, LEAST, folder) as (paged, optimizer):
+        train(RECIPE, paged, optimizer, Outcome())
+        yield model, paged, optimizer
+
+
+def unpickled(value: Any) -> Any:
+    """Return what `torch.save` keeps."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "state_dict": lambda m: dict(m.state_dict()),
+    "torch.save(state_dict)": lambda m: unpickled(m.state_dict()),
+    "torch.save(parameter)": lambda m: unpickled(weight(m)),
+    "torch.save(local tensor)": lambda m: unpickled(rows(m)),
+    "pickle": lambda m: pickle.loads(pickle.dumps(weight(m))),
+    "pickle of a view": lambda m: pickle.loads(pickle.dumps(rows(m).detach()[2:5])),
+    "deepcopy": lambda m: copy.deepcopy(weight(m)),
+    "deepcopy of a layer": lambda m: copy.deepcopy(m.blocks[0].up).weight,
+    "deepcopy of state_dict": lambda m: copy.deepcopy(m.state_dict()),
+    "a converted copy of a layer": lambda m: copy.deepcopy(m.blocks[0].up).double().weight,
+    "clone": lambda m: weight(m).clone(),
+    "detach": lambda m: weight(m).detach(),
+    "cast": lambda m: weight(m).double(),
+    "tolist": lambda m: rows(m).tolist(),
+    "numpy": lambda m: torch.from_numpy(rows(m).detach().numpy().copy()),
+    "item": lambda m: rows(m)[1, 2].item(),
+    "get_model_state_dict": lambda m: get_model_state_dict(m),
+    "get_model_state_dict, whole": lambda m: get_model_state_dict(
+        m, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    ),
+    "get_model_state_dict, cpu_offload": lambda m: get_model_state_dict(m, options=StateDictOptions(cpu_offload=True)),
+    "norm": lambda m: nn.utils.get_total_norm(list(m.parameters())),
+    "parameters_to_vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "names": lambda m: [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in m.named_parameters()],
+    "a view that is read later": lambda m: rows(m).t()[2:4],
+}
+"""What users take out of a model."""
+
+
+def plain(value: Any) -> Any:
+    """Return a structure of what tensors are to the outside: dtype, shape, strides, whether a DTensor, and values."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, DTensor):
+        return ("DTensor", value.requires_grad, str(value.placements), plain(value.to_local()))
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.shape, value.stride(), value.detach().flatten().view(torch.uint8).tolist())
+    return value
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_those_of_memory(name: str, tmp_path: Path) -> None:
+    """And no copy depends on the run."""
+    with both(tmp_path) as (model, paged, _):
+        expected, found = COPIES[name](model), COPIES[name](paged)
+        assert plain(found) == plain(expected)
+
+
+def test_saved_states_can_be_loaded_anywhere(tmp_path: Path) -> None:
+    """`torch.save` and safetensors of an offloaded model; they have nothing of the run in them."""
+    from safetensors.torch import load_file, save_file
+
+    with both(tmp_path) as (model, paged, _):
+        torch.save(paged.state_dict(), tmp_path / "state.pt")
+        save_file({n: v.full_tensor().clone() for n, v in paged.state_dict().items()}, tmp_path / "state.safetensors")
+        expected = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        with pytest.raises(UnsupportedError, match=r"tensor\.clone\(\).*infinity export"):
+            save_file({name: value.to_local() for name, value in paged.state_dict().items()}, tmp_path / "no")
+    pickled = torch.load(tmp_path / "state.pt", weights_only=False)
+    assert all(torch.equal(pickled[name].full_tensor(), value) for name, value in expected.items())
+    assert not any(isinstance(value.to_local(), PagedShard) for value in pickled.values())
+    assert all(torch.equal(value, expected[name]) for name, value in load_file(tmp_path / "state.safetensors").items())
+
+
+def test_dcp_saves_and_loads_an_offloaded_model(tmp_path: Path) -> None:
+    """`dcp.save` of its state, read into a model in memory; and `dcp.load` straight into the pages."""
+    with both(tmp_path) as (model, paged, _):
+        dcp.save({"model": get_model_state_dict(paged)}, checkpoint_id=tmp_path / "dcp")
+        other = models.build("toy", seed=3)
+        state = {"model": get_model_state_dict(other)}
+        dcp.load(state, checkpoint_id=tmp_path / "dcp")
+        assert differing(locals_of(model), locals_of(other)) == []
+        with torch.no_grad():
+            for param in paged.parameters():
+                param.zero_()
+        state = {"model": get_model_state_dict(paged)}
+        dcp.load(state, checkpoint_id=tmp_path / "dcp")
+        set_model_state_dict(paged, state["model"])
+        assert differing(locals_of(model), locals_of(paged)) == []
+
+
+def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return this rank's parts."""
+    return {name: local(param) for name, param in model.named_parameters()}
+
+
+def test_save_pretrained_works_or_says_what_does(tmp_path: Path) -> None:
+    """On one rank a whole tensor is the weight itself, as in memory; a copy can be saved."""
+    with offloaded(Recipe(model="llama"), LEAST, tmp_path) as (model, _):
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        with pytest.raises(UnsupportedError, match=r"tensor\.clone\(\).*infinity export"):
+            model.save_pretrained(tmp_path / "saved", state_dict=whole)
+        expected = {name: value.clone() for name, value in whole.items()}
+        model.save_pretrained(tmp_path / "saved", state_dict=expected)
+    found = models.llama().from_pretrained(tmp_path / "saved").state_dict()
+    assert differing(expected, found) == []
+
+
+def test_what_would_not_fit_is_not_gathered_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard is below the limit, all of them are not: refused with the way out, and once let go of, all is well."""
+    with both(tmp_path) as (_, paged, optimizer):
+        monkeypatch.setattr(optimizer._content, "_load_limit", 100_000)
+        for name, param in paged.named_parameters():
+            assert local(param).numel(), name
+        for save in (lambda: unpickled(paged.state_dict()), lambda: copy.deepcopy(paged.state_dict())):
+            with pytest.raises(
+                UnsupportedError, match=r"are loaded already.*limit.*optimizer\.commit\(\).*infinity export"
+            ):
+                save()
+        for name, param in paged.named_parameters():
+            assert local(param).numel(), name
+        with pytest.raises(UnsupportedError, match="limit"), torch.no_grad():
+            torch._foreach_mul_(list(paged.parameters()), 0.0)
+        assert all(param.to_local().any() for param in paged.parameters()), "refused before anything was written"
+
+
+# What memory has and NVMe has not #
+
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "to(bfloat16)": (lambda m: m.to(torch.bfloat16), "make bfloat16 of float32"),
+    "half": (lambda m: m.half(), "make float16 of float32"),
+    "double": (lambda m: m.double(), "make float64 of float32"),
+    "double of a layer": (lambda m: m.blocks[0].double(), "make float64 of float32"),
+    "bfloat16 of a linear layer": (lambda m: m.blocks[1].up.bfloat16(), "make bfloat16 of float32"),
+    "to(meta)": (lambda m: m.to("meta"), "move them from cpu to meta"),
+    "to_empty": (lambda m: m.to_empty(device="cpu"), "replace their values"),
+    "share_memory": (lambda m: m.share_memory(), "share their memory"),
+    "load_state_dict(assign=True)": (
+        lambda m: m.load_state_dict(models.build("toy", seed=5).state_dict(), assign=True),
+        "another tensor was put in its place",
+    ),
+    "share_memory_": (lambda m: rows(m).share_memory_(), "no memory of its own"),
+    "data_ptr": (lambda m: rows(m).data_ptr(), "no memory of its own"),
+    "storage": (lambda m: rows(m).storage(), "no memory of its own"),
+    "resize_": (lambda m: rows(m).detach().resize_(3), "would change the shape or the storage"),
+    "set_": (lambda m: rows(m).detach().set_(torch.zeros(3)), "would change the shape or the storage"),
+    "t_": (lambda m: rows(m).detach().t_(), "would change the shape or the storage"),
+    "fully_shard again": (lambda m: fully_shard(m.blocks[0].up, mesh=infinity.mesh("cpu")), ""),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_what_would_take_weights_off_their_pages_is_refused(name: str, tmp_path: Path) -> None:
+    """Before anything has changed: training goes on as if nobody had tried."""
+    convert, words = CONVERSIONS[name]
+    with both(tmp_path) as (model, paged, _):
+        with pytest.raises(UnsupportedError if words else Exception, match=words), torch.no_grad():
+            convert(paged)
+        assert differing(locals_of(model), locals_of(paged)) == []
+        assert models.loss_of(paged, batch(paged, 3)).item() == models.loss_of(model, batch(model, 3)).item()
+
+
+def test_an_array_of_a_weight_cannot_be_written_to(tmp_path: Path) -> None:
+    """It is a copy: writing to it would change nothing, as it does in memory."""
+    with both(tmp_path) as (_, paged, _), torch.no_grad(), pytest.raises(ValueError, match="read-only"):
+        rows(paged).numpy()[3] = 0
+
+
+def test_weights_that_were_exchanged_behind_its_back_are_noticed(tmp_path: Path) -> None:
+    """At the next forward and at a commit, instead of training and saving something else."""
+    with both(tmp_path) as (_, paged, optimizer):
+        paged.blocks[0].up.weight._local_tensor = torch.zeros_like(paged.blocks[0].up.weight.to_local().clone())
+        with pytest.raises(UnsupportedError, match=r"blocks\.0\.up\.weight.*put in its place"):
+            models.loss_of(paged, batch(paged, 0))
+        with pytest.raises(UnsupportedError, match=r"blocks\.0\.up\.weight.*put in its place"):
+            optimizer.commit()
+
+
+def test_buffers_are_converted_where_weights_stay(tmp_path: Path) -> None:
+    """A conversion that leaves parameters as they are does the rest of its work."""
+    recipe = Recipe(model="buffered")
+    with offloaded(recipe, LEAST, tmp_path) as (model, _):
+        model.scale = model.scale.double()
+        model.float()
+        assert model.scale.dtype == torch.float32
+
+
+def test_a_closed_run_leaves_a_model_that_can_be_converted(tmp_path: Path) -> None:
+    """Nothing of the guards stays on its modules."""
+    with offloaded(RECIPE, LEAST, tmp_path) as (model, _):
+        assert all("_apply" in vars(module) for module in model.modules())
+    assert not any("_apply" in vars(module) for module in model.modules())

@@ -1,0 +1,142 @@
+"""Updates on the way into the next forward: what is looked at in between is as if they had run."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import InfinityError
+from infinity.optim.kernel import UpdateKernel
+from support import models
+from support.ranks import RankPool
+from support.train import Outcome, Paging, Recipe, batch, local, make_optimizer, offloaded, train
+
+RECIPE = Recipe(model="toy", clip=0.5, groups=True, steps=6)
+PLAIN = Recipe(model="toy", clip=0.5, steps=6)
+FORWARD = Paging(arena="least", placement="in_forward")
+LATEST = {"resume": "latest"}
+
+
+def final(recipe: Recipe, paging: Paging, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train paged; return losses and weights."""
+    outcome = Outcome()
+    with offloaded(recipe, paging, folder) as (model, optimizer):
+        train(recipe, model, optimizer, outcome)
+        return outcome.losses, {name: local(param) for name, param in model.named_parameters()}
+
+
+def test_step_leaves_the_update_to_the_next_forward(tmp_path: Path) -> None:
+    """`step()` knows the norm, and begins with the first unit; the others are updated once somebody wants to see."""
+    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+        train(RECIPE, model, optimizer, Outcome())
+        models.loss_of(model, batch(model, 7)).backward()
+        norm = optimizer.clip_grad_norm_(0.5)
+        assert torch.isfinite(norm)
+        optimizer.settle()
+        before = optimizer._step_state.updated_elements
+        optimizer.step()
+        assert optimizer._step_state.pending
+        optimizer._step_state._worker.drain()
+        assert 0 < optimizer._step_state.updated_elements - before < optimizer.layout.parameters
+        optimizer.settle()
+        assert optimizer._step_state.updated_elements - before == optimizer.layout.parameters
+
+
+def test_the_plan_is_followed_whatever_happens_between_steps(tmp_path: Path) -> None:
+    """A commit after every step, an evaluation, a look at the weights: each reads ahead, and the rest is as planned."""
+    with offloaded(RECIPE, FORWARD, tmp_path) as (model, optimizer):
+        train(RECIPE, model, optimizer, Outcome())
+        for number in range(6):
+            optimizer.zero_grad()
+            models.loss_of(model, batch(model, number)).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            if number in (1, 2, 4):
+                optimizer.commit()
+            if number == 3:
+                local(next(model.parameters()))
+        assert optimizer.run.stats.counter("plan_divergences_total").value == 0
+
+
+def commit_every_step(folder: str) -> list[float]:
+    """Commit after each step, resume in the middle; return the losses. Runs on every rank."""
+    outcome = Outcome()
+    for first in (0, 3):
+        with offloaded(PLAIN, FORWARD, Path(folder), run=LATEST if first else {}) as (model, optimizer):
+            assert optimizer.steps == first
+            for step in range(first, first + 3):
+                part = Recipe(**{**vars(PLAIN), "steps": step + 1})
+                train(part, model, optimizer, outcome, first=step)
+                optimizer.commit()
+    return outcome.losses
+
+
+def test_a_commit_has_what_was_pending(tmp_path: Path, pair: RankPool) -> None:
+    """The resumed run has the losses of one that nobody disturbed; on one and two ranks."""
+    (tmp_path / "whole").mkdir()
+    assert commit_every_step(str(tmp_path)) == final(PLAIN, FORWARD, tmp_path / "whole")[0]
+    (tmp_path / "two").mkdir()
+    first, second = pair.run(commit_every_step, str(tmp_path / "two"))
+    assert first != second
+
+
+def poisoned(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, bad: bool) -> None:
+    """Take a step; where it is `bad`, with a loss that has no gradient."""
+    loss = models.loss_of(model, batch(model, step))
+    (loss * float("inf") if bad else loss).backward()
+    if isinstance(optimizer, infinity.PagedOptimizer):
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+    else:
+        if not bad:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("placement", ["in_forward", "after_backward"])
+def test_a_norm_that_is_not_finite_skips_the_update(placement: str, tmp_path: Path) -> None:
+    """As torch.amp.GradScaler does: weights, moments and step counts stay; the step is counted as skipped."""
+    bad = (2, 3, 6)
+    model = models.build("toy")
+    reference = make_optimizer(RECIPE, model)
+    for step in range(8):
+        poisoned(model, reference, step, step in bad)
+    expected = {name: local(param) for name, param in model.named_parameters()}
+    with offloaded(RECIPE, Paging(arena="least", placement=placement), tmp_path) as (paged, optimizer):
+        for step in range(8):
+            poisoned(paged, optimizer, step, step in bad)
+        found = {name: local(param) for name, param in paged.named_parameters()}
+        assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+        assert int(optimizer.read_state(next(iter(found)))["step"]) == 8 - len(bad)
+        assert optimizer.run.stats.counter("steps_skipped_total").value == len(bad)
+        assert optimizer.steps == 8
+
+
+@pytest.mark.parametrize("cores", [0, 1])
+@pytest.mark.parametrize("placement", ["in_backward", "in_forward"])
+def test_a_unit_that_was_updated_in_part_is_not_committed(
+    placement: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer refuses in the middle of a step: from then on every call says so, and none waits."""
+    with offloaded(Recipe(model="toy"), Paging(placement=placement, cores=cores), tmp_path) as (model, optimizer):
+        train(Recipe(model="toy", steps=2), model, optimizer, Outcome())
+        optimizer.commit()
+        update, calls = UpdateKernel.update, itertools.count()
+
+        def refuse(*given: Any) -> Any:
+            if next(calls) == 2:
+                raise ValueError("refused")
+            return update(*given)
+
+        monkeypatch.setattr(UpdateKernel, "update", refuse)
+        with pytest.raises(ValueError, match="refused"):
+            train(Recipe(model="toy", steps=3), model, optimizer, Outcome())
+        with pytest.raises((ValueError, InfinityError), match=r"refused|between backward and step"):
+            optimizer.commit()

@@ -1,0 +1,444 @@
+"""What is done to the optimizers and to parameters between the calls of a step: as in memory, or refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.checkpoint.reader import CommitReader
+from infinity.errors import InfinityError, UnsupportedError
+from support import models
+from support.ranks import RankPool
+from support.train import Paging, Recipe, batch, build, local, make_optimizer, offloaded, settings
+
+RECIPE = Recipe(model="toy")
+KEPT = ("after_backward", "in_forward")
+GONE = ("in_backward", "in_both")
+
+
+def backward(model: nn.Module, number: int = 0) -> None:
+    """Run one forward and backward."""
+    models.loss_of(model, batch(model, number)).backward()
+
+
+def step(model: nn.Module, optimizer: Any, number: int = 0) -> None:
+    """Take one step."""
+    backward(model, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluate(model: nn.Module) -> None:
+    """Run a forward without gradients."""
+    with torch.no_grad():
+        models.loss_of(model, batch(model, 9))
+
+
+# Weights between backward and step #
+
+
+@pytest.mark.parametrize("placement", GONE)
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, _: evaluate(model),
+        lambda model, _: model.head.weight.full_tensor().clone(),
+        lambda model, _: models.loss_of(model, batch(model, 9)),
+        lambda model, _: model.head.weight.data.copy_(torch.zeros_like(model.head.weight.grad)),
+        lambda model, optimizer: optimizer.read_state("head.weight"),
+        lambda model, optimizer: optimizer.state[model.head.weight],
+    ],
+    ids=["evaluation", "weights", "forward", "writing", "read_state", "state"],
+)
+def test_weights_that_are_a_step_ahead_are_refused(look: Any, placement: str, tmp_path: Path) -> None:
+    """After `step()` they are what they are in memory."""
+    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
+        step(model, optimizer)
+        backward(model, 1)
+        with pytest.raises(InfinityError, match=r"weights of unit root were updated in backward.*update\.placement"):
+            look(model, optimizer)
+
+
+# The optimizer that was given #
+
+
+@pytest.mark.parametrize("placement", ["auto", *KEPT])
+def test_a_step_of_the_optimizer_that_was_given_is_refused(placement: str, tmp_path: Path) -> None:
+    """Also through a scheduler's or scaler's call; the other one goes on as if nothing had been."""
+    model = build(RECIPE)
+    optimizer = make_optimizer(RECIPE, model)
+    with infinity.offload(model, optimizer, settings(tmp_path, Paging(placement=placement), 64 << 20)) as paged:
+        backward(model)
+        with pytest.raises(InfinityError, match=r"step\(\) of the optimizer that infinity\.offload has returned"):
+            optimizer.step()
+        paged.step()
+
+
+def test_param_groups_cannot_be_added(tmp_path: Path) -> None:
+    """To neither of the two optimizers, nor by hand."""
+    with offloaded(RECIPE, Paging(placement="after_backward"), tmp_path) as (model, optimizer):
+        extra = nn.Parameter(torch.zeros(3))
+        for each in (optimizer, optimizer._given):
+            with pytest.raises(UnsupportedError, match=r"param group cannot be added.*before infinity\.offload"):
+                each.add_param_group({"params": [extra]})
+        step(model, optimizer)
+        optimizer.param_groups[0]["params"].append(extra)
+        backward(model)
+        with pytest.raises(UnsupportedError, match="changed after"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_parameters_that_are_unfrozen_later_are_refused(meta: bool, tmp_path: Path) -> None:
+    """By name, in the next forward; an evaluation needs no states."""
+    model = models.build("toy", meta=meta)
+    model.blocks[1].up.weight.requires_grad_(False)
+    optimizer = make_optimizer(RECIPE, model)
+    with infinity.offload(model, optimizer, settings(tmp_path, Paging(), 64 << 20)) as paged:
+        step(model, paged)
+        model.blocks[1].up.weight.requires_grad_(True)
+        with pytest.raises(UnsupportedError, match=r"blocks\.1\.up\.weight was frozen.*before infinity\.offload"):
+            backward(model)
+
+
+def freezing(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Freeze parameters between steps, and unfreeze them; return the weights."""
+    for number in range(4):
+        model.blocks[1].requires_grad_(number not in (1, 2))
+        step(model, optimizer, number)
+    return [local(param) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("placement", [*KEPT, *GONE])
+def test_parameters_that_are_frozen_later_are_as_in_memory(placement: str, tmp_path: Path) -> None:
+    """They keep their values and states, and are trained again when they are unfrozen."""
+    model = build(RECIPE)
+    expected = freezing(model, make_optimizer(RECIPE, model))
+    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (paged, optimizer):
+        found = freezing(paged, optimizer)
+    assert all(map(torch.equal, expected, found))
+
+
+# States #
+
+
+def states_differ(folder: str, name: str, placement: str) -> list[str]:
+    """Return where `optimizer.state` is not what it is in memory, step by step. Runs on every rank."""
+    recipe = Recipe(model="toy" if name == "adagrad" else "spare", optimizer=name)
+    reference = build(recipe)
+    in_memory = make_optimizer(recipe, reference)
+    listed: list[str] = []
+    with offloaded(recipe, Paging(arena="all", placement=placement), Path(folder)) as (model, optimizer):
+        for number in range(3):
+            for each in (optimizer, optimizer._given):
+                if number or name != "adagrad":
+                    listed += differing(reference, in_memory, model, each, number)
+                else:
+                    with pytest.raises(InfinityError, match="not updated yet"):
+                        each.state.get(model.head.weight)
+            step(reference, in_memory, number)
+            step(model, optimizer, number)
+        if name != "sgd":
+            assert next(iter(optimizer.state)) is next(iter(model.parameters()))
+        with pytest.raises(UnsupportedError, match="write to its tensors"):
+            optimizer.state[model.head.weight] = {}
+    return listed
+
+
+def differing(reference: nn.Module, in_memory: Any, model: nn.Module, optimizer: Any, number: int) -> list[str]:
+    """Return the states that differ."""
+    listed = []
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if (ours in optimizer.state) is not (theirs in in_memory.state):
+            listed.append(f"{name} after {number} steps")
+            continue
+        found, expected = optimizer.state[ours], in_memory.state.get(theirs, {})
+        for key, value in expected.items():
+            same = type(found[key]) is type(value)
+            if same and isinstance(value, torch.Tensor):
+                same = found[key].shape == value.shape and torch.equal(local(found[key]), local(value))
+            if not same:
+                listed.append(f"{name}/{key} after {number} steps")
+    return listed
+
+
+@pytest.mark.parametrize("placement", ["in_forward", "in_backward"])
+@pytest.mark.parametrize("name", ["adamw", "sgd_nesterov", "adagrad", "sgd"])
+def test_states_are_those_of_memory(name: str, placement: str, tmp_path: Path) -> None:
+    """Sharded like the parameter; none where there was never a gradient."""
+    assert states_differ(str(tmp_path), name, placement) == []
+
+
+def test_states_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    """Each rank has its part."""
+    assert pair.run(states_differ, str(tmp_path), "adamw", "in_forward") == [[], []]
+
+
+# Models on the meta device #
+
+
+def test_hooks_on_a_model_on_the_meta_device_come_along(tmp_path: Path) -> None:
+    """The parameters are replaced; handles that the user has still remove."""
+    model = models.build("toy", meta=True)
+    seen: list[int] = []
+    handles = [param.register_post_accumulate_grad_hook(lambda p: seen.append(p.ndim)) for param in model.parameters()]
+    optimizer = make_optimizer(RECIPE, model)
+    with infinity.offload(model, optimizer, settings(tmp_path, Paging(), 64 << 20)) as paged:
+        step(model, paged)
+        assert len(seen) == len(handles)
+        for handle in handles:
+            handle.remove()
+        step(model, paged)
+        assert len(seen) == len(handles)
+
+
+# Settings and attributes #
+
+
+class Scaled(torch.optim.SGD):
+    """Scales updates by settings that can be changed in place, and by an attribute."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.noise = 1.0
+        for group in self.param_groups:
+            group.update(scales=[1.0], inner={"scale": torch.tensor(1.0)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    scale = group["scales"][0] * self.noise
+                    param.add_(param.grad * group["inner"]["scale"], alpha=-group["lr"] * scale)
+
+
+def replace_group(optimizer: Any) -> None:
+    """Put another dictionary in the place of a param group."""
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.03}
+
+
+def replace_groups(optimizer: Any) -> None:
+    """Put another list in the place of the param groups."""
+    optimizer.param_groups = [{**group, "lr": 0.03} for group in optimizer.param_groups]
+
+
+def change_list(optimizer: Any) -> None:
+    """Change a setting in place."""
+    optimizer.param_groups[0]["scales"][0] *= 0.5
+
+
+def change_tensor(optimizer: Any) -> None:
+    """Change a tensor in a setting in place."""
+    optimizer.param_groups[0]["inner"]["scale"].mul_(0.5)
+
+
+def change_attribute(optimizer: Any) -> None:
+    """Set an attribute that updates read."""
+    optimizer.noise = optimizer.noise * 0.5
+
+
+CHANGES = [replace_group, replace_groups, change_list, change_tensor, change_attribute]
+
+
+def changing(model: nn.Module, optimizer: Any, change: Any, before_step: bool) -> list[torch.Tensor]:
+    """Train, with a change in every step before or after `step()`; return the weights after each step."""
+    found = []
+    for number in range(4):
+        backward(model, number)
+        if before_step:
+            change(optimizer)
+        optimizer.step()
+        if not before_step:
+            change(optimizer)
+        optimizer.zero_grad()
+    found += [local(param) for param in model.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("before_step", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("placement", ["auto", *KEPT])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_set_counts_as_in_memory(change: Any, placement: str, before_step: bool, tmp_path: Path) -> None:
+    """Also what is replaced, or changed in place while the updates of the last step have still to run."""
+    model = build(RECIPE)
+    expected = changing(model, Scaled(model.parameters()), change, before_step)
+    paged = build(RECIPE)
+    given = Scaled(paged.parameters())
+    with infinity.offload(paged, given, settings(tmp_path, Paging(placement=placement), 64 << 20)) as optimizer:
+        found = changing(paged, optimizer, change, before_step)
+        assert given.param_groups is optimizer.param_groups
+        optimizer.commit()
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_commit_has_the_settings_that_hold(tmp_path: Path) -> None:
+    """Those of the groups that were put in the place of others."""
+    with offloaded(RECIPE, Paging(), tmp_path) as (model, optimizer):
+        step(model, optimizer)
+        replace_groups(optimizer)
+        optimizer.commit()
+        groups = CommitReader(optimizer.run.folder).groups
+        assert [group["lr"] for group in groups] == [0.03]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_settings_that_change_after_updates_in_backward_are_refused(change: Any, tmp_path: Path) -> None:
+    """Some weights were updated with those from before."""
+    model = build(RECIPE)
+    optimizer = Scaled(model.parameters())
+    with infinity.offload(model, optimizer, settings(tmp_path, Paging(placement="in_backward"), 64 << 20)) as paged:
+        step(model, paged)
+        backward(model, 1)
+        change(paged)
+        with pytest.raises(InfinityError, match=r"was changed.* between backward and step"):
+            paged.step()
+
+
+def test_a_setting_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    """By its name."""
+    with offloaded(RECIPE, Paging(placement="after_backward"), tmp_path) as (model, optimizer):
+        step(model, optimizer)
+        optimizer.param_groups[0]["lock"] = threading.Lock()
+        backward(model, 1)
+        with pytest.raises(UnsupportedError, match="lock, of type lock, in a param group cannot be copied"):
+            optimizer.step()
+
+
+def test_attributes_without_effect_are_refused(tmp_path: Path) -> None:
+    """Those that updates would not see; what torch leaves there is kept."""
+    model = build(RECIPE)
+    given = Scaled(model.parameters())
+    with infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
+        optimizer.noise = 0.25
+        assert given.noise == optimizer.noise == 0.25
+        assert "noise" not in vars(optimizer)
+        optimizer.defaults = {**optimizer.defaults, "lr": 7.0}
+        assert given.defaults["lr"] == 7.0
+        for name, value in (("noise", object()), ("another", 1.0)):
+            with pytest.raises(UnsupportedError, match=f"{name} of Scaled cannot be set after infinity"):
+                setattr(optimizer, name, value)
+        with pytest.raises(AttributeError):
+            optimizer.steps = 3
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step(model, optimizer)
+        optimizer.found_inf = torch.tensor(1.0)
+        del optimizer.found_inf
+        assert optimizer.steps == 1
+
+
+def test_a_wrapper_whose_groups_part_from_the_inner_ones_is_refused(tmp_path: Path) -> None:
+    """In memory the inner optimizer would go on with those from before."""
+    model = build(RECIPE)
+    given = Outer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
+        replace_group(optimizer)
+        step(model, optimizer)
+        replace_groups(optimizer)
+        with pytest.raises(UnsupportedError, match="settings can be changed in the groups"):
+            step(model, optimizer, 1)
+
+
+class Outer(torch.optim.Optimizer):
+    """Leaves updates to an optimizer inside."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        """Update."""
+        self.inner.step()
+
+
+# What is loaded, written beside, copied #
+
+
+def test_loading_and_replacing_states_is_refused(tmp_path: Path) -> None:
+    """On both optimizers; what is there stays."""
+    with offloaded(RECIPE, Paging(placement="after_backward"), tmp_path) as (model, optimizer):
+        given = optimizer._given
+        other = make_optimizer(RECIPE, build(RECIPE))
+        step(model, optimizer)
+        for each in (optimizer, given):
+            groups = each.param_groups
+            with pytest.raises(UnsupportedError, match=r"run\.resume"):
+                each.load_state_dict(other.state_dict())
+            assert each.param_groups is groups
+        given.state = {}
+        backward(model, 1)
+        with pytest.raises(UnsupportedError, match="write to its tensors"):
+            optimizer.step()
+
+
+def test_gradients_that_the_given_optimizer_drops_are_dropped(tmp_path: Path) -> None:
+    """Before a step with others."""
+    model = build(RECIPE)
+    with offloaded(RECIPE, Paging(placement="in_forward"), tmp_path) as (paged, optimizer):
+        in_memory = make_optimizer(RECIPE, model)
+        for each, outer, zeroing in ((model, in_memory, in_memory), (paged, optimizer, optimizer._given)):
+            backward(each)
+            zeroing.zero_grad()
+            step(each, outer, 1)
+        assert all(torch.equal(local(a), local(b)) for a, b in zip(model.parameters(), paged.parameters(), strict=True))
+
+
+def test_states_that_would_be_lost_are_refused(tmp_path: Path) -> None:
+    """What is there is returned, copies are plain."""
+    with offloaded(RECIPE, Paging(placement="in_forward"), tmp_path) as (model, optimizer):
+        weight = model.head.weight
+        for put in (
+            lambda: optimizer.state.setdefault(weight, {}),
+            lambda: optimizer.state[weight].setdefault("extra", 1),
+            lambda: optimizer.state[weight].update(extra=1),
+        ):
+            with pytest.raises(UnsupportedError, match="write to its tensors"):
+                put()
+        assert optimizer.state[weight] == {}
+        step(model, optimizer)
+        with pytest.raises(UnsupportedError, match="write to its tensors"):
+            optimizer.state[weight].setdefault("extra", 1)
+        states = optimizer.state.setdefault(weight, {})
+        assert torch.equal(local(states.setdefault("exp_avg")), local(optimizer.state[weight]["exp_avg"]))
+
+
+@pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_optimizers_are_not_copied(copying: Any, tmp_path: Path) -> None:
+    """Neither of the two, nor the states of all: the copy would train nothing."""
+    with offloaded(RECIPE, Paging(), tmp_path) as (model, optimizer):
+        step(model, optimizer)
+        for each in (optimizer, optimizer.state, optimizer._given):
+            if copying is copy.copy and each is optimizer._given:
+                continue  # shares all that it has, as in memory
+            with pytest.raises(UnsupportedError, match=r"optimizer\.commit\(\) saves it"):
+                copying(each)
+
+
+def test_the_given_optimizer_does_not_keep_a_closed_run(tmp_path: Path) -> None:
+    """Its arena and pages are free; it is still not to be used."""
+    model = build(RECIPE)
+    given = make_optimizer(RECIPE, model)
+    optimizer = infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20))
+    step(model, optimizer)
+    left = [weakref.ref(each) for each in (optimizer, optimizer.run, optimizer._pager, optimizer.run.arena)]
+    optimizer.close()
+    del optimizer
+    gc.collect()
+    assert [each() for each in left] == [None] * len(left)
+    with pytest.raises(InfinityError, match="closed"):
+        len(given.state)
+    with pytest.raises(UnsupportedError, match="cannot be added"):
+        given.add_param_group({"params": []})
+    with pytest.raises(InfinityError, match="trains nothing any more"):
+        given.step()

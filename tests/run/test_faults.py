@@ -1,0 +1,175 @@
+"""Every fault while a run goes on: what each rank says, how it ends, and that the last commit is good."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import InfinityError, StorageError
+from infinity.io import Op
+from support.fault_engine import Fault, FaultKind
+from support.faults import CASES, KILLED, KILLED_UNSEEN, LEFT, DyingRanks, damaged_pages, describe, put_back
+from support.ranks import RankPool
+from support.session import EVERY, Session, reference
+from support.train import faulty
+
+LATEST = {"resume": "latest"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a run that nobody disturbs."""
+    return reference(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pair(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    """The same on two ranks, by rank."""
+    return pair.run(reference, tmp_path_factory.mktemp("undisturbed-pair"))
+
+
+@pytest.fixture(scope="module")
+def dying() -> DyingRanks:
+    """Two ranks at a time that may die."""
+    return DyingRanks()
+
+
+def resumed(folder: Path) -> tuple[int, list[float]]:
+    """Resume the run and train to the end; return the step it went on from, and the losses."""
+    with Session(folder, run=LATEST) as session:
+        first = session.optimizer.steps
+        return first, session.run()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank(name: str, undisturbed: list[float], tmp_path: Path) -> None:
+    case = CASES[name]
+    faults = (case.fault,) if case.fault else ()
+    with faulty(*faults, on=False) as engines, Session(tmp_path, storage=case.storage) as session:
+        session.run(EVERY)
+        case.begin(session, engines[-1])
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            session.run()
+        if name not in ("own-mistake", "data-file-gone", "commits-folder-gone"):
+            with pytest.raises(InfinityError):
+                session.commit()
+    assert re.match(case.says, describe(caught.value)), describe(caught.value)
+    if isinstance(caught.value, StorageError):
+        assert caught.value.path.startswith(str(tmp_path))
+    put_back(tmp_path)
+    if not (case.damages and damaged_pages(tmp_path)):
+        assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
+
+
+QUICK = {"EIO-read", "ENOSPC", "flipped", "own-mistake"}
+"""A drive that fails, one that is full, pages that are not what was written, an error that is not ours."""
+ON_TWO_RANKS = [
+    *(pytest.param(name, 1, marks=[] if name in QUICK else pytest.mark.wide) for name in CASES),
+    ("EIO-read", 0),
+    pytest.param("own-mistake", 0, marks=pytest.mark.wide),
+]
+
+
+@pytest.mark.parametrize(("name", "rank"), ON_TWO_RANKS)
+def test_two_ranks(
+    name: str, rank: int, pair: RankPool, dying: DyingRanks, undisturbed_pair: list[list[float]], tmp_path: Path
+) -> None:
+    """Both end, with the reason, long before the process group's time-out."""
+    case = CASES[name]
+    ends = dying.run(case, rank, tmp_path)
+    struck, peer = ends[rank], ends[1 - rank]
+    assert re.match(case.says, struck.said), struck.said
+    assert re.match(case.peer_says(rank), peer.said), peer.said
+    assert [struck.status, peer.status] == [1, 1]
+    put_back(tmp_path)
+    if not (case.damages and damaged_pages(tmp_path)):
+        assert pair.run(resumed, tmp_path) == [(EVERY, losses[EVERY:]) for losses in undisturbed_pair]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed(
+    rank: int, pair: RankPool, dying: DyingRanks, undisturbed_pair: list[list[float]], tmp_path: Path
+) -> None:
+    """It can post nothing; the other one sees that its process has gone."""
+    ends = dying.run(KILLED, rank, tmp_path)
+    struck, peer = ends[rank], ends[1 - rank]
+    assert (struck.status, peer.status) == (-9, 1)
+    assert re.match(KILLED.peer_says(rank), peer.said), peer.said
+    assert pair.run(resumed, tmp_path) == [(EVERY, losses[EVERY:]) for losses in undisturbed_pair]
+
+
+def test_a_rank_is_killed_where_pidfd_open_is_refused(dying: DyingRanks, tmp_path: Path) -> None:
+    """The other one looks whether it is there; that this is so is said once."""
+    struck, peer = dying.run(KILLED_UNSEEN, 1, tmp_path)[::-1]
+    assert (struck.status, peer.status) == (-9, 1)
+    assert re.match(KILLED_UNSEEN.peer_says(1), peer.said), peer.said
+    assert peer.logged.count("pidfd_open is refused (Operation not permitted)") == 1
+
+
+def test_a_rank_that_closes_first_has_not_failed(dying: DyingRanks, tmp_path: Path) -> None:
+    """Its process may end before the others have."""
+    struck, peer = dying.run(LEFT, 1, tmp_path)[::-1]
+    assert (struck.status, peer.status) == (0, 1)
+    assert re.match(LEFT.peer_says(1), peer.said), peer.said
+
+
+def test_a_failed_rank_that_lives_on(dying: DyingRanks, tmp_path: Path) -> None:
+    """It holds its connections, so the other one would wait in its collective for ever: it is ended, and says why."""
+    case = CASES["EIO-read"]
+    _, peer = dying.run(case, 1, tmp_path, swallowed=True)[::-1]
+    assert peer.status == 1
+    assert re.search(rf"rank 1 failed: {case.says}.*; rank 0 is still in a collective 2 s later", peer.logged)
+
+
+PASSING = {
+    "EIO-read": Fault(kind=FaultKind.EIO, op=Op.READ, every=40),
+    "EIO-write": Fault(kind=FaultKind.EIO, op=Op.WRITE, every=20),
+    "flipped": Fault(kind=FaultKind.FLIP, every=40),
+    "slow": Fault(kind=FaultKind.SLOW, probability=0.1, seconds=0.05),
+}
+
+
+def passing(name: str, folder: Path) -> tuple[list[float], int, int, int]:
+    """Train with a fault that passes; return the losses, how often it struck, and the retries and errors counted."""
+    with faulty(PASSING[name]) as engines, Session(folder) as session:
+        losses = session.run()
+        page = session.optimizer.run.stats.snapshot()
+        retries = sum(int(page.value("io_retries_total", op=op)) for op in ("read", "write"))
+        errors = sum(
+            int(page.value("io_errors_total", op=op, reason=reason))
+            for op in ("read", "write") for reason in ("eio", "corrupt", "other")
+        )  # fmt: skip
+        return losses, engines[-1].struck, retries, errors
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_what_passes_changes_nothing(
+    name: str, pair: RankPool, undisturbed: list[float], undisturbed_pair: list[list[float]], tmp_path: Path
+) -> None:
+    """It is tried again, counted, and every bit is the same; on one rank and on two."""
+    for label, expected in (("one", [undisturbed]), ("two", undisturbed_pair)):
+        folder = tmp_path / label
+        folder.mkdir()
+        found = [passing(name, folder)] if label == "one" else pair.run(passing, name, folder)
+        for (losses, struck, retries, errors), wanted in zip(found, expected, strict=True):
+            assert losses == wanted
+            assert struck > 0
+            assert (retries, errors) == (0 if name == "slow" else struck, 0)
+
+
+def test_what_does_not_pass_is_counted(tmp_path: Path) -> None:
+    """Tried as often as `storage.retries` says, then counted as an error, with its reason."""
+    for kind, reason, retries in ((FaultKind.FLIP, "corrupt", 2), (FaultKind.ENOSPC, "enospc", 0)):
+        op = "read" if kind is FaultKind.FLIP else "write"
+        fault = Fault(kind=kind)
+        with faulty(fault, on=False) as engines, Session(tmp_path, storage={"retries": 2}) as session:
+            session.run(EVERY, every=0)
+            engines[-1].on = True
+            with pytest.raises(StorageError):
+                session.run(every=0)
+            page = session.optimizer.run.stats.snapshot()
+            errors = int(page.value("io_errors_total", op=op, reason=reason))
+            assert errors > 0
+            assert int(page.value("io_retries_total", op=op)) >= retries * errors

@@ -1,0 +1,230 @@
+"""Where the seconds of a step go: whatever is made slow shows in its part, and in no other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import infinity.fsdp.content as content
+from infinity.io import Op
+from infinity.optim.update import Update
+from infinity.telemetry.metrics import PARTS
+from support import models
+from support.fault_engine import Fault, FaultKind
+from support.ranks import RankPool
+from support.train import Outcome, Paging, Recipe, batch, faulty, offloaded, train
+
+RECIPE = Recipe(model="even", steps=2)
+STEPS = 3
+SLOW = 0.02
+
+
+def spent(model: torch.nn.Module, optimizer: Any, between: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """Train some steps; return seconds by part, checked against the clock around them, step by step.
+
+    A step is from the end of the one before to its own, so one more is taken first.
+    """
+    found = dict.fromkeys(PARTS, 0.0)
+    ends: list[tuple[float, float]] = []  # of every step: it ended between the two
+    for step in range(1 + STEPS):
+        between()
+        models.loss_of(model, batch(model, step)).backward()
+        before = time.perf_counter()
+        optimizer.step()
+        ends.append((before, time.perf_counter()))
+        optimizer.zero_grad()
+    for record in optimizer.records[-STEPS:]:
+        parts = {part: getattr(record, f"{part}_seconds") for part in PARTS}
+        assert sum(parts.values()) == pytest.approx(record.seconds, rel=1e-6)
+        assert min(parts.values()) > -1e-9
+        for part, seconds in parts.items():
+            found[part] += seconds
+    (earliest, latest), (least, most) = ends[0], ends[-1]
+    assert least - latest - 1e-6 <= sum(found.values()) <= most - earliest + 1e-6
+    return found
+
+
+def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """Return a function that sleeps first."""
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return function(*arguments, **named)
+
+    return slow
+
+
+def delay_compute(patch: pytest.MonkeyPatch, model: torch.nn.Module, slow: float = SLOW) -> float:
+    for block in model.blocks:
+        block[0].register_forward_pre_hook(lambda *_: time.sleep(slow))
+    return slow * len(model.blocks)
+
+
+def delay_update(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
+    patch.setattr(Update, "run", slowed(Update.run, SLOW / 10))
+    return SLOW / 10 * 8
+
+
+def delay_copy(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
+    original = content.ShardContent._copy_param
+
+    def slow(self: Any, placed: Any, destination: torch.Tensor, *, planned: bool) -> None:
+        with self._part("copy"):
+            time.sleep(SLOW)
+        original(self, placed, destination, planned=planned)
+
+    patch.setattr(content.ShardContent, "_copy_param", slow)
+    return SLOW * 8
+
+
+@pytest.mark.parametrize("placement", ["in_backward", "in_forward", "after_backward"])
+@pytest.mark.parametrize(
+    ("part", "delay"), [("compute", delay_compute), ("update", delay_update), ("copy", delay_copy), ("python", None)]
+)
+def test_what_is_slow_shows_in_its_part(
+    part: str, delay: Any, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sleeps in forward, in updates, beside copies and in the user's loop."""
+    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
+        train(RECIPE, model, optimizer, Outcome())
+        added = STEPS * (delay(monkeypatch, model) if delay else 5 * SLOW)
+        # Parts add up to the clock, so what is in this one is in no other.
+        assert spent(model, optimizer, between=lambda: time.sleep(0 if delay else 5 * SLOW))[part] >= added
+
+
+@pytest.mark.parametrize(
+    ("op", "parts"), [(Op.READ, {"read_stall"}), (Op.WRITE, {"read_stall", "write_stall", "arena_stall"})]
+)
+def test_a_slow_drive_shows_as_stalls_of_its_direction(op: Op, parts: set[str], tmp_path: Path) -> None:
+    """SLOW of the fault engine, in the smallest arena."""
+    with (
+        faulty(Fault(kind=FaultKind.SLOW, op=op, seconds=0.06), on=False) as engines,
+        offloaded(RECIPE, Paging(arena="least", placement="in_backward", cores=0), tmp_path) as (model, optimizer),
+    ):
+        train(RECIPE, model, optimizer, Outcome())
+        before = spent(model, optimizer)
+        engines[0].on = True
+        after = spent(model, optimizer)
+        grown = {part: after[part] - before[part] for part in PARTS}
+        # The part that grew most, as on a busy machine all grow. A page cannot be used before its read ends, whatever
+        # else it waits for; reads wait for frames too, and frames for writes: the thread then stands at the read.
+        assert max(PARTS, key=grown.__getitem__) in parts
+        assert sum(grown[part] for part in parts) > 0.1
+
+
+def late(folder: str, clip: bool, slow: float) -> dict[str, float]:
+    """Train on two ranks of which the second is late in every layer's forward; return seconds by part."""
+    recipe = Recipe(model="even", steps=2, clip=0.5 if clip else None)
+    with offloaded(recipe, Paging(arena="all"), Path(folder)) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        if dist.get_rank() == 1:
+            delay_compute(pytest.MonkeyPatch(), model, slow)
+        return spent(model, optimizer)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_late_rank_shows_as_compute_there_and_as_collective_elsewhere(
+    clip: bool, tmp_path: Path, pair: RankPool
+) -> None:
+    """FSDP2 on CPU waits in the all-gather of the next unit."""
+    for slow in (SLOW, 10 * SLOW, 100 * SLOW):  # the prompt rank is late as well where others have the processor
+        prompt, tardy = pair.run(late, str(tmp_path), clip, slow)
+        added = STEPS * slow * 6
+        assert tardy["compute"] >= added
+        if prompt["collective"] >= 0.8 * added and prompt["compute"] < tardy["compute"] - 0.5 * added:
+            break
+    assert prompt["collective"] >= 0.8 * added
+    assert prompt["compute"] < tardy["compute"] - 0.5 * added
+
+
+def norm_seconds(folder: str, slow: float) -> list[float]:
+    """Let the second rank be late for the norm; return the seconds of collectives of the step, before and with it."""
+    recipe = Recipe(model="even", steps=2, clip=0.5)
+    with offloaded(recipe, Paging(arena="all"), Path(folder)) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        models.loss_of(model, batch(model, 0)).backward()
+        dist.barrier()
+        before = optimizer.run.ledger._spent["collective"]
+        time.sleep(slow * dist.get_rank())
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        return [before, optimizer.records[-1].collective_seconds]
+
+
+def test_the_norm_is_a_collective(tmp_path: Path, pair: RankPool) -> None:
+    """The rank that is there first waits in the reduction of the norm."""
+    for slow in (0.3, 3, 30):  # the prompt rank is late as well where others have the processor
+        prompt, tardy = ((after - before) / slow for before, after in pair.run(norm_seconds, str(tmp_path), slow))
+        if prompt > 0.8 > tardy:
+            break
+    assert prompt > 0.8 > tardy
+
+
+@pytest.mark.parametrize("placement", ["in_backward", "in_forward", "after_backward"])
+def test_the_timeline_has_every_byte_and_every_stall(placement: str, tmp_path: Path) -> None:
+    """Bytes by path and direction as counted, stalls as booked; all within the run."""
+    file = tmp_path / "timeline.json"
+    began = time.perf_counter()
+    with (
+        faulty(Fault(kind=FaultKind.SLOW, probability=0.2, seconds=0.01)),
+        offloaded(
+            RECIPE, Paging(arena="least", placement=placement, paths=2), tmp_path, telemetry={"timeline": str(file)}
+        ) as (model, optimizer),
+    ):
+        stats = optimizer.run.stats
+        train(Recipe(model="even", steps=5), model, optimizer, Outcome())
+        optimizer.commit()
+        optimizer.drain()
+        names = [unit.name for unit in optimizer.layout.units]
+        steps = [f"step {record.step}" for record in optimizer.records]
+    ended = time.perf_counter()
+    tree = json.loads(file.read_text())
+    assert tree["otherData"] == {"dropped": 0}
+    spans = [event for event in tree["traceEvents"] if event["ph"] == "X"]
+    assert all(began <= event["ts"] / 1e6 <= (event["ts"] + event["dur"]) / 1e6 <= ended for event in spans)
+    for op in ("read", "write"):
+        for device in ("nvme0", "nvme1"):
+            counted = sum(
+                stats.counter("io_bytes_total", op=op, state=state, device=device).value
+                for state in ("param", "update", "grad")
+            )
+            traced = sum(event["args"]["bytes"] for event in spans if event["cat"] == f"{device} {op}")
+            assert traced == counted > 0
+    for cause in ("read", "write", "arena"):
+        booked = sum(
+            stats.counter("stall_seconds_total", phase=phase, cause=cause).value
+            for phase in ("forward", "backward", "update", "commit", "other")
+        )
+        traced = sum(event["dur"] for event in spans if event["name"] == f"{cause} stall") / 1e6
+        assert traced == pytest.approx(booked, abs=1e-4)
+    assert [event["name"] for event in spans if event["name"].startswith("step ")] == steps
+    assert {event["args"]["of"] for event in spans if event["name"] == "update" and event["args"]} == set(names)
+    assert {event["args"].get("of") for event in spans if event["name"] == "compute"} >= set(names)
+    assert any(event["name"] == "commit" for event in spans)
+    nested(spans)
+
+
+def nested(spans: list[dict[str, Any]]) -> None:
+    """Check that of two spans of one thread one lies in the other or they do not overlap."""
+    for thread in {event["tid"] for event in spans}:
+        ends: list[int] = []
+        times = [(round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in spans if e["tid"] == thread]
+        for start, end in sorted(times, key=lambda span: (span[0], -span[1])):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            assert not ends or end <= ends[-1]
+            ends.append(end)
+
+
+def test_without_a_timeline_nothing_is_kept(tmp_path: Path) -> None:
+    """Off by default."""
+    with offloaded(RECIPE, Paging(arena="least"), tmp_path) as (model, optimizer):
+        train(RECIPE, model, optimizer, Outcome())
+        assert optimizer.run.timeline is None

@@ -1,0 +1,409 @@
+"""What is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import infinity
+from infinity.config import Config, load_config
+from infinity.errors import BudgetError, ConfigError, InfinityError, UnsupportedError
+from infinity.units import align_down, format_size, parse_size
+from support import models
+from support.train import KIB, MIB, Paging, Recipe, batch, make_optimizer, offloaded, settings
+
+IN_BACKWARD = Paging(arena="all", placement="in_backward")
+
+
+def backward(model: nn.Module, seed: int = 0) -> None:
+    """Run one forward and backward."""
+    models.loss_of(model, batch(model, seed)).backward()
+
+
+def refuse(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **sections: dict[str, Any]) -> str:
+    """Offload, which must fail without leaving anything; return the error's text."""
+    tree = settings(folder, Paging(), 64 * MIB, **sections)
+    with pytest.raises(InfinityError) as caught:
+        infinity.offload(model, optimizer, tree)
+    assert list((folder / "nvme0").iterdir()) == []
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("tree", "named", "near"),
+    [
+        ({"memory": {"host_byte": 1}}, "memory.host_byte", "memory.host_bytes"),
+        ({"storage": {"path": ["/x"]}}, "storage.path", "storage.paths"),
+        ({"storege": {}}, "storege", "storage"),
+        ({"update": {"placment": "auto"}}, "update.placment", "update.placement"),
+        ({"run": {"resum": "latest"}}, "run.resum", "run.resume"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(tree: dict[str, Any], named: str, near: str) -> None:
+    """As it is written in the file."""
+    with pytest.raises(ConfigError, match=rf"unknown setting {re.escape(named)}; did you mean {re.escape(near)}\?"):
+        load_config(tree)
+
+
+def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
+    """TOML goes the same way."""
+    file = tmp_path / "infinity.toml"
+    file.write_text('[memory]\nhost_bytes = "2GiB"\npagebytes = "1MiB"\n')
+    with pytest.raises(ConfigError, match=r"memory\.pagebytes.*memory\.page_bytes"):
+        load_config(file)
+    file.write_text('[memory]\nhost_bytes = "2GiB"\n')
+    assert load_config(file).memory.host_bytes == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        ({"memory": {"host_bytes": "lots"}}, "memory.host_bytes.*'lots'"),
+        ({"memory": {"host_bytes": -1}}, "memory.host_bytes.*-1"),
+        ({"memory": {"host_bytes": "3 parsecs"}}, "memory.host_bytes"),
+        ({"memory": {"host_bytes": True}}, "memory.host_bytes"),
+        ({"memory": {"host_bytes": 1.5}}, "memory.host_bytes"),
+        ({"storage": {"queue_depth": 0}}, "storage.queue_depth = 0.*1"),
+        ({"storage": {"queue_depth": "8"}}, "storage.queue_depth.*whole number"),
+        ({"storage": {"request_bytes": "1KiB"}}, "storage.request_bytes.*4096"),
+        ({"storage": {"paths": "/x"}}, "storage.paths"),
+        ({"storage": {"engine": "uring"}}, "storage.engine.*'io_uring'"),
+        ({"memory": 5}, "memory.*table"),
+    ],
+)
+def test_a_bad_value_is_named(tree: dict[str, Any], text: str) -> None:
+    """Setting and value."""
+    with pytest.raises(ConfigError, match=text):
+        load_config(tree)
+
+
+def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
+    """Checked before anything is touched."""
+    model = models.build("toy")
+    optimizer = make_optimizer(Recipe(), model)
+    cases = {
+        r"memory\.page_bytes = 100000": {"memory": {"page_bytes": 100_000}},
+        r"memory\.host_bytes.*smaller than one page": {"memory": {"host_bytes": "64KiB", "page_bytes": "128KiB"}},
+        r"storage\.paths: .*nowhere": {"storage": {"paths": [str(tmp_path / "nowhere" / "deeper")]}},
+        r"twice": {"storage": {"paths": [str(tmp_path), str(tmp_path / "." / "..") + f"/{tmp_path.name}"]}},
+        r"storage\.request_bytes": {"storage": {"request_bytes": 5000}},
+    }
+    for text, sections in cases.items():
+        assert re.search(text, refuse(model, optimizer, tmp_path, **sections)), text
+    with pytest.raises(ConfigError, match=r"storage\.paths is empty"):
+        infinity.offload(model, optimizer)
+
+
+def test_a_config_object_is_a_config(tmp_path: Path) -> None:
+    """A `Config` with replaced values is taken as it is; wrong values are refused there too."""
+    config = Config().with_values(**{"memory.host_bytes": "1GiB", "storage.paths": [str(tmp_path)]})
+    assert load_config(config) is config
+    assert config.memory.host_bytes == 1 << 30
+    with pytest.raises(ConfigError, match=r"memory\.host_byte"):
+        Config().with_values(**{"memory.host_byte": 1})
+
+
+@pytest.mark.parametrize("page", [64 * KIB, 192 * KIB, 448 * KIB])
+def test_the_size_that_a_refusal_suggests_is_accepted(page: int, tmp_path: Path) -> None:
+    """A table, the setting to change, and a value that works when it is copied."""
+    model = models.build("gpt2")
+    optimizer = make_optimizer(Recipe(), model)
+    text = refuse(model, optimizer, tmp_path, memory={"host_bytes": page, "page_bytes": page})
+    assert text.startswith("BudgetError")
+    for row in ("weights in the compute dtype", "master weights and moments", "gradients", "smallest arena"):
+        assert re.search(rf"{row}.* [0-9.]+ [KMG]iB", text), row
+    suggested = re.search(r'set memory\.host_bytes to "?([0-9.]+ ?[KMGT]?i?B)"? or more', text)[1]
+    tree = settings(tmp_path, Paging(), parse_size(suggested), memory={"page_bytes": page})
+    infinity.offload(model, optimizer, tree).close()
+
+
+@pytest.mark.parametrize("frames", range(8, 40))
+def test_a_printed_size_can_be_typed_in(frames: int) -> None:
+    """Sizes in messages are sizes that the settings take, without exponents."""
+    size = frames * 64 * KIB
+    text = format_size(size)
+    assert "e" not in text.split()[0]
+    assert abs(parse_size(text) - size) < 0.01 * size
+    assert align_down(size, 64 * KIB) == size
+
+
+def test_a_model_that_is_not_sharded_is_refused(tmp_path: Path) -> None:
+    """`fully_shard` first; also when only a part of it was sharded."""
+    model = models.Toy()
+    optimizer = make_optimizer(Recipe(), model)
+    assert "fully_shard" in refuse(model, optimizer, tmp_path)
+    for layer in model.blocks:
+        fully_shard(layer, mesh=infinity.mesh("cpu"))
+    text = refuse(model, make_optimizer(Recipe(), model), tmp_path)
+    assert "embedding.weight" in text
+    assert "fully_shard(model)" in text
+
+
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "DistributedDataParallel"])
+def test_another_wrapper_is_named(name: str, tmp_path: Path) -> None:
+    """Not called unsharded: whoever uses FSDP1 has sharded."""
+    wrapper = type(name, (nn.Sequential,), {})
+    model = wrapper(models.build("toy"))
+    text = refuse(model, make_optimizer(Recipe(), model), tmp_path)
+    assert f"wrapped in {name}" in text
+    assert "fully_shard" in text
+
+
+def test_what_is_no_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    """By its type."""
+    model = models.build("toy")
+    optimizer = make_optimizer(Recipe(), model)
+    assert "type OrderedDict" in refuse(model.state_dict(), optimizer, tmp_path)  # type: ignore[arg-type]
+    assert "type list" in refuse(model, [optimizer], tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_setting_that_is_not_finite_is_named(name: str, value: float, tmp_path: Path) -> None:
+    """Not taken for an optimizer that is not element-wise."""
+    model = models.build("toy")
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0][name] = value
+    assert f"ConfigError: {name} of the optimizer is {value}" in refuse(model, optimizer, tmp_path)
+
+
+def test_a_file_system_without_a_size_is_no_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ramfs, of which nothing is free: that is not said."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (0, 0, 0))
+    model = models.build("toy")
+    text = refuse(model, make_optimizer(Recipe(), model), tmp_path)
+    assert "ramfs" in text
+    assert "0 B free" not in text
+
+
+def test_cpu_offload_is_refused(tmp_path: Path) -> None:
+    """Two owners of the shards are one too many."""
+    model = fully_shard(models.Toy(), mesh=infinity.mesh("cpu"), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert "CPUOffloadPolicy" in refuse(model, make_optimizer(Recipe(), model), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_another_dtype_of_gradients_is_refused(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Since torch 2.15 FSDP2 heeds `grad_dtype`; pages have room for gradients of the dtype of the parameter."""
+    model = models.build("toy")
+    model.blocks[0].up.weight.grad_dtype = dtype
+    text = refuse(model, torch.optim.AdamW(model.parameters()), tmp_path)
+    assert text.startswith(f"UnsupportedError: blocks.0.up.weight has grad_dtype = {dtype}, but")
+    assert "set blocks.0.up.weight.grad_dtype = torch.float32" in text
+
+
+def test_another_dtype_of_gradients_is_refused_later_too(tmp_path: Path) -> None:
+    """In the next forward."""
+    with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.head.bias.grad_dtype = torch.bfloat16
+        with pytest.raises(UnsupportedError, match=r"head\.bias has grad_dtype = torch\.bfloat16"):
+            backward(model, 1)
+
+
+def test_a_trained_parameter_outside_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+    """It would silently not be trained: its name is in the error."""
+    model = models.build("toy")
+    named = dict(model.named_parameters())
+    named.pop("blocks.1.up.bias")
+    assert "blocks.1.up.bias" in refuse(model, torch.optim.AdamW(named.values()), tmp_path)
+
+
+def test_a_foreign_parameter_in_the_optimizer_is_refused(tmp_path: Path) -> None:
+    """An optimizer that was made before `fully_shard` has other parameters."""
+    model = models.Toy()
+    early = make_optimizer(Recipe(), model)
+    models.shard(model)
+    assert "after fully_shard" in refuse(model, early, tmp_path)
+
+
+def test_an_optimizer_that_has_stepped_is_refused(tmp_path: Path) -> None:
+    """Its state would be lost."""
+    model = models.build("toy")
+    optimizer = make_optimizer(Recipe(), model)
+    backward(model)
+    optimizer.step()
+    assert "state" in refuse(model, optimizer, tmp_path)
+
+
+def test_offloading_twice_is_refused(tmp_path: Path) -> None:
+    """With the paged optimizer, or with a new one over paged parameters."""
+    with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
+        other = settings(tmp_path / "nvme0", Paging(), 64 * MIB)
+        with pytest.raises(UnsupportedError, match="already"):
+            infinity.offload(model, optimizer, other)
+        with pytest.raises(UnsupportedError, match="already"):
+            infinity.offload(model, make_optimizer(Recipe(), model), other).close()
+
+
+def test_clipping_after_updates_in_backward_is_refused(tmp_path: Path) -> None:
+    """The gradients are gone."""
+    with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
+        train_one(model, optimizer)
+        backward(model)
+        with pytest.raises(InfinityError, match=r"clip_grad_norm_.*update\.placement"):
+            optimizer.clip_grad_norm_(1.0)
+
+
+def test_in_backward_with_a_step_that_clips_is_refused(tmp_path: Path) -> None:
+    """The first step shows it."""
+    with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
+        backward(model)
+        optimizer.clip_grad_norm_(1.0)
+        with pytest.raises(InfinityError, match=r"in_backward.*impossible"):
+            optimizer.step()
+
+
+def test_a_second_backward_after_updates_in_backward_is_refused(tmp_path: Path) -> None:
+    """Its gradients would be applied in a second update of the same step."""
+    with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
+        train_one(model, optimizer)
+        backward(model)
+        with pytest.raises(InfinityError, match=r"several backward passes per step.*update\.placement"):
+            backward(model, 1)
+
+
+def test_settings_that_change_after_updates_in_backward_are_refused(tmp_path: Path) -> None:
+    """They would apply to a part of the parameters only."""
+    with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
+        train_one(model, optimizer)
+        backward(model)
+        optimizer.param_groups[0]["lr"] *= 0.5
+        with pytest.raises(InfinityError, match=r"lr was changed.*before backward"):
+            optimizer.step()
+
+
+def test_dropping_gradients_after_updates_in_backward_is_refused(tmp_path: Path) -> None:
+    """There is no way back."""
+    with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
+        train_one(model, optimizer)
+        backward(model)
+        with pytest.raises(InfinityError, match=r"zero_grad.*update\.placement"):
+            optimizer.zero_grad()
+
+
+def test_dropping_gradients_is_as_if_they_never_came(tmp_path: Path) -> None:
+    """With after_backward: the next step is the one that memory would take."""
+    recipe = Recipe(model="toy")
+    reference = models.build("toy")
+    in_memory = make_optimizer(recipe, reference)
+    train_one(reference, in_memory)
+    with offloaded(recipe, Paging(arena="least", placement="after_backward"), tmp_path) as (model, optimizer):
+        train_one(model, optimizer)
+        backward(model, 5)
+        optimizer.zero_grad()
+        for each, stepper in ((model, optimizer), (reference, in_memory)):
+            train_one(each, stepper, seed=1)
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name
+
+
+def test_a_norm_that_is_not_finite_is_an_error_on_demand(tmp_path: Path) -> None:
+    """The same error as torch's own."""
+    with offloaded(Recipe(model="toy"), Paging(placement="after_backward"), tmp_path) as (model, optimizer):
+        (models.loss_of(model, batch(model, 0)) * float("inf")).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("placement", ["after_backward", "in_backward"])
+def test_a_commit_with_pending_gradients_is_refused(placement: str, tmp_path: Path) -> None:
+    """It would hold half a step."""
+    with offloaded(Recipe(model="toy"), Paging(placement=placement), tmp_path) as (model, optimizer):
+        train_one(model, optimizer)
+        backward(model)
+        with pytest.raises(InfinityError, match=r"commit\(\) between backward and step"):
+            optimizer.commit()
+        optimizer.step()
+        optimizer.commit()
+
+
+def test_a_shard_above_the_limit_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that names the way out instead of exhausting memory."""
+    with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
+        monkeypatch.setattr(optimizer._content, "_load_limit", 1000)
+        with pytest.raises(UnsupportedError, match=r"head\.weight.*commit"):
+            model.head.weight.full_tensor().clone()
+
+
+def test_the_state_dict_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+    """With the ways that exist; the model's own state dict works."""
+    with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
+        with pytest.raises(UnsupportedError, match=r"commit\(\).*read_state"):
+            optimizer.state_dict()
+        with pytest.raises(UnsupportedError, match=r"run\.resume"):
+            optimizer.load_state_dict({})
+        with pytest.raises(InfinityError, match="'nothing'"):
+            optimizer.read_state("nothing")
+        twin = models.build("toy")
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.full_tensor(), twin.state_dict()[name].full_tensor()), name
+
+
+def test_a_closed_optimizer_is_refused(tmp_path: Path) -> None:
+    """Every entry says so; closing again does nothing."""
+    with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (_, optimizer):
+        pass
+    optimizer.close()
+    for call in (optimizer.step, optimizer.zero_grad, optimizer.commit, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(InfinityError, match="closed"):
+            call()
+
+
+def test_a_paged_model_says_that_it_was_closed(tmp_path: Path) -> None:
+    """Its values are gone: loading a shard or running the model is an error that says why."""
+    with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
+        train_one(model, optimizer)
+    with pytest.raises(InfinityError, match="closed"):
+        model.blocks[0].up.weight.full_tensor().clone()
+    with pytest.raises(InfinityError, match="closed"):
+        backward(model)
+
+
+def test_weights_for_a_model_that_has_values_are_refused(tmp_path: Path) -> None:
+    """They would be ignored."""
+    model = models.build("toy")
+    with pytest.raises(ConfigError, match="meta device"):
+        infinity.offload(model, make_optimizer(Recipe(), model), settings(tmp_path, Paging(), MIB), weights=tmp_path)
+
+
+def train_one(model: nn.Module, optimizer: Any, seed: int = 0) -> None:
+    """Run one step."""
+    backward(model, seed)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    """And so is one with a tensor of another shape; both shapes are named."""
+    from safetensors.torch import save_file
+
+    model = models.build("toy", meta=True)
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        infinity.offload(
+            model, make_optimizer(Recipe(), model), settings(tmp_path, Paging(), 64 * MIB), weights=tmp_path
+        )
+    state = {name: value.clone() for name, value in models.Toy().state_dict().items()}
+    state["blocks.0.up.weight"] = torch.zeros(3, 5)
+    save_file(state, tmp_path / "model.safetensors")
+    model = models.build("toy", meta=True)
+    with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight.*\(3, 5\).*\(202, 67\)"):
+        infinity.offload(
+            model, make_optimizer(Recipe(), model), settings(tmp_path, Paging(), 64 * MIB), weights=tmp_path
+        )
+    assert list((tmp_path / "nvme0").iterdir()) == []
+
+
+def test_budget_errors_are_about_budgets() -> None:
+    """The class that callers catch."""
+    assert issubclass(BudgetError, InfinityError)
+    assert issubclass(ConfigError, ValueError)

@@ -1,0 +1,358 @@
+"""The pager, over a store that takes its time: every use sees the newest content, whatever overtakes what."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from threading import Event, Lock
+
+import pytest
+import torch
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from infinity.errors import InfinityError, StallError, StorageError
+from infinity.layout import Layout, Role
+from infinity.memory.arena import Arena
+from infinity.schedule.pager import Lease, Pager
+from infinity.schedule.planner import Plan, least_frames, make_plan
+from infinity.schedule.trace import Access, Mode, Placement, Use, expand
+from support.layouts import layouts, placements, steps, transformer, transformer_step
+
+GARBAGE = b"\xee" * 8
+NO_SHRINK = tuple(phase for phase in Phase if phase not in (Phase.shrink, Phase.explain))  # timing differs each time
+Done = Callable[[Exception | None], None]
+
+
+class SlowStore:
+    """Keeps eight bytes per page. A read leaves garbage until it ends, a write takes its bytes when it ends."""
+
+    def __init__(self, seed: int = 0, seconds: float = 0.0005) -> None:
+        self.content: dict[int, bytes] = {}
+        self.wrong: list[str] = []
+        self.read_pages: list[int] = []
+        self.written_pages: list[int] = []
+        self.failing: Exception | None = None
+        self.gate = Event()
+        self.gate.set()
+        self._random, self._seconds, self._lock = random.Random(seed), seconds, Lock()
+        self._pool = ThreadPoolExecutor(4)
+
+    def read(self, page: int, memory: memoryview, done: Done) -> None:
+        memory[:8] = GARBAGE
+        self.read_pages.append(page)
+        content = self.content[page]
+        self._later(lambda: self._end_read(page, content, memory, done))
+
+    def write(self, page: int, memory: memoryview, done: Done) -> None:
+        before = bytes(memory[:8])
+        self.written_pages.append(page)
+        self._later(lambda: self._end_write(page, memory, before, done))
+
+    def discard(self, page: int) -> None:
+        with self._lock:
+            self.content.pop(page, None)
+
+    def has(self, page: int) -> bool:
+        return page in self.content
+
+    def oldest_request(self) -> str:
+        return "the request of the test"
+
+    def _later(self, action: Callable[[], None]) -> None:
+        delay = self._random.uniform(0, self._seconds)
+
+        def run() -> None:
+            self.gate.wait(300)
+            time.sleep(delay)
+            action()
+
+        self._pool.submit(run)
+
+    def _end_read(self, page: int, content: bytes, memory: memoryview, done: Done) -> None:
+        if self.content.get(page) != content:
+            self.wrong.append(f"page {page} was given up or replaced while it was being read")
+        memory[:8] = content
+        done(self.failing)
+
+    def _end_write(self, page: int, memory: memoryview, before: bytes, done: Done) -> None:
+        now = bytes(memory[:8])
+        if now != before:
+            self.wrong.append(f"page {page} changed while it was being written")
+        with self._lock:
+            self.content[page] = now
+        done(self.failing)
+
+    def close(self) -> None:
+        self.gate.set()
+        self._pool.shutdown()
+
+
+class Silence:
+    """Counts what the pager reports."""
+
+    def __init__(self) -> None:
+        self.departures = 0
+        self.given_up: list[str] = []
+
+    def stalled(self, cause: str, page: int, seconds: float) -> None:
+        """Not looked at."""
+
+    def fetched(self, result: str) -> None:
+        """Not looked at."""
+
+    def spared(self, nbytes: int) -> None:
+        """Not looked at."""
+
+    def moving(self, seconds: float) -> None:
+        """Not looked at."""
+
+    def diverged(self, detail: str) -> None:
+        self.departures += 1
+
+    def gave_up(self, op: str, error: Exception) -> None:
+        self.given_up.append(op)
+
+
+class Bench:
+    """A pager, and what every page must hold."""
+
+    def __init__(self, layout: Layout, frames: int, seed: int = 0, timeout: float = 300) -> None:
+        self.layout, self.store, self.observer = layout, SlowStore(seed), Silence()
+        arena = Arena(frames, layout.page_bytes, device=torch.device("cpu"))
+        self.pager = Pager(layout, arena, self.store, self.observer, timeout=timeout)
+        self.frames = frames
+        self.newest: dict[int, bytes] = {}
+        self._number = 0
+        self._worker = ThreadPoolExecutor(1)
+        self._jobs: list[Future[None]] = []
+        self._leases: deque[tuple[Lease, Access]] = deque()
+        for page in layout.pages:
+            if page.role is not Role.GRAD:
+                self.access((Use(page.index, Mode.WRITE),), planned=False)
+
+    def access(self, uses: Access, *, planned: bool = True) -> None:
+        """Use pages as the training loop does: check what is read, replace what is modified."""
+        self._use(self.pager.access(uses, planned=planned), uses)
+
+    def lease(self, uses: Access) -> None:
+        """Do the same on another thread, which takes its time."""
+        self._leases.append((self.pager.lease(uses, beside=True), uses))
+        self._jobs.append(self._worker.submit(self._use_leased))
+
+    def _use_leased(self) -> None:
+        """Wait for the first lease that is left, and use with it those behind it for which nothing is waited for."""
+        if not self._leases:
+            return
+        with ExitStack() as held:
+            lease, uses = self._leases.popleft()
+            ready: list[tuple[list[memoryview], Access]] = [(held.enter_context(lease), uses)]
+            while self._leases and (contents := self._leases[0][0].hold_at_once()) is not None:
+                lease, uses = self._leases.popleft()
+                held.push(lease)
+                ready.append((contents, uses))
+            for contents, uses in ready:
+                self._look(contents, uses, 0.001)
+
+    def _use(self, held: AbstractContextManager[list[memoryview]], uses: Access) -> None:
+        with held as contents:
+            self._look(contents, uses)
+
+    def _look(self, contents: list[memoryview], uses: Access, seconds: float = 0) -> None:
+        for (page, mode), content in zip(uses, contents, strict=True):
+            if mode.fetches:
+                assert content[:8].tobytes() == self.newest[page], f"page {page} is not the newest"
+            time.sleep(random.random() * seconds)
+            if mode.modifies:
+                self._number += 1
+                self.newest[page] = self._number.to_bytes(8)
+                content[:8] = self.newest[page]
+            if mode is Mode.CONSUME:
+                del self.newest[page]
+
+    def drain(self) -> None:
+        """Wait for the other thread, and hear of its failures."""
+        for job in self._jobs:
+            job.result(20)
+        self._jobs.clear()
+
+    def all_of(self, accesses: Iterable[Access], leased: float = 0) -> None:
+        """Make accesses one after the other, a share of those that modify on the other thread."""
+        for access in accesses:
+            modifies = any(use.mode.modifies for use in access)
+            (self.lease if modifies and random.random() < leased else self.access)(access)
+
+    def drop_gradients(self) -> None:
+        """What `zero_grad` does before a step."""
+        self.drain()
+        waiting = [page for page in self.newest if self.layout.pages[page].role is Role.GRAD]
+        self.pager.discard(waiting)
+        for page in waiting:
+            del self.newest[page]
+
+    def check(self) -> None:
+        """Flush, then look at everything."""
+        self.pager.flush()
+        self.drain()
+        assert self.store.wrong == []
+        for page, content in self.newest.items():
+            assert self.store.content[page] == content
+        assert sum(self.pager.census().values()) == self.frames
+
+
+@contextmanager
+def bench(layout: Layout, frames: int, seed: int = 0, timeout: float = 300) -> Iterator[Bench]:
+    """Yield a bench; end its threads."""
+    made = Bench(layout, frames, seed, timeout)
+    try:
+        yield made
+    finally:
+        made._worker.shutdown(cancel_futures=True)
+        made.store.close()
+
+
+@st.composite
+def benches(draw: st.DrawFn) -> tuple[Layout, Plan]:
+    """Draw a layout and a plan of a step on it, with few or many frames."""
+    layout = draw(layouts(most=80_000))
+    events = draw(steps(layout))
+    drawn = draw(placements(layout, events))
+    placement = replace(drawn, in_forward=frozenset())  # no gradients of a step before
+    trace = expand(events, layout, placement)
+    assume(trace)
+    least = least_frames(max(len(access) for access in trace))
+    return layout, make_plan(trace, layout, draw(st.integers(least, least + len(layout.pages))))
+
+
+@settings(max_examples=60, deadline=None, phases=NO_SHRINK)
+@given(benches(), st.integers(0, 1000), st.sampled_from([0, 0.5, 1]))
+def test_every_use_sees_the_newest_content(drawn: tuple[Layout, Plan], seed: int, leased: float) -> None:
+    """Recorded, then planned; no page changes under a write, and the store ends with the newest of all."""
+    layout, plan = drawn
+    with bench(layout, plan.frames, seed) as it:
+        for cycle in range(5):
+            it.all_of(plan.trace, leased)
+            if cycle == 0:
+                it.pager.install(plan)
+            it.pager.begin_step()
+        assert it.observer.departures == 0
+        it.check()
+
+
+@settings(max_examples=60, deadline=None, phases=NO_SHRINK)
+@given(benches(), st.data())
+def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: st.DataObject) -> None:
+    """Evaluation in between, steps that stop in the middle, other orders, flushes: the content is right."""
+    layout, plan = drawn
+    chance = random.Random(data.draw(st.integers(0, 10_000)))
+    kept = [page.index for page in layout.pages if page.role is not Role.GRAD]
+    with bench(layout, plan.frames, chance.randrange(1000)) as it:
+        it.pager.install(plan)
+        for _ in range(6):
+            stops = chance.randrange(len(plan.trace)) if chance.random() < 0.4 else len(plan.trace)
+            for access in plan.trace[:stops]:
+                if chance.random() < 0.1:
+                    it.access((Use(chance.choice(kept), Mode.READ),), planned=chance.random() < 0.2)
+                if chance.random() < 0.02:
+                    it.pager.flush()
+                it.all_of([access], 0.5)
+            if stops < len(plan.trace):
+                it.drop_gradients()
+            it.pager.begin_step()
+        it.check()
+
+
+def small_bench(timeout: float = 300) -> tuple[Layout, Plan, Bench]:
+    """Return a bench with few frames, in the middle of nothing."""
+    layout = transformer(4, 16 * 1024, 64 << 10)
+    events = transformer_step(4)
+    plan = make_plan(expand(events, layout, Placement.of("in_backward", events, layout)), layout, 10)
+    return layout, plan, Bench(layout, plan.frames, timeout=timeout)
+
+
+def test_a_page_is_not_modified_while_it_is_written() -> None:
+    """The write is waited for, however long it takes."""
+    _, _, it = small_bench()
+    it.access((Use(0, Mode.UPDATE),))
+    it.check()
+    it.store.gate.clear()
+    it.access((Use(0, Mode.UPDATE),))
+    it.pager._start_write(0)
+    pool = ThreadPoolExecutor(1)
+    update = pool.submit(it.access, (Use(0, Mode.UPDATE),))
+    with pytest.raises(TimeoutError):
+        update.result(0.1)
+    it.store.gate.set()
+    update.result(300)
+    it.check()
+    pool.shutdown()
+    it.store.close()
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_a_failed_transfer_is_raised_in_the_training_loop(what: str) -> None:
+    """As it is, at the next call, and at every one after that."""
+    _, plan, it = small_bench()
+    it.check()
+    it.pager.install(plan)
+    it.store.failing = StorageError(what, "/somewhere", 4096, 512, 5)
+    with pytest.raises(StorageError, match=f"{what} of 512 bytes at offset 4096 of /somewhere failed: EIO"):
+        it.all_of(plan.trace * 3)
+    with pytest.raises(StorageError):
+        it.pager.flush()
+    it.store.close()
+
+
+@pytest.mark.parametrize(("what", "mode"), [("read", Mode.READ), ("written", Mode.UPDATE)])
+def test_a_stall_is_an_error_that_says_what_is_waited_for(what: str, mode: Mode) -> None:
+    """After the time limit, with the request that has been in flight longest; it counts as a failed transfer."""
+    layout, _, it = small_bench(timeout=2)
+    it.check()
+    it.pager.flush()
+    it.store.gate.clear()
+    if mode is Mode.READ:
+        uses = [(Use(page.index, mode),) for page in layout.pages if page.role is not Role.GRAD]
+    else:
+        held = next(page.index for page in layout.pages if it.pager._slots[page.index].frame >= 0)
+        uses = [(Use(held, mode),)]
+        it.all_of(uses)
+        it.pager._start_write(held)
+    with pytest.raises(StallError, match=f"waited 2 s for a page to be {what}; the request of the test"):
+        it.all_of(uses)
+    assert it.observer.given_up == ["read" if mode is Mode.READ else "write"]
+    it.store.close()
+
+
+def test_more_pages_at_once_than_frames_is_an_error() -> None:
+    """It names the setting, and does not hang."""
+    layout, _, it = small_bench()
+    uses = tuple(Use(page.index, Mode.WRITE) for page in layout.pages[:11])
+    with pytest.raises(InfinityError, match=r"memory\.host_bytes"):
+        it.access(uses)
+    it.store.close()
+
+
+def test_the_plan_bounds_what_moves() -> None:
+    """Steady cycles read and write no more than predicted, and nothing twice."""
+    layout, plan, it = small_bench()
+    it.pager.install(plan)
+    cycles = 12
+    for cycle in range(cycles + 2):
+        if cycle == 2:
+            it.store.read_pages.clear()
+            it.store.written_pages.clear()
+        it.all_of(plan.trace)
+        it.pager.begin_step()
+    read = sum(layout.pages[page].nbytes for page in it.store.read_pages)
+    written = sum(layout.pages[page].nbytes for page in it.store.written_pages)
+    ends = plan.frames * layout.page_bytes
+    assert 0.9 * cycles * plan.traffic.read_bytes - ends <= read <= cycles * plan.traffic.read_bytes + ends
+    assert 0.9 * cycles * plan.traffic.written_bytes - ends <= written <= cycles * plan.traffic.written_bytes + ends
+    assert plan.traffic.read_bytes > 3 * ends / cycles
+    it.check()
+    it.store.close()

@@ -1,0 +1,323 @@
+"""The planner, against a walk of its own plan that shares no code with it, the law, and the best there can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from infinity.errors import BudgetError
+from infinity.layout import Layout, Role
+from infinity.schedule.planner import Plan, least_frames, make_plan
+from infinity.schedule.trace import Access, Event, Mode, Placement, eligible_for_backward, expand
+from support.layouts import placements, transformer, transformer_step
+from support.plans import plans
+
+KIB = 1 << 10
+CYCLES = 5
+STEADY = 3
+
+
+@dataclass
+class Walk:
+    """What happened when a plan was walked, access by access; bytes by cycle."""
+
+    most_frames: int = 0
+    read: list[int] = field(default_factory=lambda: [0] * CYCLES)
+    written: list[int] = field(default_factory=lambda: [0] * CYCLES)
+    unfetched: list[tuple[int, int]] = field(default_factory=list)
+
+
+def window(plan: Plan, position: int) -> list[int]:
+    """Return the positions (unwrapped) ahead whose distinct pages fit the streaming frames: the discipline in words."""
+    inside: set[int] = set()
+    found = []
+    for ahead in range(position, position + len(plan.trace)):
+        inside |= {use.page for use in plan.access(ahead)} - plan.resident
+        if len(inside) > plan.streaming_frames:
+            break
+        found.append(ahead)
+    return found
+
+
+def walk(plan: Plan, layout: Layout) -> Walk:
+    """Walk prefix and some cycles from a cold start: a page is in memory while kept, or while the window has a use."""
+    lead, seen = len(plan.prefix), Walk()
+    waiting: set[int] = set()  # kept since a use that is over
+    held: dict[int, bool] = {}  # page -> modified since its last write
+    kept: dict[int, bool] = {}  # resident pages; never written in a steady step
+    for position in range(lead + CYCLES * len(plan.trace)):
+        cycle = max(0, position - lead) // len(plan.trace)  # what the prefix moves counts as the first
+        wanted: dict[int, Mode] = {}
+        for place in window(plan, position):
+            for use in plan.access(place):
+                if use.page not in plan.resident:
+                    wanted.setdefault(use.page, use.mode)
+        for page in [page for page in held if page not in wanted and page not in waiting]:
+            if held.pop(page):
+                seen.written[cycle] += layout.pages[page].nbytes
+        for page, mode in wanted.items():
+            if page not in held:
+                held[page] = False
+                if mode is not Mode.WRITE:
+                    seen.read[cycle] += layout.pages[page].nbytes
+        seen.most_frames = max(seen.most_frames, len(held) + len(plan.resident))
+        for page, mode in plan.access(position):
+            frames = kept if page in plan.resident else held
+            if frames is kept:
+                kept.setdefault(page, False)
+            if page not in frames:
+                seen.unfetched.append((position, page))
+                continue
+            if mode in (Mode.WRITE, Mode.UPDATE):
+                frames[page] = True
+            elif mode is Mode.CONSUME:
+                frames[page] = False
+            waiting.discard(page)
+            if plan.keeps(position, page):
+                waiting.add(page)
+    return seen
+
+
+@given(plans())
+def test_a_plan_stays_within_its_frames(drawn: tuple[Plan, Layout]) -> None:
+    """Resident pages, the window and the frames for writing fit the arena; no use finds its page missing."""
+    plan, layout = drawn
+    seen = walk(plan, layout) if plan.streaming_frames else None
+    assert len(plan.resident) + plan.streaming_frames + plan.kept.frames + plan.writing_frames <= plan.frames
+    assert len(plan.kept.since) == len(plan.kept.until)
+    if seen is not None:
+        assert seen.most_frames + plan.writing_frames <= plan.frames
+        assert seen.unfetched == []
+        assert plan.writing_frames >= 1
+
+
+@given(plans())
+def test_predicted_bytes_are_those_of_the_walk(drawn: tuple[Plan, Layout]) -> None:
+    """In a steady step, byte for byte."""
+    plan, layout = drawn
+    if not plan.streaming_frames:
+        assert plan.traffic.read_bytes == plan.traffic.written_bytes == 0
+        return
+    seen = walk(plan, layout)
+    assert seen.read[STEADY] == plan.traffic.read_bytes
+    assert seen.written[STEADY] == plan.traffic.written_bytes
+
+
+@given(plans())
+def test_the_reach_is_the_window(drawn: tuple[Plan, Layout]) -> None:
+    """c(i) of the plan is the last position of the window, in the prefix and in the step, again and again."""
+    plan, _ = drawn
+    if plan.streaming_frames:
+        turns = range(len(plan.prefix) + 2 * len(plan.trace))
+        assert [plan.reach_at(position) for position in turns] == [window(plan, position)[-1] for position in turns]
+
+
+@given(plans())
+def test_with_everything_in_the_arena_nothing_moves(drawn: tuple[Plan, Layout]) -> None:
+    """As many frames as pages: no bytes at all."""
+    plan, layout = drawn
+    used = {use.page for access in plan.trace for use in access}
+    whole = make_plan(plan.trace, layout, len(used))
+    assert whole.resident == used
+    assert whole.traffic.read_bytes == whole.traffic.written_bytes == 0
+
+
+@given(plans())
+def test_more_frames_never_cost_bytes(drawn: tuple[Plan, Layout]) -> None:
+    """Twice the arena moves no more than the arena."""
+    plan, layout = drawn
+    twice = make_plan(plan.trace, layout, 2 * plan.frames)
+    assert twice.traffic.read_bytes <= plan.traffic.read_bytes
+    assert twice.traffic.written_bytes <= plan.traffic.written_bytes
+
+
+@given(plans())
+def test_too_few_frames_are_refused(drawn: tuple[Plan, Layout]) -> None:
+    """One frame less than the least is an error that names the setting."""
+    plan, layout = drawn
+    used = {use.page for access in plan.trace for use in access}
+    least = least_frames(max(len(access) for access in plan.trace))
+    assume(len(used) >= least)
+    with pytest.raises(BudgetError, match=r"memory\.host_bytes"):
+        make_plan(plan.trace, layout, least - 1)
+
+
+LAYERS, ELEMENTS, PAGE = 24, 4 * 32 * 1024, 64 * KIB
+"""A layer fills four pages of weights, eight of gradients and 26 of master and moments."""
+LAWS = {
+    "in_backward": ({Role.PARAM: 2, Role.UPDATE: 1, Role.GRAD: 0}, {Role.PARAM: 1, Role.UPDATE: 1, Role.GRAD: 0}),
+    "in_forward": ({Role.PARAM: 1, Role.UPDATE: 1, Role.GRAD: 1}, {Role.PARAM: 1, Role.UPDATE: 1, Role.GRAD: 1}),
+    "after_backward": ({Role.PARAM: 2, Role.UPDATE: 1, Role.GRAD: 1}, {Role.PARAM: 1, Role.UPDATE: 1, Role.GRAD: 1}),
+}
+"""How often a byte that is not resident is read and written in a step, by role."""
+
+
+def waiting(plan: Plan, layout: Layout, events: Sequence[Event], placement: Placement, role: Role) -> int:
+    """Return the bytes of a role that wait for their next use within the window, at the turns of a step.
+
+    At the end of forward and at its begin, the weights of the last and of the first layers are used again soon; so are
+    the latest gradients when the update begins. That is so where no more other pages are used in between than stream.
+    Where a unit does not fit the window, what it reads again between its own update and gather counts against it.
+    """
+    ends = [len(expand(events[: number + 1], layout, placement)) for number in range(len(events))]
+    event_of = [number for number, end in enumerate(ends) for _ in range(end - (ends[number - 1] if number else 0))]
+    streams = [frozenset(use.page for use in access) - plan.resident for access in plan.trace] * 2
+    last: dict[int, int] = {}
+    found = 0
+    for position, access in enumerate(plan.trace * 2):
+        event = event_of[position % len(plan.trace)]
+        for page, mode in access:
+            before = last.get(page, -1)
+            last[page] = position
+            if page in plan.resident or layout.pages[page].role is not role or mode is Mode.WRITE:
+                continue
+            if position >= len(plan.trace):
+                here = len(frozenset().union(*streams[before + 1 : position + 1])) <= plan.streaming_frames
+                again = before >= len(plan.trace) and event_of[before - len(plan.trace)] == event
+                found += (here - again) * layout.pages[page].nbytes
+    return found
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75, 0.9])
+@pytest.mark.parametrize("placement", LAWS)
+def test_a_transformer_reaches_the_closed_form(placement: str, share: float) -> None:
+    """To within one page per role: bytes that stay save all of their transfers, bytes that wait at a turn one."""
+    layout = transformer(LAYERS, ELEMENTS, PAGE)
+    events = transformer_step(LAYERS)
+    placed = replace(Placement.of(placement, events, layout), beside=False)  # beside costs bytes where frames are few
+    plan = make_plan(expand(events, layout, placed), layout, int(share * layout.state_bytes) // PAGE)
+    for role in Role:
+        moving = sum(page.nbytes for page in layout.pages if page.role is role and page.index not in plan.resident)
+        read, written = (law[role] * moving for law in LAWS[placement])
+        saved = waiting(plan, layout, events, placed, role)
+        assert saved <= 2 * plan.streaming_frames * PAGE
+        assert abs(plan.traffic.read[role] - (read - saved)) <= PAGE, role
+        if role is Role.GRAD:  # consumed before they are ever written
+            written -= saved
+        assert abs(plan.traffic.written[role] - written) <= PAGE, role
+
+
+@st.composite
+def small_steps(draw: st.DrawFn) -> tuple[Layout, tuple[Access, ...]]:
+    """Draw a transformer of few pages and the accesses of its step."""
+    layers = draw(st.integers(4, 5))
+    layout = transformer(
+        layers, 1024 * draw(st.sampled_from([1, 4, 5])), PAGE, draw(st.sampled_from(["mixed", "plain"]))
+    )
+    events = transformer_step(layers)
+    return layout, expand(events, layout, draw(placements(layout, events)))
+
+
+def residences(trace: Sequence[Access], page: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Return every way to keep or give up a page after each of its uses: (transfers, occupied frames by position)."""
+    uses = [(position, mode) for position, access in enumerate(trace) for p, mode in access if p == page]
+    found = []
+    for kept in product((False, True), repeat=len(uses)):
+        occupied = [0] * len(trace)
+        transfers = 0
+        dirty = False
+        for turn in (0, 1):  # the first one finds out what is dirty when a step begins
+            for number, (position, mode) in enumerate(uses):
+                transfers += turn and mode.fetches and not kept[number - 1]
+                dirty = (dirty or mode.modifies) and mode is not Mode.CONSUME
+                again = uses[(number + 1) % len(uses)][0] + len(trace) * (number + 1 == len(uses))
+                for place in range(position, again + 1 if kept[number] else position + 1):
+                    occupied[place % len(trace)] = 1
+                transfers += turn and dirty and not kept[number]
+                dirty = dirty and kept[number]
+        found.append((transfers, tuple(occupied)))
+    return found
+
+
+def optimum(trace: Sequence[Access], layout: Layout, frames: int) -> int:
+    """Return the fewest bytes that any replacement can move per step, in so many frames: exact, by dynamic programming.
+
+    It knows the whole step, may keep any page from any use to the next, writes what is dirty when it gives it up, and
+    needs no frame for reading ahead or for writing behind. Schedules that repeat every step.
+    """
+    pages = sorted({use.page for access in trace for use in access})
+    ways = {page: residences(trace, page) for page in pages}
+    needed = {page: tuple(map(min, zip(*(row for _, row in ways[page]), strict=True))) for page in pages}
+    costs = {tuple([0] * len(trace)): 0}
+    for done, page in enumerate(pages, start=1):
+        room = [frames - sum(needed[later][place] for later in pages[done:]) for place in range(len(trace))]
+        extended: dict[tuple[int, ...], int] = {}
+        for taken, cost in costs.items():
+            for transfers, row in ways[page]:
+                both = tuple(a + b for a, b in zip(taken, row, strict=True))
+                if all(a <= b for a, b in zip(both, room, strict=True)):
+                    new = cost + transfers * layout.pages[page].nbytes
+                    extended[both] = min(new, extended.get(both, new))
+        costs = extended
+    return min(costs.values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(small_steps(), st.integers(0, 3))
+def test_no_replacement_does_better_in_the_frames_that_are_not_reserve(
+    drawn: tuple[Layout, tuple[Access, ...]], more: int
+) -> None:
+    """A plan moves no more than the optimum of its resident frames and those that the widest access needs beside one.
+
+    The other frames of the plan are its reserve: they read ahead and write behind, which the optimum need not do.
+    """
+    layout, trace = drawn
+    widest = max(len(access) for access in trace)
+    plan = make_plan(trace, layout, least_frames(widest) + more)
+    assume(plan.streaming_frames)
+    frames = len(plan.resident) + widest - 1
+    assume(frames >= widest)
+    moved = plan.traffic.read_bytes + plan.traffic.written_bytes
+    assert moved <= optimum(trace, layout, frames)
+
+
+@pytest.mark.parametrize("key", ["mixed", "split", "8bit"])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 0.95])
+def test_state_formats_reach_the_closed_form(share: float, key: str) -> None:
+    """Reads (2N - C)+ + (SN - C)+ and writes (SN - C)+, or one page more.
+
+    Less by what the frames save that stream or keep one unit's weights.
+    """
+    layers = 12
+    layout = transformer(layers, 16 * 5 * 1024, PAGE, key)
+    events = transformer_step(layers)
+    trace = expand(events, layout, replace(Placement.of("in_backward", events, layout), beside=False))
+    plan = make_plan(trace, layout, 24 + int(share * len(layout.pages)))
+    weights, state = layout.bytes_of(Role.PARAM), layout.state_bytes
+    cached = sum(layout.pages[page].nbytes for page in plan.resident)
+    reserve = (plan.streaming_frames + plan.kept.frames + plan.writing_frames + 2) * PAGE
+    assert plan.kept.frames <= len(layout.segments[0].param_pages)
+
+    def law(cache: int) -> tuple[int, int]:
+        return max(0, weights - cache) + max(0, state - cache), max(0, state - cache)
+
+    read, written = plan.traffic.read_bytes, plan.traffic.written_bytes
+    assert read <= law(cached)[0] + PAGE
+    assert written <= law(cached)[1]
+    assert read >= law(cached)[0] - 2 * reserve
+    assert written >= law(cached)[1] - reserve
+
+
+def test_weights_are_kept_first() -> None:
+    """A resident weight byte saves three transfers, any other byte two."""
+    layout = transformer(LAYERS, ELEMENTS, PAGE)
+    events = transformer_step(LAYERS)
+    trace = expand(events, layout, Placement.of("in_backward", events, layout))
+    plan = make_plan(trace, layout, 120)
+    assert plan.resident
+    assert {layout.pages[page].role for page in plan.resident} == {Role.PARAM}
+
+
+def test_a_unit_that_is_used_again_is_not_updated_in_backward() -> None:
+    """Its weights would change while they are still needed, or its gradient be incomplete."""
+    events = transformer_step(3)
+    gather_again = (*events[:-1], events[0], events[-1])
+    assert eligible_for_backward(events) == {0, 1, 2}
+    assert eligible_for_backward(gather_again) == {1, 2}
+    twice = (*events[:-1], *events)
+    assert eligible_for_backward(twice) == frozenset()

@@ -1,0 +1,173 @@
+"""The clock of the planner: bounds that hold for any plan, and what wide windows are good for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.layout import Layout, Role
+from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
+from infinity.schedule.timing import Clockwork, computation
+from infinity.schedule.trace import BACKWARD, Access, Placement, expand
+from support.layouts import transformer, transformer_step
+from support.plans import plans
+
+PAGE = 64 << 10
+LAYERS, ELEMENTS = 12, 10 * 32 * 1024
+"""A unit has ten pages of weights and sixty of master and moments."""
+
+
+def step(*, beside: bool = False) -> tuple[tuple[Access, ...], Layout]:
+    """Return the accesses of a transformer's step that updates in backward."""
+    layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
+    placement = replace(Placement.of("in_backward", events, layout), beside=beside)
+    return expand(events, layout, placement), layout
+
+
+@given(plans(), st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.booleans())
+def test_a_step_takes_no_less_than_either_and_no_more_than_both(
+    drawn: tuple[Plan, Layout], share: float, beside: bool
+) -> None:
+    """Than computation; than computation and transfers one after the other, up to what a step leaves to the next."""
+    plan, layout = drawn
+    lead = len(plan.prefix)
+    plan = replace(plan, prefix=(), reach=tuple(position - lead for position in plan.reach[lead:]))
+    moved = plan.traffic.total_bytes
+    work = share * (moved or layout.state_bytes)
+    (found,) = lengths(plan, layout, [work], beside=beside)
+    left_over = plan.frames * layout.page_bytes
+    assert work * (1 - 1e-9) <= found <= (work + moved + left_over) * (1 + 1e-9)
+
+
+def test_computation_comes_behind_gathers() -> None:
+    """In forward before the next gather, in backward before the update of the unit, which takes longer."""
+    trace, layout = step()
+    shares = computation(trace, layout)
+    assert sum(shares) == pytest.approx(1.0)
+    due = [position for position, share in enumerate(shares) if share]
+    roles = [layout.pages[trace[position][0].page].role for position in due]
+    assert roles == [Role.PARAM] * (LAYERS - 1) + [Role.UPDATE] * LAYERS
+    forward, backward = shares[due[0]], shares[due[-1]]
+    assert backward == pytest.approx(BACKWARD * forward)
+
+
+def test_nothing_is_waited_for_where_nothing_moves() -> None:
+    """With everything in the arena, a step takes as long as its computation."""
+    trace, layout = step()
+    plan = make_plan(trace, layout, len(layout.pages))
+    assert lengths(plan, layout, [1e9], beside=False) == pytest.approx([1e9])
+
+
+def test_seconds_are_those_of_the_slower_and_what_cannot_hide() -> None:
+    """Twice the bandwidth and half the computation: half the seconds. Neither alone takes longer than the step."""
+    trace, layout = step()
+    plan = make_plan(trace, layout, 200)
+    moved = plan.traffic.total_bytes
+
+    def seconds(bandwidth: float, computation: float) -> float:
+        return predict_seconds(plan, layout, bandwidth=bandwidth, computation=computation, beside=False)
+
+    assert seconds(moved, 0.0) == pytest.approx(1.0, rel=0.2)
+    assert 1.0 <= seconds(moved, 0.5) <= 1.7
+    assert 10.0 <= seconds(moved, 10.0) <= 11.0
+    assert seconds(2 * moved, 0.5) == pytest.approx(seconds(moved, 1.0) / 2)
+
+
+def test_updates_on_another_thread_are_not_waited_for() -> None:
+    """Neither can a step be longer for it."""
+    trace, layout = step(beside=True)
+    plan = make_plan(trace, layout, 60)
+    work = [plan.traffic.total_bytes]
+    (alone,), (beside,) = (lengths(plan, layout, work, beside=choice) for choice in (False, True))
+    assert beside < alone
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("frames", [14, 40, 160, 300])
+def test_training_goes_no_further_ahead_of_updates_than_the_window_reaches(frames: int, beside: bool) -> None:
+    """So the computation of forward hides nothing of what updates in backward move but what the frames hold.
+
+    Those of the window and those that are being written, once before backward and once behind it.
+    """
+    trace, layout = step(beside=beside)
+    plan = make_plan(trace, layout, frames, beside=beside)
+    work, traffic = plan.traffic.total_bytes, plan.traffic
+    updates = traffic.read[Role.UPDATE] + traffic.written[Role.UPDATE]
+    hidden = (plan.streaming_frames + plan.writing_frames) * PAGE
+    (found,) = lengths(plan, layout, [work], beside=beside)
+    assert found >= work / (1 + BACKWARD) + updates - 2 * hidden
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_arena_with_room_for_a_unit_keeps_the_drive_busy(beside: bool) -> None:
+    """Where computation takes as long as the transfers, most of them hide behind it if the arena holds a unit."""
+    trace, layout = step()
+    narrow, wide = make_plan(trace, layout, 24, beside=beside), make_plan(trace, layout, 96, beside=beside)
+    (of_narrow,), (of_wide,) = (
+        lengths(plan, layout, [plan.traffic.total_bytes], beside=beside) for plan in (narrow, wide)
+    )
+    assert of_narrow > 1.4 * narrow.traffic.total_bytes
+    assert of_wide < 1.3 * wide.traffic.total_bytes
+    assert preferred([narrow, wide], layout, beside=beside) is wide
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_both_passes_move_hides_behind_both(beside: bool) -> None:
+    """With a share of every update in forward, forward moves its share; so steps take less time where nothing idles."""
+    layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
+    found = {}
+    for name in ("in_backward", "in_both"):
+        placement = replace(Placement.of(name, events, layout), beside=beside)
+        plan = make_plan(expand(events, layout, placement), layout, 96, beside=beside)
+        (length,) = lengths(plan, layout, [plan.traffic.total_bytes], beside=beside)
+        found[name] = length / plan.traffic.total_bytes
+    assert found["in_both"] < found["in_backward"] - 0.09
+    assert found["in_both"] < 1.13
+
+
+def test_the_first_unit_is_updated_in_backward_alone() -> None:
+    """There is no computation before it is gathered; of all others, about the same share is left."""
+    layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
+    placement = Placement.of("in_both", events, layout)
+    shares = [placement.in_backward[unit] / len(layout.unit_ranges[unit]) for unit in range(LAYERS)]
+    assert shares[0] == 1.0
+    assert placement.in_forward == frozenset(range(1, LAYERS))
+    assert all(0.65 < share < 0.85 for share in shares[1:])
+
+
+def test_the_drive_moves_one_page_after_the_other() -> None:
+    """And a read that has no frame waits for one that is written."""
+    layout = transformer(1, 2 * 32 * 1024, PAGE)
+    clockwork = Clockwork(layout, 1)
+    clockwork.want(0)
+    clockwork.want(1)
+    clockwork.go_on(0.0)
+    assert clockwork.arrive(0, 0.0) == PAGE
+    clockwork.go_on(3.0 * PAGE)
+    clockwork.leave(0, modified=True)
+    assert clockwork.arrive(1, 3.0 * PAGE) == 5.0 * PAGE
+    clockwork.leave(1, modified=False)
+    assert clockwork.occupy(7.0) == 7.0
+
+
+def test_of_plans_that_are_about_as_quick_the_one_that_moves_least_is_taken() -> None:
+    """Where nearly all pages fit, few frames stream: resident pages save bytes, a wide window little time."""
+    trace, layout = step()
+    used = {use.page for access in trace for use in access}
+    missing = 40
+    plan = make_plan(trace, layout, len(used) - missing)
+    assert plan.streaming_frames < 30
+    assert plan.traffic.total_bytes <= 2 * (missing + plan.streaming_frames + plan.writing_frames) * PAGE
+
+
+def test_what_moves_is_spread_over_the_step() -> None:
+    """Residents are weights, and of master and moments as much of each unit: no unit has to wait for more than most."""
+    trace, layout = step()
+    plan = make_plan(trace, layout, 450)
+    resident = [layout.pages[page] for page in plan.resident]
+    assert sum(page.role is Role.PARAM for page in resident) == layout.bytes_of(Role.PARAM) // PAGE
+    updates = [sum(page.role is Role.UPDATE and page.unit == unit for page in resident) for unit in range(LAYERS)]
+    assert max(updates) - min(updates) <= 2

@@ -1,0 +1,126 @@
+"""What needs an extra says so in one line where it is not installed; the library itself needs none."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from infinity.extras import EXTRAS
+from support import bare
+from support.modules import MODULES, ROOT, imported, modules
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OPTIONAL = {package for packages in EXTRAS.values() for package in packages}
+WITH_EXTRA = {"infinity.command", "infinity.telemetry.exporter"}
+"""Modules that only the daemon, the command line and who serves metrics import."""
+HIDE = f"""
+import runpy, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {sorted(OPTIONAL)}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def hidden(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process in which no package of an extra can be imported."""
+    return subprocess.run(
+        [sys.executable, "-c", HIDE + code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", **variables},
+    )
+
+
+def distributions(extra: str) -> set[str]:
+    """Return the import names of what an extra of pyproject brings, with the extras in it."""
+    found = set()
+    for requirement in PROJECT["optional-dependencies"][extra]:
+        name, inner = re.match(r"([\w-]+)(?:\[(.*)\])?", requirement).groups()
+        if inner is None:
+            found.add(name.replace("-", "_"))
+        else:
+            found |= set().union(*map(distributions, inner.split(",")))
+    return found
+
+
+@pytest.mark.parametrize("extra", sorted(EXTRAS))
+def test_messages_name_the_extra_that_brings_the_package(extra: str) -> None:
+    """The table of the messages is that of pyproject; tokenizers come with transformers."""
+    assert set(EXTRAS[extra]) - {"tokenizers"} == distributions(extra)
+
+
+def test_all_is_all() -> None:
+    """`[all]` has every extra of users, `[dev]` has `[all]`."""
+    assert distributions("all") == OPTIONAL - {"tokenizers"}
+    assert distributions("all") < distributions("dev")
+
+
+def test_every_import_is_declared() -> None:
+    """Standard library, a dependency, or a package of an extra: nothing comes along by chance."""
+    declared = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in PROJECT["dependencies"]}
+    assert declared == {"torch", "numpy", "xxhash", "safetensors", "psutil"}
+    known = {*declared, *OPTIONAL, *sys.stdlib_module_names, "infinity", "infinity_daemon", "infinity_tools"}
+    daemon = modules(ROOT / "daemon" / "infinity_daemon", "infinity_daemon")
+    tools = modules(ROOT / "tools" / "infinity_tools", "infinity_tools")
+    for name, file in (MODULES | daemon | tools).items():
+        found = {target.partition(".")[0] for target in imported(file)}
+        assert found <= known, name
+        if name in daemon:
+            assert not (found & OPTIONAL) - set(EXTRAS["daemon"]), name
+
+
+def test_the_library_needs_no_extra(tmp_path: Path) -> None:
+    """It trains, commits, goes on and exports; all of its modules can be imported but those that are for an extra."""
+    program = f"runpy.run_path({bare.__file__!r}, run_name='__main__')\n"
+    rest = "".join(f"import {name}\n" for name in sorted(MODULES.keys() - WITH_EXTRA))
+    done = hidden(program + rest, str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "2 4\n"), done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"nvme", "weights", "dcp"}
+
+
+@pytest.mark.parametrize(("command", "extra"), [("infinity", "cli"), ("infinityd", "daemon")])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_command_without_its_extra(command: str, extra: str, rank: str) -> None:
+    """One line that says what to install, and status 2; under torchrun of one rank."""
+    module, main = PROJECT["scripts"][command].split(":")
+    done = hidden(f"import {module}; {module}.{main}()", "--help", LOCAL_RANK=rank)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    if rank != "0":
+        assert done.stderr == ""
+        return
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(f"{command}: ")
+    assert done.stderr.endswith(f"pip install 'infinity-offload[{extra}]'\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "extra"),
+    [
+        ("import infinity.telemetry.exporter", "daemon"),
+        ("from infinity.checkpoint.transformers_names import outgoing; outgoing({'architectures': ['Gpt']})", "hf"),
+    ],
+    ids=["exporter", "export"],
+)
+def test_a_part_of_the_library_without_its_extra(code: str, extra: str) -> None:
+    """What needs one raises an error of one line that says what to install."""
+    caught = f"""
+from infinity.errors import MissingPackageError
+try:
+    {code}
+except MissingPackageError as error:
+    print(error)
+"""
+    done = hidden(caught)
+    assert done.stdout.endswith(f"pip install 'infinity-offload[{extra}]'\n"), done.stderr
+    assert len(done.stdout.splitlines()) == 1

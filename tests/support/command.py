@@ -1,0 +1,75 @@
+"""Running the command line: in this process, or in one of its own as a person does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from infinity_tools.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "128", "--host-memory", "1MiB"]
+SMALL += ["--threads", "1"]  # threads of several test processes that spin on the same cores take many times as long
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A command that has ended."""
+
+    status: int
+    output: str
+    errors: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What `--json` printed."""
+        return json.loads(self.output)
+
+
+def environment(runtime: Path) -> dict[str, str]:
+    """Return an environment in which this checkout is imported and stats pages are kept apart."""
+    inherited = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "XDG_RUNTIME_DIR")
+    }
+    paths = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests"), inherited.get("PYTHONPATH", "")]
+    return {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "TMPDIR": str(runtime),
+        "COLUMNS": "200",
+    }
+
+
+def run_here(*arguments: object) -> Finished:
+    """Run `infinity` in this process."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Finished(status=result.exit_code, output=result.stdout, errors=result.stderr)
+
+
+def run_process(
+    folder: Path, *arguments: str, ranks: int = 0, program: Sequence[str] = ("-m", "infinity_tools")
+) -> Finished:
+    """Run `infinity` in a process of its own in `folder`; with `ranks`, under torchrun."""
+    launcher: Sequence[str] = ()
+    if ranks:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    done = subprocess.run(
+        [sys.executable, *launcher, *program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=folder,
+        env=environment(folder / "tmp"),
+        check=False,
+    )
+    return Finished(status=done.returncode, output=done.stdout, errors=done.stderr)

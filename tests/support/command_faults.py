@@ -1,0 +1,36 @@
+"""`infinity` with a drive that fails on one rank: `python -m support.command_faults RANK KIND FIRST TIMES train …`.
+
+KIND strikes TIMES transfers from number FIRST on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from infinity.config import StorageConfig
+from infinity.io import Engine
+from infinity_tools.cli import main
+from support.fault_engine import Fault, FaultEngine, FaultKind
+
+
+def break_drive(kind: str, first: int, times: int) -> None:
+    """Let every engine that is opened from now on fail."""
+    module = importlib.import_module("infinity.run")
+    original = module.open_engine
+    fault = Fault(kind=FaultKind(kind), at=tuple(range(first, first + times)))
+
+    def open_engine(config: StorageConfig) -> tuple[Engine, str]:
+        engine, reason = original(config)
+        return FaultEngine(engine, 0, [fault]), reason
+
+    module.open_engine = open_engine
+
+
+if __name__ == "__main__":
+    rank, kind, first, times = sys.argv[1:5]
+    del sys.argv[1:5]
+    if os.environ.get("RANK", "0") == rank:
+        break_drive(kind, int(first), int(times))
+    main()

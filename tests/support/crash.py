@@ -1,0 +1,353 @@
+"""Kills a training run at random instants and resumes it, over and over; or cuts its power.
+
+    PYTHONPATH=tests python -m support.crash --trials 1000 --power 200
+
+A *life* is one process per rank: it resumes, checks every bit of the state it finds against a run that nobody
+disturbs, trains and commits every step, some steps twice, until one of its ranks is killed, or loses power as a node of
+its own does; the others are killed a moment later, as torchrun does. Now and then a life has pages of another size than
+the one before it, and goes on as another run. Lives are forked from a process that has loaded torch, so one takes a
+fraction of a second.
+
+Between them, commands are ended in the same way: exports, `store gc` and `store rm` (crash_commands.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch._dynamo  # what every life needs is loaded before they are forked
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from infinity.checkpoint.manifest import complete_commits, published_in
+from support.crash_commands import COMMANDS, Commands
+from support.ends import End, ended
+from support.session import Session
+from support.train import KIB, MIB, local, state_on_nvme
+
+STEPS = 8
+RETAINED = 2
+_PATIENCE = 300.0
+_GRACE = 0.05
+"""Seconds at most for which the other ranks outlive the one that is killed."""
+
+
+def digest(session: Session) -> str:
+    """Return a digest of every bit that must survive: weights, moments, step counts, random states, rates."""
+    found = hashlib.sha256()
+    for name, states in sorted(state_on_nvme(session.model, session.optimizer).items()):
+        for kind, value in sorted(states.items()):
+            found.update(f"{name}/{kind}/{value.dtype}".encode())
+            found.update(local(value.float()).numpy().tobytes())
+    found.update(torch.get_rng_state().numpy().tobytes())
+    found.update(repr(random.getstate()).encode())
+    found.update(repr([group["lr"] for group in session.optimizer.param_groups]).encode())
+    found.update(repr(session.scheduler.state_dict()["last_epoch"]).encode())
+    return found.hexdigest()[:16]
+
+
+def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False, other_pages: bool = False) -> None:
+    """Run one rank of a life; what it saw goes line by line into the file `log`, which outlives it.
+
+    Digests are of the state that it begins and ends with; of every step in the `reference`.
+    """
+
+    def say(*words: object) -> None:
+        os.write(log, (" ".join(map(str, words)) + "\n").encode())
+
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    with ended(end, seed, folder, "" if alone else f"rank{dist.get_rank():05d}") as calls:
+        exists = _has_commit(folder / "nvme0")
+        if dist.is_initialized():
+            dist.barrier()  # all have looked before one begins
+        run = {"resume": "latest" if exists else "", "retained_commits": RETAINED}
+        memory = {"memory": {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}} if other_pages else {}
+        with Session(folder, arena="small", run=run, **memory) as session:
+            note = session.optimizer.resumed_extra.get("note", 0)
+            say("resumed" if exists else "started", session.optimizer.steps, digest(session), note)
+            say("begun", calls())
+            if not exists:
+                commit(session, say)
+            while session.optimizer.steps < STEPS:
+                session.step()
+                if reference or session.optimizer.steps == STEPS:
+                    say("trained", session.optimizer.steps, digest(session), 0)
+                commit(session, say)
+        say("calls", calls())
+
+
+def commit(session: Session, say: Callable[..., None]) -> None:
+    """Commit a step, every other one twice; what is told apart is only `extra`."""
+    steps = session.optimizer.steps
+    for note in range(1, 2 + steps % 2):
+        session.optimizer.commit({"scheduler": session.scheduler.state_dict(), "note": note})
+        say("committed", steps, note)
+
+
+def _has_commit(path: Path) -> bool:
+    return any(complete_commits(published_in(run / "commits")) for run in path.glob("*") if run.is_dir())
+
+
+class Life:
+    """The processes of one life, one per rank."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._folder, self._ranks = folder, ranks
+
+    def run(
+        self, ends: dict[int, End], seed: int, *, reference: bool = False, other_pages: bool = False
+    ) -> tuple[list[list[list[str]]], int]:
+        """Let the life run to its end.
+
+        Returns:
+            The words of every rank, and the exit status (minus a signal) of the rank that ended first or failed first.
+        """
+        logs = [self._folder / f"log{rank}" for rank in range(self._ranks)]
+        for file in (*logs, self._folder / "store", *self._folder.glob("trace*")):
+            file.unlink(missing_ok=True)
+        began = time.monotonic()
+        options = {"reference": reference, "other_pages": other_pages}
+        children = {self._fork(rank, ends.get(rank, End()), seed, options): rank for rank in range(self._ranks)}
+        timed = [(began + end.seconds, rank) for rank, end in ends.items() if end.seconds is not None]
+        deadline, victim = min(timed, default=(began + _PATIENCE, 0))
+        first: int | None = None
+        grace = random.Random(seed).uniform(0, _GRACE)
+        while children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                del children[pid]
+                code = os.waitstatus_to_exitcode(status)
+                if code and first is None:
+                    first, deadline, victim = code, time.monotonic() + grace, -1
+            elif time.monotonic() >= deadline:
+                for child in [child for child, rank in children.items() if victim in (-1, rank)]:
+                    os.kill(child, signal.SIGKILL)
+                deadline = time.monotonic() + _PATIENCE
+            else:
+                time.sleep(0.001)
+        words = [[line.split() for line in log.read_text().splitlines()] if log.exists() else [] for log in logs]
+        return words, first or 0
+
+    def _fork(self, rank: int, end: End, seed: int, options: dict[str, bool]) -> int:
+        child = os.fork()
+        if child:
+            return child
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            if self._ranks > 1:
+                store = dist.FileStore(str(self._folder / "store"), self._ranks)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=self._ranks)
+            log = os.open(self._folder / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            live(self._folder, log, end, seed, **options)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            status = 0
+        except BaseException:
+            (self._folder / f"trace{rank}").write_text(traceback.format_exc())
+        finally:
+            os._exit(status)
+
+
+@dataclass
+class Report:
+    """What came of the trials."""
+
+    trials: int = 0
+    ends: int = 0
+    power_losses: int = 0
+    resumes: int = 0
+    runs: int = 0
+    reshards: int = 0
+    commands: int = 0
+    failures: list[str] | None = None
+
+
+class Harness:
+    """One run after the other in one folder, each killed many times."""
+
+    def __init__(self, folder: Path, seed: int, ranks: int) -> None:
+        self.folder, self.rng, self.ranks = folder, random.Random(seed), ranks
+        self.life = Life(folder, ranks)
+        self.report = Report(failures=[])
+        self.expected: list[dict[int, str]] = []
+        self.calls = self.start = 0  # of a whole life, and of its start
+        self.seconds = 1.0
+        self._committed = (-1, 0)
+        self._other_pages = False
+        self.commands: Commands
+
+    def reference(self) -> None:
+        """Run a life that nobody disturbs: what every other one must equal, how long it takes, how many calls it makes.
+
+        Raises:
+            RuntimeError: it failed by itself.
+        """
+        began = time.monotonic()
+        ends = dict.fromkeys(range(self.ranks), End(call=1 << 30))
+        words, status = self.life.run(ends, 0, reference=True)
+        self.seconds = time.monotonic() - began
+        self.expected = [{int(word[1]): word[2] for word in said if len(word) == 4} for said in words]
+        if status or any(len(set(digests.values())) != STEPS + 1 for digests in self.expected):
+            raise RuntimeError(f"the undisturbed run ended with {status}: {words}{self._traces()}")
+        self.calls = min(int(said[-1][1]) for said in words)
+        self.start = min(int(word[1]) for said in words for word in said if word[0] == "begun")
+        self.commands = Commands(self.folder / "nvme0", self.folder.parent / f"{self.folder.name}-commands")
+        self._reset()
+
+    def trial(self, *, power: bool) -> None:
+        """End one life, and check what it found; or a command, and check what it left."""
+        if self.rng.random() < 0.25:
+            self._command(power)
+            return
+        end, victim = self._end(power), self.rng.randrange(self.ranks)
+        seed = self.rng.randrange(1 << 30)
+        before = self._other_pages
+        self._other_pages ^= self.rng.random() < 0.15
+        words, status = self.life.run({victim: end}, seed, other_pages=self._other_pages)
+        self.report.reshards += before != self._other_pages and any(said and said[0][0] == "resumed" for said in words)
+        self._count(power, status)
+        problems = list(self._problems(words, status))
+        if problems:
+            self._failed(f"rank {victim} of {self.ranks}: {end}, seed {seed}", problems)
+            self._reset()
+        elif status == 0:
+            self.report.runs += 1
+            self._reset()
+
+    def _command(self, power: bool) -> None:
+        name = self.rng.choice(sorted(COMMANDS))
+        seed, end = self.rng.randrange(1 << 30), self._end(power, self.commands.calls[name])
+        status, problems = self.commands.trial(name, end, seed)
+        if status == -signal.SIGKILL and not problems and self.rng.random() < 0.2:  # what it left is resumed, too
+            folder = self.commands.place.parent
+            words, ended = Life(folder, self.ranks).run({}, seed)
+            found = [said[0][:3] for said in words if said]
+            wanted = [["resumed", str(STEPS), digests[STEPS]] for digests in self.expected]
+            if ended or found != wanted:
+                problems.append(f"the run beside it is resumed as {found} with status {ended}, not {wanted}")
+        self.report.commands += 1
+        self._count(power, status)
+        if problems:
+            self._failed(f"{name} of {self.ranks} ranks: {end}, seed {seed}", problems)
+
+    def _count(self, power: bool, status: int) -> None:
+        self.report.trials += 1
+        self.report.ends += status == -signal.SIGKILL
+        self.report.power_losses += power and status == -signal.SIGKILL
+
+    def _failed(self, place: str, problems: list[str]) -> None:
+        assert self.report.failures is not None
+        self.report.failures += [f"trial {self.report.trials} ({place}): {text}" for text in problems]
+
+    def _end(self, power: bool, calls: int | None = None) -> End:
+        """Draw the end of a life, or of a command with so many calls."""
+        after, kind = self.rng.random() < 0.5, self.rng.random()
+        if calls is not None:
+            return End(call=int(calls * kind), after=after, power=power)
+        left = 1 - max(0, self._committed[0]) / STEPS  # a life that resumes is shorter
+        if kind < 0.15:  # in its start
+            return End(call=self.rng.randrange(self.start), after=after, power=power)
+        if power or kind < 0.6:
+            call = self.start + int((self.calls - self.start) * left * self.rng.random())
+            return End(call=call, after=after, power=power)
+        return End(seconds=self.seconds * (0.3 + 0.7 * left * self.rng.random()))
+
+    def _problems(self, words: list[list[list[str]]], status: int) -> Iterator[str]:
+        if status not in (0, -signal.SIGKILL):
+            yield f"ended with {status}{self._traces()}"
+        begun = {(int(said[0][1]), int(said[0][3])) for said in words if said}
+        if len(begun) > 1:
+            yield f"the ranks went on from different commits (step, which of the step): {sorted(begun)}"
+        for rank, said in enumerate(words):
+            for word in said:
+                where = (int(word[1]), int(word[3])) if len(word) == 4 else (0, 0)
+                if word[0] in ("started", "resumed") and where < self._committed:
+                    yield f"{self._committed} was committed, but rank {rank} {word[0]} at {where}"
+                if word[0] != "committed" and len(word) == 4 and self.expected[rank][int(word[1])] != word[2]:
+                    yield f"rank {rank} {word[0]} step {word[1]} with other bits than the undisturbed run"
+        self.report.resumes += any(said and said[0][0] == "resumed" for said in words)
+        self._committed = max(
+            ((int(word[1]), int(word[2])) for said in words for word in said if word[0] == "committed"),
+            default=self._committed,
+        )
+
+    def _traces(self) -> str:
+        return "".join(f"\n{file.name}: {file.read_text()}" for file in sorted(self.folder.glob("trace*")))
+
+    def _reset(self) -> None:
+        self._committed = (-1, 0)
+        for entry in self.folder.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def run(trials: int, power: int, seed: int, ranks: int, folder: Path, progress: Callable[[], None]) -> Report:
+    """Run trials in an empty folder."""
+    harness = Harness(folder, seed, ranks)
+    harness.reference()
+    kinds = [False] * trials + [True] * power
+    harness.rng.shuffle(kinds)
+    for kind in kinds:
+        harness.trial(power=kind)
+        progress()
+    return harness.report
+
+
+def main() -> int:
+    """Parse the command line, run, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=100, help="lives that are killed")
+    parser.add_argument("--power", type=int, default=None, help="lives that lose power; default: a fifth of --trials")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes that share the trials")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", type=Path, default=None, help="folder on a drive; default: a temporary one")
+    options = parser.parse_args()
+    power = options.trials // 5 if options.power is None else options.power
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    trials, failures = 0, []
+    # No thread of its own: the process forks.
+    with Progress(*columns, console=console, auto_refresh=False) as bar:
+        for number, ranks in enumerate(options.ranks):
+            mine = [
+                whole * (number + 1) // len(options.ranks) - whole * number // len(options.ranks)
+                for whole in (options.trials, power)
+            ]
+            task = bar.add_task(f"killing and resuming, {ranks} rank{'s' * (ranks > 1)}", total=sum(mine))
+
+            def advance(task: TaskID = task) -> None:
+                bar.advance(task)
+                bar.refresh()
+
+            with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+                (Path(folder) / "lives").mkdir()
+                report = run(*mine, options.seed, ranks, Path(folder) / "lives", advance)
+            trials += report.trials
+            failures += report.failures or []
+            bar.console.print(
+                f"{ranks} rank{'s' * (ranks > 1)}: {report.resumes} resumes, {report.ends} lives killed, of which "
+                f"{report.power_losses} lost power, {report.runs} that reached their end; {report.reshards} went on "
+                f"with other pages, {report.commands} were commands"
+            )
+    for failure in failures:
+        console.print(failure, markup=False, soft_wrap=True)
+    console.print(f"{trials} trials, {len(failures)} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Commands that are ended at a system call: exports, `store gc` and `store rm`; what they leave is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from typer.testing import CliRunner
+
+from infinity.checkpoint.dcp import DcpExport, _Into, open_checkpoint
+from infinity.checkpoint.export import export_safetensors
+from infinity.checkpoint.manifest import complete_commits, published_in
+from infinity.checkpoint.reader import CommitReader
+from infinity.store.folder import RunFolder
+from infinity.store.marker import Marker, write_marker
+from infinity_tools.cli import app
+from infinity_tools.runs import waste
+from support.ends import End, ended
+
+_FILE_BYTES = 128 << 10
+_OTHER, _DEAD = "20200101-000000-aaaaaa", "20200102-000000-bbbbbb"
+
+
+def _safetensors(place: Path) -> None:
+    export_safetensors(_reader(place), place.parent / "out", config={"a": 1}, file_bytes=_FILE_BYTES)
+
+
+def _dcp(place: Path) -> None:
+    DcpExport(_reader(place)).write(place.parent / "out", file_bytes=_FILE_BYTES)
+
+
+def _gc(place: Path) -> None:
+    _store("gc", place)
+
+
+def _rm(place: Path) -> None:
+    _store("rm", place, _OTHER)
+
+
+def _store(*arguments: object) -> None:
+    result = CliRunner().invoke(app, ["store", *map(str, arguments), "--yes"])
+    if result.exit_code:
+        raise RuntimeError(f"status {result.exit_code}: {result.output}")
+
+
+COMMANDS: dict[str, Callable[[Path], None]] = {"safetensors": _safetensors, "dcp": _dcp, "gc": _gc, "rm": _rm}
+
+
+def _run(place: Path) -> RunFolder:
+    (root,) = (entry for entry in place.iterdir() if entry.is_dir() and entry.name not in (_OTHER, _DEAD))
+    return RunFolder(root.name, (root,))
+
+
+def _reader(place: Path) -> CommitReader:
+    return CommitReader(_run(place))
+
+
+def _content(out: Path) -> str:
+    """Return a digest of everything that an export has, as its readers find it."""
+    found = hashlib.sha256()
+    if (out / ".metadata").exists():
+        reader, metadata = open_checkpoint(out)
+        for key, stored in sorted(metadata.state_dict_metadata.items()):
+            target = torch.empty(stored.size, dtype=stored.properties.dtype) if hasattr(stored, "size") else None
+            into = _Into(target)
+            reader.read_data(create_default_local_load_plan({key: target}, metadata), into).wait()
+            data = into.content.getvalue() if target is None else target.reshape(-1).view(torch.uint8).numpy().tobytes()
+            found.update(key.encode() + data)
+    else:
+        for file in sorted(out.iterdir()):
+            found.update(file.name.encode() + file.read_bytes())
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as opened:
+                    assert opened.keys()
+    return found.hexdigest()
+
+
+class Commands:
+    """Runs commands on copies of a run, with another one that can be removed and waste beside it."""
+
+    def __init__(self, run: Path, place: Path) -> None:
+        """Keep a copy of the folder that has the run, and run every command once.
+
+        Raises:
+            RuntimeError: a command fails by itself.
+        """
+        self._good, self.place = place / "good" / "nvme0", place / "now" / "nvme0"
+        shutil.copytree(run, self._good)
+        self._add_others()
+        self._names = sorted(name.file_name for name in published_in(_run(self._good).commits))
+        self._expected: dict[str, str] = {}
+        self.calls: dict[str, int] = {}
+        for name in COMMANDS:
+            status, said = self._attempt(name, End(call=1 << 30), 0)
+            if status:
+                raise RuntimeError(f"{name} ended with {status}: {said}")
+            self.calls[name] = int(said)
+            if (self.place.parent / "out").exists():
+                self._expected[name] = _content(self.place.parent / "out")
+
+    def _add_others(self) -> None:
+        root = _run(self._good).roots[0]
+        for name, commits in ((_OTHER, True), (_DEAD, False)):
+            other = root.with_name(name)
+            shutil.copytree(root, other)
+            write_marker(other, Marker(run_id=name, path=0, paths=1))
+            if not commits:
+                shutil.rmtree(other / "commits")
+                (other / "commits").mkdir()
+        (root / "commits" / "step000000000009.json.tmp").write_bytes(b"x")
+        (root / "commits" / f"step000000000009.rank00000.{0:024x}.safetensors").write_bytes(b"x")
+
+    def trial(self, name: str, end: End, seed: int) -> tuple[int, list[str]]:
+        """End a command; return its status and what is wrong with what it left."""
+        status, said = self._attempt(name, end, seed)
+        problems = [f"ended with {status}: {said}"] if status not in (0, -9) else []
+        try:
+            problems += self._export_problems(name) if name in self._expected else self._store_problems(name)
+        except Exception:
+            problems.append(f"what it left cannot be used: {traceback.format_exc()}")
+        kept = sorted(file.name for file in _run(self.place).commits.glob("step*.json"))
+        return status, problems + ([f"of {self._names} are left {kept}"] if kept != self._names else [])
+
+    def _attempt(self, name: str, end: End, seed: int) -> tuple[int, str]:
+        """Run a command in a process of its own, on a new copy; return its status, and its calls or its error."""
+        top = self.place.parent
+        shutil.rmtree(top, ignore_errors=True)
+        shutil.copytree(self._good, self.place)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                with ended(end, seed, top) as calls:
+                    COMMANDS[name](self.place)
+                    (top / "log").write_text(str(calls()))
+                status = 0
+            except BaseException:
+                (top / "log").write_text(traceback.format_exc())
+            finally:
+                os._exit(status)
+        _, waited = os.waitpid(child, 0)
+        log = top / "log"
+        return os.waitstatus_to_exitcode(waited), log.read_text() if log.exists() else ""
+
+    def _export_problems(self, name: str) -> list[str]:
+        """It is not there, or all of it is; and the next one does not mind what is left."""
+        out = self.place.parent / "out"
+        if out.exists() and _content(out) != self._expected[name]:
+            return ["half an export looks like one"]
+        if not out.exists():
+            COMMANDS[name](self.place)
+        return [] if _content(out) == self._expected[name] else ["the next export is another one"]
+
+    def _store_problems(self, name: str) -> list[str]:
+        """The next one ends what this one began; of the run that was not meant nothing is gone."""
+        if name == "gc":
+            _gc(self.place)
+            left = [item.name for item in waste([self.place])]
+            roots = (self.place / _OTHER, *_run(self.place).roots)
+            whole = [len(complete_commits(published_in(root / "commits"))) for root in roots]
+            lost = ["the other run lost a commit"] if whole[0] != whole[1] else []
+            return lost + ([f"gc leaves {left}"] if left else [])
+        if (self.place / _OTHER / "infinity.run").exists():
+            _rm(self.place)
+        _gc(self.place)
+        return ["rm leaves files that nothing removes"] if any((self.place / _OTHER).glob("*")) else []

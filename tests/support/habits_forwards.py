@@ -1,0 +1,817 @@
+"""Habits in and around forward: evaluation, layers left out, hooks, precision, compilation, data of any shape."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from support import models
+from support.habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
+from support.train import OPTIMIZERS, batch, evaluate
+
+BETWEEN = r"between backward and step|" + PLACEMENT
+"""What a refusal says where weights are wanted that updates in backward have changed already."""
+
+
+@habit("evaluation under no_grad between steps")
+def evaluation(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        loop.see("evaluation", evaluate(model))
+
+
+@habit("evaluation before the first step", slow=True)
+def sanity(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    loop.see("evaluation", evaluate(model))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("evaluation under inference_mode", slow=True)
+def inference(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        with torch.inference_mode():
+            loop.loss(model, 90)
+
+
+@habit("evaluation with gradients enabled, and no backward")
+def with_gradients(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        loop.loss(model, 90 + step)
+
+
+@habit("evaluation with gradients enabled before the first step, and every second step", slow=True)
+def with_gradients_seldom(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        if step % 2 == 0:
+            loop.loss(model, 90 + step)
+        loop.step(model, optimizer, step)
+
+
+@habit("a forward with gradients between forward and backward")
+def between_forward_and_backward(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        loop.loss(model, 90 + step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("evaluation between forward and backward", slow=True)
+def evaluation_in_between(loop: Loop) -> None:
+    model, optimizer = loop.begin(reshard=False)
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.see("evaluation", evaluate(model))
+
+
+@habit("evaluation between backward and step()", placements=LATE)
+def before_step(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("evaluation", evaluate(model))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+habit("evaluation between backward and step(); in_backward is asked for", REFUSED, BETWEEN, placements=EARLY)(
+    before_step
+)
+
+
+@habit("evaluation between backward and step() now and then; placement auto", REFUSED, BETWEEN, placements=("auto",))
+def before_step_seldom(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if step == 3:
+            loop.see("evaluation", evaluate(model))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("evaluation between clipping and step()", early=PLACEMENT, slow=True)
+def clip_evaluate_step(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.see("evaluation", evaluate(model))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a forward with gradients between clipping and step()", early=PLACEMENT)
+def clip_forward_step(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.loss(model, 90 + step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a forward with gradients between the optimizer's clipping and step()", placements=LATE)
+def clip_paged_forward_step(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if loop.paging is None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        else:
+            norm = optimizer.clip_grad_norm_(0.5)
+        loop.see("norm", norm)
+        loop.loss(model, 90 + step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a forward with gradients between backward and step()", placements=LATE)
+def forward_before_step(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.loss(model, 90 + step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+habit(
+    "a forward with gradients between backward and step(); in_backward is asked for",
+    REFUSED,
+    BETWEEN,
+    placements=EARLY,
+)(forward_before_step)
+
+
+@habit("the next batch's forward runs before step()", placements=LATE)
+def forward_ahead(loop: Loop) -> None:
+    """Its loss is that of the old weights, its backward comes after the update."""
+    model, optimizer = loop.begin()
+    loss = loop.loss(model, 0)
+    for step in range(STEPS):
+        loss.backward()
+        loss = loop.loss(model, step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+habit("the next batch's forward runs before step(); in_backward is asked for", REFUSED, BETWEEN, placements=EARLY)(
+    forward_ahead
+)
+
+
+@habit("evaluation in the middle of accumulation", early="second gradient|" + BETWEEN, slow=True)
+def in_accumulation(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        for part in range(3):
+            (loop.loss(model, 10 * step + part) / 3).backward()
+            loop.see("evaluation", evaluate(model))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("generate() during training", slow=True)
+def generate(loop: Loop) -> None:
+    model, optimizer = loop.begin("llama")
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        model.eval()
+        with torch.no_grad():
+            found = model.generate(batch(model, 90)[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        loop.see("generated", found)
+        model.train()
+
+
+@habit("dropout, evaluation with model.train() left on")
+def dropout(loop: Loop) -> None:
+    model, optimizer = loop.begin(Dropout())
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        with torch.no_grad():
+            loop.loss(model, 90)
+
+
+class Dropout(models.Toy):
+    """Drops after every block; `way` is how activations are recomputed."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.drop, self.way = nn.Dropout(0.3), way
+
+    def _block(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.blocks[index](x))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            if self.way and self.training:
+                x = checkpoint(self._block, index, x, use_reentrant=self.way == "reentrant")
+            else:
+                x = self._block(index, x)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+@habit("dropout under checkpoint(use_reentrant=True)")
+def dropout_reentrant(loop: Loop) -> None:
+    model, optimizer = loop.begin(Dropout("reentrant"))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("dropout under checkpoint(use_reentrant=False)", slow=True)
+def dropout_not_reentrant(loop: Loop) -> None:
+    model, optimizer = loop.begin(Dropout("not reentrant"))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("checkpointing of every second batch only", slow=True)
+def checkpoint_seldom(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        for block in model.blocks:
+            block.checkpointed = step % 2 == 0
+        loop.step(model, optimizer, step)
+
+
+@habit("blocks skipped at random")
+def stochastic_depth(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    generator = random.Random(0)
+    for step in range(STEPS + 2):
+        model.order = tuple(index for index in range(3) if generator.random() < 0.6)
+        loop.step(model, optimizer, step)
+
+
+@habit("blocks skipped at random, gradients clipped by torch", early=PLACEMENT, slow=True)
+def stochastic_depth_clipped(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    generator = random.Random(0)
+    for step in range(STEPS + 2):
+        model.order = tuple(index for index in range(3) if generator.random() < 0.6)
+        loop.loss(model, step).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("blocks in another order in every step, some of them twice")
+def shuffled(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 1, 2), (0, 2), (2, 0, 2, 1), (0, 1, 2)]):
+        model.order = order
+        loop.step(model, optimizer, step)
+
+
+@habit("layers grow in number: progressive stacking", slow=True)
+def grow(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS + 1):
+        model.order = tuple(range(1 + step // 2))
+        loop.step(model, optimizer, step)
+
+
+@habit("tied weights", slow=True)
+def tied(loop: Loop) -> None:
+    model, optimizer = loop.begin("tied")
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+class Experts(models.Toy):
+    """Sends every token to one of the blocks; an expert may get none."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        chosen = tokens % 4  # of three
+        for index, block in enumerate(self.blocks):
+            rows = (chosen == index).nonzero(as_tuple=True)
+            if len(rows[0]):
+                x = x.index_put(rows, block(x[rows]))
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+@habit("experts that get tokens in some steps only", ranks=(1,))
+def experts(loop: Loop) -> None:
+    model, optimizer = loop.begin(Experts())
+    for step in range(STEPS):
+        tokens = batch(model, step)
+        if step in (1, 3):
+            tokens = tokens // 4 * 4 + step % 3
+            tokens = tokens.clamp(max=130)
+        loss = model(tokens)
+        loop.see("loss", loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class TwoHeads(models.Toy):
+    """A second head, in a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(nn.Linear(models.WIDTH, 131))
+        self.order = (0, 1, 2)
+        self.which = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        heads = (self.head, self.blocks[3])
+        found = [heads[self.which](x)] if self.which < 2 else [head(x) for head in heads]
+        return sum(nn.functional.cross_entropy(y.float().flatten(0, 1), tokens.flatten()) for y in found)
+
+
+@habit("tasks in turns, each with a head of its own")
+def alternate(loop: Loop) -> None:
+    model, optimizer = loop.begin(TwoHeads())
+    for step in range(STEPS + 1):
+        model.which = step % 3
+        loop.step(model, optimizer, step)
+
+
+@habit("losses of two heads, a backward each", slow=True)
+def backward_each(loop: Loop) -> None:
+    model, optimizer = loop.begin(TwoHeads())
+    for step in range(STEPS):
+        for which in (0, 1):
+            model.which = which
+            loop.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("part of the model under no_grad or detached in some steps")
+def detached(loop: Loop) -> None:
+    model, optimizer = loop.begin(Cut())
+    for step in range(STEPS):
+        model.cut = step % 2 == 1
+        loop.step(model, optimizer, step)
+
+
+class Cut(models.Toy):
+    """Stops gradients behind its first block."""
+
+    cut = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+            if self.cut and index == 0:
+                x = x.detach()
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+class Frozen(models.Toy):
+    """Runs its first blocks without gradients."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.blocks[0](self.embedding(tokens))
+        for index in (1, 2):
+            x = self.blocks[index](x)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+@habit("first layers under no_grad inside of forward, though they are in the optimizer", slow=True)
+def no_grad_inside(loop: Loop) -> None:
+    model, optimizer = loop.begin(Frozen())
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("a loss of zero times the output", slow=True)
+def zero_loss(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        (loop.loss(model, step) * (0.0 if step == 2 else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("an empty batch: a loss that needs no gradient, and no backward")
+def empty_batch(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = torch.zeros(()) if step in (0, 3) else loop.loss(model, step)
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a batch of no sequences")
+def no_sequences(loop: Loop) -> None:
+    model, optimizer = loop.begin(Generative())
+    for step in range(STEPS):
+        tokens = batch(model, step, 0 if step == 2 else 2)
+        loss = model(tokens).float().square().sum()
+        loop.see("loss", loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Generative(models.Toy):
+    """Returns logits."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+@habit("batches of any size and length", slow=True)
+def any_shape(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step, (sequences, length) in enumerate([(2, 24), (1, 7), (5, 3), (2, 24), (3, 1)]):
+        loss = model(batch(model, step, sequences)[:, :length])
+        loop.see("loss", loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("ranks with batches of different size, the loss weighted", ranks=(2,), slow=True)
+def uneven_ranks(loop: Loop) -> None:
+    import torch.distributed as dist
+
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        sequences = 1 + (dist.get_rank() + step) % 2
+        (loop.loss(model, step, sequences) * sequences).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a rank that has no data in some steps takes part with a loss of zero", ranks=(2,), slow=True)
+def idle_rank(loop: Loop) -> None:
+    import torch.distributed as dist
+
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        factor = 0.0 if dist.get_rank() == step % 2 else 1.0
+        (loop.loss(model, step) * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("layers used by one rank only where the other does not need their gradient", ranks=(2,), slow=True)
+def unused_on_one_rank(loop: Loop) -> None:
+    """Both gather them; on one rank the output is multiplied by zero."""
+    import torch.distributed as dist
+
+    model, optimizer = loop.begin(Generative())
+    for step in range(STEPS):
+        y = model(batch(model, step)).float().square().mean()
+        loss = y * 0 if dist.get_rank() else y
+        loop.see("loss", loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a loss in float64", slow=True)
+def double_loss(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = loop.loss(model, step).double()
+        (loss**2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("autocast around forward", slow=True)
+def autocast(loop: Loop) -> None:
+    model, optimizer = loop.begin(policy="fp32")
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loop.loss(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("forward hooks that look at and change activations", slow=True)
+def forward_hooks(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    model.blocks[1].register_forward_hook(lambda module, args, out: loop.see("activation", out.float().norm()))
+    model.blocks[2].register_forward_hook(lambda module, args, out: out * 0.5)
+    model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("forward hooks that read the weights of their layer")
+def hooks_read_weights(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    model.blocks[1].register_forward_hook(lambda module, args, out: loop.see("weight", module.up.weight.float().norm()))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("full backward hooks that look at and change gradients of activations")
+def backward_hooks(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    model.blocks[1].register_full_backward_hook(lambda module, ins, outs: loop.see("slope", outs[0].float().norm()))
+    model.blocks[2].register_full_backward_hook(lambda module, ins, outs: (ins[0] * 0.5,))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("tensor hooks on activations", slow=True)
+def activation_hooks(loop: Loop) -> None:
+    model, optimizer = loop.begin(Generative())
+    for step in range(STEPS):
+        y = model(batch(model, step))
+        y.register_hook(lambda grad: grad * 0.5)
+        y.retain_grad()
+        y.float().square().mean().backward()
+        loop.see("slope", y.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("torch.compile of every layer before offload", slow=True, ranks=(1,))
+def compile_layers(loop: Loop) -> None:
+    torch._dynamo.reset()
+    model = models.build("toy")
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.parameters()))
+    for step in range(3):
+        loop.step(model, optimizer, step)
+
+
+@habit("torch.compile of the model after offload", slow=True, ranks=(1,))
+def compile_model(loop: Loop) -> None:
+    torch._dynamo.reset()
+    model, optimizer = loop.begin()
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(3):
+        loss = compiled(batch(model, step))
+        loop.see("loss", loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("layers wrapped by checkpoint_wrapper", slow=True)
+def wrapped(loop: Loop) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    torch.manual_seed(0)
+    model = models.Toy()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, models.Block))
+    model, optimizer = loop.begin(model)
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+class Adapted(models.Toy):
+    """Low-rank adapters beside frozen blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.low = nn.Linear(models.WIDTH, 4, bias=False)
+            block.high = nn.Linear(4, models.WIDTH, bias=False)
+            nn.init.zeros_(block.high.weight)
+
+    adapted = True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.adapted) if isinstance(block, AdaptedBlock) else block(x)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+class AdaptedBlock(models.Block):
+    """A block with an adapter that can be switched off."""
+
+    def forward(self, x: torch.Tensor, adapted: bool = True) -> torch.Tensor:
+        y = super().forward(x)
+        return y + self.high(self.low(x)) if adapted else y
+
+
+def adapted() -> nn.Module:
+    """Return a model of which only adapters are trained."""
+    torch.manual_seed(0)
+    model = Adapted()
+    for block in model.blocks:
+        block.__class__ = AdaptedBlock
+    return model
+
+
+@habit("adapters on a frozen base")
+def adapters(loop: Loop) -> None:
+    model, optimizer = loop.begin(adapted())
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("adapters on a frozen base, gradients clipped by torch", early=PLACEMENT, slow=True)
+def adapters_clipped(loop: Loop) -> None:
+    model, optimizer = loop.begin(adapted())
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("preference loss: the model with adapters against itself without", slow=True)
+def preference(loop: Loop) -> None:
+    model, optimizer = loop.begin(adapted())
+    for step in range(STEPS):
+        model.adapted = False
+        with torch.no_grad():
+            aim = loop.loss(model, step)
+        model.adapted = True
+        nn.functional.softplus(loop.loss(model, step) - aim).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("random states taken and given back around a forward", slow=True)
+def random_states(loop: Loop) -> None:
+    model, optimizer = loop.begin(Dropout())
+    for step in range(STEPS):
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            loop.loss(model, step)
+        torch.set_rng_state(state)
+        loop.step(model, optimizer, step)
+
+
+@habit("buffers that forward changes, batch statistics", ranks=(1,))
+def buffers(loop: Loop) -> None:
+    model, optimizer = loop.begin("buffered")
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        loop.look(model)
+
+
+@habit("set_reshard_after_forward, set_reshard_after_backward switched in the middle", slow=True)
+def reshard_switched(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        if step == 2:
+            model.set_reshard_after_forward(False)
+        loop.step(model, optimizer, step)
+
+
+@habit("gradients kept gathered: set_reshard_after_backward(False)", early="second gradient|" + PLACEMENT, slow=True)
+def reshard_after_backward(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        for part in range(2):
+            model.set_reshard_after_backward(part == 1)
+            loop.loss(model, 10 * step + part).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("reshard_after_forward=False")
+def not_resharded(loop: Loop) -> None:
+    model, optimizer = loop.begin(reshard=False)
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("unshard() and reshard() by hand to read whole weights")
+def unshard(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        block = model.blocks[1]
+        block.unshard()
+        loop.see("weight", block.up.weight)
+        block.reshard()
+
+
+@habit("prefetching by hand: set_modules_to_forward_prefetch, set_modules_to_backward_prefetch", slow=True)
+def prefetch(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for first, second in zip(model.blocks, list(model.blocks)[1:], strict=False):
+        first.set_modules_to_forward_prefetch([second])
+        second.set_modules_to_backward_prefetch([first])
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("set_gradient_divide_factor", slow=True, ranks=(1,))
+def divide_factor(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    model.set_gradient_divide_factor(3.0)
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("all-reduce hooks and custom reduce scatter: set_force_sum_reduction_for_comms", slow=True)
+def sum_reduction(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    model.set_force_sum_reduction_for_comms(True)
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("functional_call with other weights", slow=True)
+def functional(loop: Loop) -> None:
+    model, optimizer = loop.begin(Generative())
+    bias = torch.randn(131, generator=torch.Generator().manual_seed(0))
+    for step in range(STEPS):
+        y = torch.func.functional_call(model, {}, (batch(model, step),))
+        (y.float() + bias).square().mean().backward()
+        loop.see("y", y)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a layer called by itself", slow=True)
+def layer_alone(loop: Loop) -> None:
+    """For example to warm up a part, or for a loss on features."""
+    model, optimizer = loop.begin()
+    x = torch.randn(2, 5, models.WIDTH, generator=torch.Generator().manual_seed(0))
+    for step in range(STEPS):
+        (loop.loss(model, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loop.see("features", model.blocks[1](x))
+
+
+class Normed(models.Toy):
+    """Batch norm between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(models.WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+            x = self.norm(x.transpose(1, 2).float()).transpose(1, 2)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+@habit("batch norm, and update_bn of torch.optim.swa_utils", ranks=(1,))
+def update_batch_norm(loop: Loop) -> None:
+    from torch.optim.swa_utils import update_bn
+
+    model, optimizer = loop.begin(Normed(), policy="fp32")
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        loop.look(model)
+        if step == 3:
+            update_bn([batch(model, 80 + number) for number in range(3)], model)
+    loop.look(model)
+
+
+@habit("parametrizations: weight_norm and spectral_norm", slow=True)
+def parametrized(loop: Loop) -> None:
+    torch.manual_seed(0)
+    model = models.Toy()
+    nn.utils.parametrizations.weight_norm(model.blocks[0].up)
+    nn.utils.parametrizations.spectral_norm(model.blocks[1].up)
+    model, optimizer = loop.begin(model, policy="fp32")
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("requires_grad switched off between backward and step()", slow=True)
+def switched_off(loop: Loop) -> None:
+    """In memory gradients that are there are used all the same."""
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        model.requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(True)

@@ -1,0 +1,1161 @@
+"""Habits that look at gradients, change them, drop them or add them up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from infinity.errors import InfinityError
+from support import models
+from support.habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
+from support.train import OPTIMIZERS, batch
+
+USED = r"used up by (the )?step.*zero_grad"
+"""What a refusal says where gradients of the step before are wanted."""
+
+
+@habit("zero_grad after step")
+def after_step(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("zero_grad before forward")
+def before_forward(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loop.loss(model, step).backward()
+        optimizer.step()
+
+
+@habit("zero_grad between forward and backward")
+def before_backward(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@habit("model.zero_grad() instead of the optimizer's")
+def of_the_model(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        model.zero_grad()
+
+
+@habit("p.grad = None instead of zero_grad")
+def set_to_none(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad = None
+
+
+@habit("zero_grad(set_to_none=False)")
+def to_zero(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@habit("zero_grad(set_to_none=False), and layers that a step does not use")
+def to_zero_and_skipped(loop: Loop) -> None:
+    """In memory their gradients are zero, not None: moments decay and weights move."""
+    model, optimizer = loop.begin()
+    for step, order in enumerate([(0, 1, 2), (0, 2), (0, 1, 2), (1, 2), (0, 2)]):
+        model.order = order
+        loop.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@habit("model.zero_grad(set_to_none=False), and layers that a step does not use", slow=True)
+def model_to_zero_and_skipped(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step, order in enumerate([(0, 1, 2), (0, 2), (0, 1, 2), (1, 2), (0, 2)]):
+        model.order = order
+        loop.loss(model, step).backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=False)
+
+
+@habit(
+    "zero_grad(set_to_none=False) between backward and step() drops a bad batch",
+    placements=("in_forward", "after_backward"),
+)
+def dropped_to_zero(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if step == 3:
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+habit(
+    "zero_grad(set_to_none=False) between backward and step() drops a bad batch; updates run in backward",
+    REFUSED,
+    PLACEMENT,
+    placements=("auto", *EARLY),
+)(dropped_to_zero)
+
+
+@habit("never zero_grad: gradients of all steps add up", REFUSED, USED)
+def never(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+
+
+@habit("zero_grad after every second step", REFUSED, USED)
+def seldom(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        if step % 2:
+            optimizer.zero_grad()
+
+
+@habit("zero_grad only of half of the parameters", REFUSED, USED, slow=True)
+def in_part(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        for param in list(model.parameters())[::2]:
+            param.grad = None
+
+
+@habit("which p.grad is None is looked at before backward, after it and after zero_grad")
+def none_or_not(loop: Loop) -> None:
+    model, optimizer = loop.begin("spare")
+
+    def look() -> None:
+        loop.see("None", [param.grad is None for param in model.parameters()])
+
+    for step in range(STEPS):
+        look()
+        loop.loss(model, step).backward()
+        look()
+        optimizer.step()
+        look()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ of torch", early=PLACEMENT)
+def clip(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ of torch, weights frozen in part", early=PLACEMENT, slow=True)
+def clip_frozen(loop: Loop) -> None:
+    model, optimizer = loop.begin("frozen")
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ of torch, pure bf16", early=PLACEMENT, slow=True)
+def clip_bf16(loop: Loop) -> None:
+    model, optimizer = loop.begin(policy="pure_bf16")
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ of torch over those with a gradient", early=PLACEMENT)
+def clip_filtered(loop: Loop) -> None:
+    model, optimizer = loop.begin("spare")
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        given = [param for param in model.parameters() if param.requires_grad and param.grad is not None]
+        loop.see("norm", nn.utils.clip_grad_norm_(given, 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ of torch over the optimizer's groups, one by one", early=PLACEMENT)
+def clip_groups(loop: Loop) -> None:
+    model = models.build("toy")
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    vectors = [param for param in model.parameters() if param.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](groups))
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for group in optimizer.param_groups:
+            loop.see("norm", nn.utils.clip_grad_norm_(group["params"], 0.3))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ of torch layer by layer", early=PLACEMENT, slow=True)
+def clip_layers(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for block in model.blocks:
+            loop.see("norm", nn.utils.clip_grad_norm_(block.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ of torch for each parameter", early=PLACEMENT, slow=True)
+def clip_each(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            loop.see("norm", nn.utils.clip_grad_norm_(param, 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ of torch twice in a step", early=PLACEMENT)
+def clip_twice(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for most in (0.5, 0.2):
+            loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), most))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ with foreach=False", early=PLACEMENT, slow=True)
+def clip_one_by_one(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clipped_with(loop: Loop, order: float) -> None:
+    """Clip norms of an order."""
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=order))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ with the norm of order infinity", early=PLACEMENT)
+def clip_infinity(loop: Loop) -> None:
+    clipped_with(loop, float("inf"))
+
+
+@habit("clip_grad_norm_ with the norm of order 1", early=PLACEMENT, slow=True)
+def clip_one(loop: Loop) -> None:
+    clipped_with(loop, 1.0)
+
+
+@habit("clip_grad_norm_ with the norm of order 3", early=PLACEMENT, slow=True)
+def clip_three(loop: Loop) -> None:
+    clipped_with(loop, 3.0)
+
+
+@habit("clip_grad_norm_ of the optimizer, order infinity", placements=LATE)
+def clip_paged_infinity(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if loop.paging is None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
+        else:
+            norm = optimizer.clip_grad_norm_(0.1, norm_type=float("inf"))
+        loop.see("norm", norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("norms logged by clipping at infinity", early=PLACEMENT, slow=True)
+def clip_at_infinity(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clipping begins in the middle of training", early=PLACEMENT, placements=("in_forward", "after_backward"))
+def clip_late(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if step >= 3:
+            loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+habit("clipping begins in the middle of training; placement auto", REFUSED, PLACEMENT, placements=("auto",))(clip_late)
+
+
+@habit("clip_grad_norm_ with error_if_nonfinite, the error caught and the batch dropped", early=PLACEMENT)
+def clip_not_finite(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        (loss * float("inf") if step == 2 else loss).backward()
+        try:
+            loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True))
+            optimizer.step()
+        except InfinityError:
+            raise
+        except RuntimeError:
+            loop.see("not finite", step)
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_norm_ of a norm that is not finite, and the step taken", early=PLACEMENT)
+def clip_nan_and_step(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        (loss * float("inf") if step == 2 else loss).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("get_total_norm and clip_grads_with_norm_", early=PLACEMENT, slow=True)
+def clip_in_two_calls(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        loop.see("norm", norm)
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_value_", early=PLACEMENT)
+def clip_value(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clip_grad_value_ with foreach=False", early=PLACEMENT, slow=True)
+def clip_value_one_by_one(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a step is skipped where the norm leaps", early=PLACEMENT)
+def skip_leaps(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        (loss * 100 if step == 3 else loss).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        loop.see("norm", norm)
+        if step != 3:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("p.grad.norm() logged for every parameter", early=PLACEMENT)
+def log_norms(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for name, param in model.named_parameters():
+            loop.see(name, param.grad.norm())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("p.grad.norm() logged every second step", early=PLACEMENT, slow=True)
+def log_norms_seldom(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if step % 2 == 0:
+            loop.see("norm", sum(param.grad.norm() ** 2 for param in model.parameters()) ** 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("largest, mean and NaN of p.grad logged", early=PLACEMENT, slow=True)
+def log_extremes(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for name, param in model.named_parameters():
+            loop.see(name, param.grad.abs().max())
+            loop.see(name, param.grad.mean())
+            loop.see(name, param.grad.isnan().any())
+            loop.see(name, (param.grad == 0).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("p.grad looked at only after step()", REFUSED, "read it before")
+def log_after_step(loop: Loop) -> None:
+    """In memory it is still there."""
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        for name, param in model.named_parameters():
+            loop.see(name, param.grad)
+        optimizer.zero_grad()
+
+
+@habit("clipped gradients looked at after clip_grad_norm_", early=PLACEMENT, slow=True)
+def look_at_clipped(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        loop.see("gradient", model.head.weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("shape, dtype, device, full_tensor() and to_local() of p.grad", early=PLACEMENT)
+def whole_and_local(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        grad = model.head.weight.grad
+        loop.see("form", (tuple(grad.shape), str(grad.dtype), str(grad.device), grad.numel(), grad.ndim))
+        loop.see("whole", grad.full_tensor())
+        loop.see("local", grad.to_local())
+        loop.see("copy", grad.detach().cpu().clone().full_tensor())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients kept for a comparison with the next step's", early=PLACEMENT, slow=True)
+def keep_clones(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    before: list[torch.Tensor] = []
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        now = [param.grad.detach().clone() for param in model.parameters()]
+        for a, b in zip(before, now, strict=False):
+            loop.see("alike", (a * b).sum())
+        before = now
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a reference to p.grad kept beyond step and zero_grad", REFUSED, "clone")
+def keep_references(loop: Loop) -> None:
+    """In memory the tensor stays as it was, since zero_grad only lets go of it."""
+    model, optimizer = loop.begin()
+    kept: list[Any] = []
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for grad in kept:
+            loop.see("before", grad)
+        kept = [model.blocks[0].up.weight.grad, model.head.bias.grad]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("noise added to gradients", early=PLACEMENT, slow=True)
+def noise(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    generator = torch.Generator().manual_seed(3)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            scales = torch.randn((), generator=generator)
+            param.grad.add_(param.grad * scales, alpha=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("torch.randn_like(p.grad) added to gradients", early=PLACEMENT, ranks=(1,))
+def noise_like(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            param.grad.add_(torch.randn_like(param.grad) * 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients divided by the number of tokens", early=PLACEMENT, slow=True)
+def divide(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.div_(48)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("p.grad = p.grad * factor", early=PLACEMENT)
+def assign(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            param.grad = param.grad * 3
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("p.grad.data changed: mul_, clamp_", early=PLACEMENT, slow=True)
+def data(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            param.grad.data.mul_(0.5)
+            param.grad.data.clamp_(-1e-2, 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients of a layer set to zero or None before step()", early=PLACEMENT)
+def cancel(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.blocks[step % 3].parameters():
+            param.grad.zero_()
+        for param in model.blocks[(step + 1) % 3].parameters():
+            param.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("torch._foreach_mul_ of all gradients", early=PLACEMENT, slow=True)
+def foreach(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        torch._foreach_mul_([param.grad for param in model.parameters()], 0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients of matrices centralised, signs taken", early=PLACEMENT, slow=True)
+def centralise(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            if param.ndim > 1:
+                param.grad.sub_(param.grad.mean(dim=1, keepdim=True))
+            else:
+                param.grad.copy_(param.grad.sign())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("an element, a row or a local view of p.grad written", early=PLACEMENT)
+def views(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        model.head.weight.grad.to_local()[1:3].zero_()
+        model.head.bias.grad.to_local().view(-1)[:5].fill_(0.25)
+        model.embedding.weight.grad._local_tensor.mul_(2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients of two tasks taken apart and combined", early=PLACEMENT)
+def surgery(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    params = list(model.parameters())
+    for step in range(STEPS):
+        found = []
+        for task in range(2):
+            loop.loss(model, 10 * step + task).backward()
+            found.append([param.grad.clone() for param in params])
+            optimizer.zero_grad()
+        for param, a, b in zip(params, *found, strict=True):
+            dot = (a * b).sum().full_tensor()
+            param.grad = a + b if dot > 0 else a - b
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def added_by_hand(loop: Loop, *, clone: bool) -> None:
+    """Add up gradients in tensors of the loop's own."""
+    model, optimizer = loop.begin()
+    params = list(model.parameters())
+    for step in range(STEPS):
+        sums: list[torch.Tensor] | None = None
+        for part in range(3):
+            loop.loss(model, 10 * step + part).backward()
+            grads = [param.grad.clone() if clone else param.grad for param in params]
+            sums = grads if sums is None else [a + b for a, b in zip(sums, grads, strict=True)]
+            for param in params:
+                param.grad = None
+        for param, total in zip(params, sums or (), strict=True):
+            param.grad = total / 3
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("clones of gradients added up by hand, and given back before step()", early=PLACEMENT, slow=True)
+def by_hand(loop: Loop) -> None:
+    added_by_hand(loop, clone=True)
+
+
+@habit("references to gradients kept over p.grad = None, added up and given back", REFUSED, "clone", slow=True)
+def by_hand_referenced(loop: Loop) -> None:
+    added_by_hand(loop, clone=False)
+
+
+@habit("gradients given without any backward")
+def given(loop: Loop) -> None:
+    """As where another process has computed them, or an evolution strategy."""
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param) * torch.randn(())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loop.loss(model, step)
+
+
+@habit("SGD by hand: p -= lr * p.grad, in place")
+def sgd_in_place(loop: Loop) -> None:
+    model, _ = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.1 * param.grad
+        model.zero_grad()
+
+
+@habit("SGD by hand: p.copy_(p - lr * p.grad)")
+def sgd_copied(loop: Loop) -> None:
+    model, _ = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(param - 0.1 * param.grad)
+        model.zero_grad()
+
+
+@habit("sharpness-aware: weights moved along the gradient, a second backward, weights moved back", early=PLACEMENT)
+def sharpness(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    params = list(model.parameters())
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        norm = nn.utils.get_total_norm([param.grad for param in params])
+        loop.see("norm", norm)
+        before = [param.detach().clone() for param in params]
+        with torch.no_grad():
+            for param in params:
+                param.copy_(param + 0.05 / norm.item() * param.grad)
+        optimizer.zero_grad()
+        loop.loss(model, step).backward()
+        with torch.no_grad():
+            for param, old in zip(params, before, strict=True):
+                param.copy_(old)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("GradScaler on the CPU", early=PLACEMENT, slow=True)
+def scaler(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        scaling.scale(loss * float("inf") if step == 2 else loss).backward()
+        scaling.step(optimizer)
+        scaling.update()
+        loop.see("scale", scaling.get_scale())
+        optimizer.zero_grad()
+
+
+@habit("GradScaler on the CPU, an optimizer that is not fused", early=PLACEMENT)
+def scaler_not_fused(loop: Loop) -> None:
+    model, optimizer = loop.begin(optimizer="adamw_foreach")
+    scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        scaling.scale(loss * float("inf") if step == 2 else loss).backward()
+        scaling.step(optimizer)
+        scaling.update()
+        loop.see("scale", scaling.get_scale())
+        optimizer.zero_grad()
+
+
+@habit("GradScaler on the CPU, unscale_ and clip", early=PLACEMENT)
+def scaler_and_clip(loop: Loop) -> None:
+    model, optimizer = loop.begin(optimizer="adamw_foreach")
+    scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        scaling.scale(loss * float("inf") if step == 2 else loss).backward()
+        scaling.unscale_(optimizer)
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        scaling.step(optimizer)
+        scaling.update()
+        loop.see("scale", scaling.get_scale())
+        optimizer.zero_grad()
+
+
+@habit("gradients of batches added up", early="second gradient|" + PLACEMENT)
+def accumulate(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        for part in range(3):
+            (loop.loss(model, 10 * step + part) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients of batches added up, clipped by torch", early=PLACEMENT)
+def accumulate_and_clip(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        for part in range(3):
+            (loop.loss(model, 10 * step + part) / 3).backward()
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients looked at in the middle of accumulation", early=PLACEMENT)
+def accumulate_and_look(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        for part in range(3):
+            (loop.loss(model, 10 * step + part) / 3).backward()
+            loop.see("norm", model.blocks[1].up.weight.grad.norm())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients scaled in the middle of accumulation", early=PLACEMENT, slow=True)
+def accumulate_and_scale(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        for part in range(3):
+            loop.loss(model, 10 * step + part).backward()
+            for param in model.parameters():
+                param.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("set_requires_gradient_sync(False) for all batches but the last")
+def without_sync(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            (loop.loss(model, 10 * step + part) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("set_is_last_backward(False) for all batches but the last", early="second gradient|" + PLACEMENT, slow=True)
+def last_backward(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        for part in range(2):
+            model.set_is_last_backward(part == 1)
+            (loop.loss(model, 10 * step + part) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("as many batches per step as come: 2, 3, 1, 1, 2", early="second gradient|" + PLACEMENT)
+def uneven(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step, parts in enumerate((2, 3, 1, 1, 2)):
+        for part in range(parts):
+            (loop.loss(model, 10 * step + part) / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("one batch per step, then several", placements=("in_forward", "after_backward"), slow=True)
+def more_batches(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step, parts in enumerate((1, 1, 1, 2, 2)):
+        for part in range(parts):
+            (loop.loss(model, 10 * step + part) / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+habit(
+    "one batch per step, then several; updates run in backward",
+    REFUSED,
+    PLACEMENT,
+    placements=("auto", *EARLY),
+)(more_batches)
+
+
+@habit("two losses of one forward, two backwards with retain_graph", early="second gradient|" + PLACEMENT)
+def retain(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        loss.backward(retain_graph=True)
+        (loss * 0.5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("two forwards, one backward of the sum")
+def two_forwards(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        (loop.loss(model, step) + loop.loss(model, 50 + step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("torch.autograd.backward of two losses", slow=True)
+def backward_of_two(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        torch.autograd.backward([loop.loss(model, step), loop.loss(model, 50 + step) * 0.5])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Penalised(models.Toy):
+    """Gives loss and embedded tokens, for penalties on the gradient of the input."""
+
+    def forward(self, tokens: torch.Tensor, move: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(tokens)
+        self.embedded = x = x if move is None else x + move
+        for index in self.order:
+            x = self.blocks[index](x)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+@habit("adversarial embeddings: autograd.grad without backward, then a second forward")
+def adversarial(loop: Loop) -> None:
+    model, optimizer = loop.begin(Penalised())
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        (slope,) = torch.autograd.grad(loss, model.embedded)
+        loop.see("slope", slope)
+        moved = model(batch(model, step), slope.sign() * 1e-2)
+        loop.see("moved", moved)
+        moved.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a backward that nobody uses before the one that counts, dropped by zero_grad", early=PLACEMENT, slow=True)
+def dropped(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, 70 + step).backward()
+        optimizer.zero_grad()
+        loop.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit(
+    "model.zero_grad() drops a bad batch after backward", early=PLACEMENT, placements=("in_forward", "after_backward")
+)
+def drop_bad(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if step == 3:
+            model.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+habit("model.zero_grad() drops a bad batch after backward; placement auto", REFUSED, PLACEMENT, placements=("auto",))(
+    drop_bad
+)
+
+
+@habit("post-accumulate hooks that look at the gradient")
+def hooks_look(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    norms: dict[str, Any] = {}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, name=name: norms.__setitem__(name, p.grad.norm()))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        for name in sorted(norms):
+            loop.see(name, norms[name])
+
+
+@habit("post-accumulate hooks that scale the gradient")
+def hooks_scale(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("post-accumulate hooks that were registered before offload", slow=True)
+def hooks_before(loop: Loop) -> None:
+    model = models.build("toy")
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.parameters()))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("post-accumulate hooks that replace or drop the gradient")
+def hooks_replace(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+
+    def drop(param: torch.Tensor) -> None:
+        param.grad = None
+
+    def double(param: torch.Tensor) -> None:
+        param.grad = param.grad * 2
+
+    model.head.bias.register_post_accumulate_grad_hook(drop)
+    model.head.weight.register_post_accumulate_grad_hook(double)
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("p.register_hook on parameters")
+def tensor_hooks(loop: Loop) -> None:
+    """FSDP2 gives gradients to sharded parameters without autograd: in memory it is never called either."""
+    model, optimizer = loop.begin()
+    calls: list[int] = []
+    model.head.weight.register_hook(lambda grad: calls.append(1))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        loop.see("calls", len(calls))
+
+
+@habit("zeroed as old code does: p.grad.detach_(), p.grad.zero_()")
+def zeroed_by_hand(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.detach_()
+                param.grad.zero_()
+
+
+@habit("weights added to gradients: p.grad.add_(p, alpha=...), torch._foreach_add_", early=PLACEMENT)
+def decay_by_hand(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        with torch.no_grad():
+            if step % 2:
+                torch._foreach_add_([p.grad for p in model.parameters()], list(model.parameters()), alpha=0.01)
+            else:
+                for param in model.parameters():
+                    param.grad.add_(param, alpha=0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("gradients scaled by the ratio of norms of weight and gradient", early=PLACEMENT, slow=True)
+def trust_ratio(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                ratio = param.norm() / param.grad.norm().clamp(min=1e-6)
+                param.grad.mul_(ratio.clamp(max=2.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("slow part of gradients amplified with a moving average of them", early=PLACEMENT)
+def amplified(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    means: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for name, param in model.named_parameters():
+            old = means.get(name, torch.zeros_like(param.grad))
+            means[name] = old * 0.9 + param.grad.detach() * 0.1
+            param.grad.data = param.grad.data + means[name] * 2.0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("moving average of gradients with torch._foreach_lerp_", early=PLACEMENT, slow=True)
+def averaged(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    params = list(model.parameters())
+    means = [torch.zeros_like(param) for param in params]
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        torch._foreach_lerp_(means, [param.grad for param in params], 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    for mean in means:
+        loop.see("mean", mean)
+
+
+@habit("all gradients as one vector: torch.cat of full_tensor()", early=PLACEMENT)
+def one_vector(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        vector = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
+        loop.see("vector", vector)
+        loop.see("median", vector.abs().median())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("the gradient of one parameter assigned to another", early=PLACEMENT, slow=True)
+def exchanged(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
+        first.grad, second.grad = second.grad, first.grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("torch.mul(p.grad, factor, out=p.grad)", early=PLACEMENT)
+def out(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            grad = param.grad.to_local()
+            torch.mul(grad, 0.5, out=grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a factor changed after gradients were multiplied by it", early=PLACEMENT, slow=True)
+def factor(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    scale = torch.tensor(0.5)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        for param in model.parameters():
+            param.grad.mul_(scale)
+        scale.mul_(3.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("loss.backward(inputs=...) of some parameters", ranks=(1,), slow=True)
+def some_inputs(loop: Loop) -> None:
+    """FSDP2 reduces what there is; what was not asked for gets nothing."""
+    model, optimizer = loop.begin(Penalised())
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        if step % 2:
+            loss.backward(inputs=[model.embedded])
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Tempered(models.Toy):
+    """A parameter of one element, of which all ranks but the first have nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.blocks[0].gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        y = self.head(x).float() * self.temperature.float()
+        return nn.functional.cross_entropy(y.flatten(0, 1), tokens.flatten())
+
+
+@habit("parameters of one element, looked at and clipped", early=PLACEMENT)
+def one_element(loop: Loop) -> None:
+    model, optimizer = loop.begin(Tempered())
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        loop.see("gradient", model.temperature.grad)
+        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        model.temperature.grad.mul_(2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.see("temperature", model.temperature)
+
+
+@habit("one rank alone looks at its part of gradients and weights", placements=LATE, ranks=(2,), slow=True)
+def one_rank_looks(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if dist.get_rank() == 0:
+            loop.see("gradient", model.head.weight.grad.to_local().norm())
+            loop.see("weight", model.blocks[1].up.weight.to_local().norm())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("tensors of any size among the settings of a group")
+def tensor_settings(loop: Loop) -> None:
+    model = models.build("toy")
+    given = [{"params": list(model.parameters()), "mask": torch.ones(3)}]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)

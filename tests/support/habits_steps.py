@@ -1,0 +1,946 @@
+"""Habits around `step()`: schedulers, settings, groups, closures, errors that a loop goes on after."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+
+from support import models
+from support.habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
+from support.train import OPTIMIZERS, batch
+
+
+def with_scheduler(loop: Loop, make: Any, *, before: bool, optimizer: str = "adamw", metric: bool = False) -> None:
+    """Train with a scheduler of torch, made on the optimizer that offload is given, or on the one that it returns."""
+    model = models.build("toy")
+    given = OPTIMIZERS[optimizer](model.parameters())
+    scheduler = make(given) if before else None
+    trained = loop.offload(model, given)
+    scheduler = scheduler or make(trained)
+    for step in range(STEPS + 1):
+        loss = loop.loss(model, step)
+        loss.backward()
+        trained.step()
+        scheduler.step(loss.item()) if metric else scheduler.step()
+        trained.zero_grad()
+        group = trained.param_groups[0]
+        loop.see("settings", [group["lr"], group.get("momentum"), group.get("betas"), given.param_groups[0]["lr"]])
+        loop.see("last", scheduler.get_last_lr())
+
+
+@habit("LambdaLR made before offload")
+def lambda_before(loop: Loop) -> None:
+    with_scheduler(loop, lambda opt: schedulers.LambdaLR(opt, lambda step: 1 / (1 + step)), before=True)
+
+
+@habit("LambdaLR made after offload", slow=True)
+def lambda_after(loop: Loop) -> None:
+    with_scheduler(loop, lambda opt: schedulers.LambdaLR(opt, lambda step: 1 / (1 + step)), before=False)
+
+
+@habit("OneCycleLR, which cycles betas too")
+def one_cycle(loop: Loop) -> None:
+    with_scheduler(loop, lambda opt: schedulers.OneCycleLR(opt, 1e-2, total_steps=10), before=True)
+
+
+@habit("CosineAnnealingWarmRestarts", slow=True)
+def restarts(loop: Loop) -> None:
+    with_scheduler(loop, lambda opt: schedulers.CosineAnnealingWarmRestarts(opt, 2), before=False)
+
+
+@habit("CyclicLR, which cycles momentum")
+def cyclic(loop: Loop) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return schedulers.CyclicLR(optimizer, 1e-3, 1e-1, step_size_up=2)
+
+    with_scheduler(loop, make, before=False, optimizer="sgd_nesterov")
+
+
+@habit("ReduceLROnPlateau", slow=True)
+def plateau(loop: Loop) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.2)
+
+    with_scheduler(loop, make, before=True, metric=True)
+
+
+@habit("SequentialLR of a warm-up and a cosine", slow=True)
+def sequential(loop: Loop) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        parts = [schedulers.LinearLR(optimizer, 0.1, total_iters=2), schedulers.CosineAnnealingLR(optimizer, 4)]
+        return schedulers.SequentialLR(optimizer, parts, [2])
+
+    with_scheduler(loop, make, before=False)
+
+
+@habit("a scheduler on a tensor learning rate", slow=True)
+def tensor_lr(loop: Loop) -> None:
+    model, optimizer = loop.begin(optimizer="adamw_tensor")
+    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        scheduler.step()
+        loop.see("lr", float(optimizer.param_groups[0]["lr"]))
+
+
+@habit("scheduler.step() before optimizer.step()", early="changed")
+def scheduler_first(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        scheduler.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a scheduler's state_dict saved and loaded into a new one", slow=True)
+def scheduler_state(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    scheduler = schedulers.CosineAnnealingLR(optimizer, 10)
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        scheduler.step()
+        state = scheduler.state_dict()
+        scheduler = schedulers.CosineAnnealingLR(optimizer, 10)
+        scheduler.load_state_dict(state)
+        loop.see("lr", scheduler.get_last_lr())
+
+
+@habit("lr set by hand before forward")
+def lr_by_hand(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (step + 1)
+        loop.step(model, optimizer, step)
+
+
+@habit("lr set by hand between forward and backward", slow=True)
+def lr_before_backward(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("lr set by hand between backward and step()", placements=LATE)
+def lr_after_backward(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+habit(
+    "lr set by hand between backward and step(); in_backward is asked for",
+    REFUSED,
+    "lr was changed.*before backward",
+    placements=EARLY,
+)(lr_after_backward)
+
+
+@habit(
+    "lr set by hand between backward and step() now and then; placement auto",
+    REFUSED,
+    "lr was changed",
+    placements=("auto",),
+)
+def lr_now_and_then(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if step == 3:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("lr set through the optimizer that was passed in", slow=True)
+def lr_of_given(loop: Loop) -> None:
+    model = models.build("toy")
+    given = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = loop.offload(model, given)
+    for step in range(STEPS):
+        for group in given.param_groups:
+            group["lr"] = 1e-3 * (step + 1)
+        loop.step(model, optimizer, step)
+
+
+@habit("lr of zero for some steps", slow=True)
+def lr_zero(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 0.0 if step in (0, 3) else 1e-3
+        loop.step(model, optimizer, step)
+
+
+@habit("weight decay and betas scheduled by hand")
+def decay_schedule(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        optimizer.param_groups[0].update(weight_decay=0.1 * step, betas=(0.9 - 0.01 * step, 0.99))
+        loop.step(model, optimizer, step)
+
+
+@habit("a group for each layer, with a learning rate of its own")
+def groups(loop: Loop) -> None:
+    model = models.build("toy")
+    parts = [model.embedding, *model.blocks, model.head]
+    given = [{"params": list(part.parameters()), "lr": 1e-3 * 0.7**depth} for depth, part in enumerate(parts)]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    scheduler = schedulers.LambdaLR(optimizer, [lambda step, n=n: 1 / (1 + n * step) for n in range(len(parts))])
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        scheduler.step()
+
+
+@habit("a group for each parameter", slow=True)
+def group_each(loop: Loop) -> None:
+    model = models.build("toy")
+    given = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in model.parameters()]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("groups with names of their own (named_parameters)", slow=True)
+def named_groups(loop: Loop) -> None:
+    model = models.build("toy")
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.named_parameters()))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+    loop.see("names", optimizer.param_groups[0]["param_names"])
+
+
+@habit("extra keys of the loop's own in param_groups", slow=True)
+def extra_keys(loop: Loop) -> None:
+    model = models.build("toy")
+    given = [{"params": list(model.parameters()), "lr_scale": 0.5, "name": "all"}]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * group["lr_scale"]
+        loop.step(model, optimizer, step)
+
+
+@habit("add_param_group after offload", REFUSED, "before offload|offload")
+def add_group(loop: Loop) -> None:
+    model = models.build("toy")
+    model.head.requires_grad_(False)
+    given = [p for p in model.parameters() if p.requires_grad]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    for step in range(STEPS):
+        if step == 2:
+            model.head.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 1e-3})
+        loop.step(model, optimizer, step)
+
+
+@habit("add_param_group on the optimizer that was passed in", REFUSED, "before offload|offload", slow=True)
+def add_group_to_given(loop: Loop) -> None:
+    model = models.build("toy")
+    model.head.requires_grad_(False)
+    given = OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad])
+    optimizer = loop.offload(model, given)
+    for step in range(STEPS):
+        if step == 2:
+            model.head.requires_grad_(True)
+            given.add_param_group({"params": list(model.head.parameters()), "lr": 1e-3})
+        loop.step(model, optimizer, step)
+
+
+@habit("groups appended to param_groups by hand", REFUSED, "offload", slow=True)
+def append_group(loop: Loop) -> None:
+    model = models.build("toy")
+    model.head.requires_grad_(False)
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad]))
+    for step in range(STEPS):
+        if step == 2:
+            model.head.requires_grad_(True)
+            first = optimizer.param_groups[0]
+            optimizer.param_groups.append({**first, "params": list(model.head.parameters())})
+        loop.step(model, optimizer, step)
+
+
+@habit("parameters moved from one group to another", REFUSED, "offload", slow=True)
+def move_between_groups(loop: Loop) -> None:
+    model = models.build("toy")
+    head = list(model.head.parameters())
+    rest = [p for p in model.parameters() if all(p is not h for h in head)]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"]([{"params": rest}, {"params": head, "lr": 1e-4}]))
+    for step in range(STEPS):
+        if step == 2:
+            moved = optimizer.param_groups[1]["params"].pop()
+            optimizer.param_groups[0]["params"].append(moved)
+        loop.step(model, optimizer, step)
+
+
+@habit("parameters taken out of their group", REFUSED, "offload")
+def out_of_group(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.param_groups[0]["params"].pop()
+        loop.step(model, optimizer, step)
+
+
+@habit("parameters frozen in the middle of training")
+def freeze(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        if step == 2:
+            model.blocks[0].requires_grad_(False)
+        loop.step(model, optimizer, step)
+    model.requires_grad_(True)
+
+
+@habit("parameters frozen and unfrozen in turns")
+def freeze_in_turns(loop: Loop) -> None:
+    model, optimizer = loop.begin(policy="fp32")
+    for step in range(STEPS):
+        for number, block in enumerate(model.blocks):
+            block.requires_grad_(step % 3 != number)
+        loop.step(model, optimizer, step)
+    model.requires_grad_(True)
+
+
+@habit("embedding or single matrices frozen and unfrozen in turns", slow=True)
+def freeze_some(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        model.embedding.requires_grad_(step % 2 == 0)
+        model.blocks[1].up.requires_grad_(step % 2 == 1)
+        loop.step(model, optimizer, step)
+    model.requires_grad_(True)
+
+
+@habit("parameters in the optimizer that are unfrozen after offload", REFUSED, "offload")
+def unfreeze(loop: Loop) -> None:
+    model = models.build("toy", policy="fp32")
+    model.blocks[0].requires_grad_(False)
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.parameters()))
+    for step in range(STEPS):
+        if step == 2:
+            model.blocks[0].requires_grad_(True)
+        loop.step(model, optimizer, step)
+
+
+@habit("everything frozen but the head, then everything unfrozen", REFUSED, "offload", slow=True)
+def unfreeze_all(loop: Loop) -> None:
+    model = models.build("toy", policy="fp32")
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.parameters()))
+    for step in range(STEPS):
+        if step == 2:
+            model.requires_grad_(True)
+        loop.step(model, optimizer, step)
+
+
+@habit("frozen at offload, never trained, all given to the optimizer", slow=True)
+def frozen_given(loop: Loop) -> None:
+    model = models.build("toy")
+    model.blocks[0].requires_grad_(False)
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.parameters()))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("step() with a closure")
+def closure(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loop.loss(model, step)
+            loss.backward()
+            return loss
+
+        loop.see("returned", optimizer.step(evaluate))
+
+
+@habit("step() with a closure, gradients clipped in it", early=PLACEMENT)
+def closure_clipped(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loop.loss(model, step)
+            loss.backward()
+            loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            return loss
+
+        optimizer.step(evaluate)
+
+
+@habit("LBFGS", REFUSED, "LBFGS")
+def lbfgs(loop: Loop) -> None:
+    model = models.build("toy")
+    optimizer = loop.offload(model, torch.optim.LBFGS(model.parameters(), max_iter=2))
+    for step in range(2):
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loop.loss(model, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
+    loop.trained.clear()
+
+
+@habit("step() twice with the same gradients", REFUSED, "zero_grad")
+def step_twice(loop: Loop) -> None:
+    """In memory the gradients are applied twice."""
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        if step == 2:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("step() without any gradient", slow=True)
+def step_for_nothing(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    optimizer.step()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        optimizer.step()
+
+
+@habit("step() before the first backward of a new epoch, zero_grad at its end", slow=True)
+def step_early(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.loss(model, step).backward()
+    optimizer.step()
+
+
+@habit("step() of the optimizer that was passed in", REFUSED, "offload")
+def step_of_given(loop: Loop) -> None:
+    model = models.build("toy")
+    given = OPTIMIZERS["adamw"](model.parameters())
+    loop.offload(model, given)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        given.step()
+        given.zero_grad()
+
+
+@habit("zero_grad() of the optimizer that was passed in", slow=True)
+def zero_of_given(loop: Loop) -> None:
+    model = models.build("toy")
+    given = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = loop.offload(model, given)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        given.zero_grad()
+
+
+@habit("two optimizers over one model", REFUSED, "optimizer")
+def two_optimizers(loop: Loop) -> None:
+    model = models.build("toy")
+    body = [p for part in (model.embedding, model.blocks) for p in part.parameters()]
+    first = loop.offload(model, torch.optim.AdamW(body, lr=1e-3))
+    second = torch.optim.SGD(model.head.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        first.step()
+        second.step()
+        model.zero_grad()
+
+
+@habit("hooks around step(): register_step_pre_hook, register_step_post_hook")
+def step_hooks(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: loop.see("before", len(opt.param_groups)))
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: loop.see("after", len(opt.param_groups)))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("hooks around step() that were registered before offload")
+def step_hooks_before(loop: Loop) -> None:
+    model = models.build("toy")
+    given = OPTIMIZERS["adamw"](model.parameters())
+    given.register_step_pre_hook(lambda opt, args, kwargs: loop.see("before", 1))
+    given.register_step_post_hook(lambda opt, args, kwargs: loop.see("after", 1))
+    optimizer = loop.offload(model, given)
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("an entry of optimizer.state set", REFUSED, "state", slow=True)
+def set_state(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            state = optimizer.state[model.head.bias]
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+@habit("optimizer.state = defaultdict(dict)", REFUSED, "state")
+def replace_state(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            optimizer.state = defaultdict(dict)
+
+
+@habit("optimizer.state[p] read: moments and step counts")
+def read_state(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        state = optimizer.state[model.blocks[1].up.weight]
+        loop.see("keys", sorted(state))
+        loop.see("step", float(state["step"]))
+        loop.see("moment", state["exp_avg"])
+        loop.see("second", state["exp_avg_sq"].sqrt().mean())
+
+
+@habit("optimizer.state written: moments of a layer set to zero, step counts too")
+def write_state(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            for param in model.blocks[0].parameters():
+                optimizer.state[param]["exp_avg"].zero_()
+                optimizer.state[param]["exp_avg_sq"].mul_(0.5)
+                optimizer.state[param]["step"] -= 1
+
+
+@habit("optimizer.state cleared, for a fresh start of the moments", REFUSED, "state")
+def clear_state(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            optimizer.state.clear()
+
+
+@habit(
+    "a new optimizer of torch made over the model in the middle of training",
+    placements=("in_forward", "after_backward"),
+    note="it updates weights one by one, in memory",
+)
+def new_optimizer(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+habit(
+    "a new optimizer of torch made over the model in the middle of training; updates run in backward",
+    REFUSED,
+    r"step\(\) has not been|used up",
+    placements=("auto", *EARLY),
+)(new_optimizer)
+
+
+@habit("optimizer.state_dict()", REFUSED, "commit")
+def state_dict(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            loop.see("state", len(optimizer.state_dict()["state"]))
+
+
+@habit("optimizer.load_state_dict()", REFUSED, "resume|dcp")
+def load_state_dict(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            group = optimizer.param_groups[0]
+            numbers = list(range(len(group["params"])))
+            optimizer.load_state_dict({"state": {}, "param_groups": [{**group, "params": numbers}]})
+
+
+@habit("get_state_dict of torch.distributed.checkpoint", REFUSED, "commit")
+def distributed_state(loop: Loop) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2:
+            loop.see("keys", len(get_state_dict(model, optimizer)[1]["state"]))
+
+
+@habit("a loss that is not finite is skipped before backward")
+def skip_before(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = loop.loss(model, step) * (float("nan") if step in (1, 3) else 1)
+        optimizer.zero_grad()
+        if not loss.isfinite():
+            continue
+        loss.backward()
+        optimizer.step()
+
+
+@habit("a step of a loss that is not finite is taken as it is")
+def take_nan(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        (loop.loss(model, step) * (float("nan") if step == 3 else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("an infinite loss is taken as it is", slow=True)
+def take_inf(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        (loop.loss(model, step) * (float("inf") if step == 3 else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("an error in forward is caught, and the loop goes on")
+def error_in_forward(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        try:
+            if step in (1, 3):
+                model.blocks[1].forward = _fail
+            loop.loss(model, step).backward()
+            optimizer.step()
+        except ValueError:
+            loop.see("error", step)
+        finally:
+            model.blocks[1].__dict__.pop("forward", None)
+        optimizer.zero_grad()
+
+
+def _fail(*_: Any) -> Any:
+    raise ValueError("a bad batch")
+
+
+@habit("an error in forward before any unit is gathered is caught", slow=True)
+def error_at_once(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        try:
+            tokens = batch(model, step)
+            if step in (1, 3):
+                tokens = tokens + 1000
+            loss = model(tokens)
+            loop.see("loss", loss)
+            loss.backward()
+            optimizer.step()
+        except IndexError:
+            loop.see("error", step)
+        optimizer.zero_grad()
+
+
+class _Fails(torch.autograd.Function):
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if _Fails.armed:
+            _Fails.armed = False
+            raise MemoryError("out of memory")
+        return grad
+
+
+class Fragile(models.Toy):
+    """Its backward fails behind its last block when it is told to."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+            if index == 1:
+                x = _Fails.apply(x)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+def retried(loop: Loop, *, sequences: int) -> None:
+    """Train with a backward that fails once; the batch is tried again."""
+    model, optimizer = loop.begin(Fragile())
+    for step in range(STEPS):
+        _Fails.armed = step == 3
+        try:
+            loop.loss(model, step, 4).backward()
+        except MemoryError:
+            loop.see("error", step)
+            optimizer.zero_grad()
+            for part in range(4 // sequences):
+                loop.loss(model, 10 * step + part, sequences).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a backward that fails is tried again", placements=("in_forward", "after_backward"))
+def retry(loop: Loop) -> None:
+    retried(loop, sequences=4)
+
+
+habit("a backward that fails is tried again; updates run in backward", REFUSED, PLACEMENT, placements=("auto", *EARLY))(
+    retry
+)
+
+
+@habit("out of memory in backward: again with half a batch, twice", placements=("in_forward", "after_backward"))
+def retry_halved(loop: Loop) -> None:
+    retried(loop, sequences=2)
+
+
+@habit("KeyboardInterrupt in forward is caught, the state committed, training goes on")
+def interrupt(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        try:
+            if step == 2:
+                model.blocks[2].forward = _interrupt
+            loop.loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except KeyboardInterrupt:
+            loop.see("interrupted", step)
+            loop.commit(optimizer)
+        finally:
+            model.blocks[2].__dict__.pop("forward", None)
+
+
+def _interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@habit("backward in another thread")
+def in_a_thread(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("the whole loop in another thread", slow=True)
+def loop_in_a_thread(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+
+    def train() -> None:
+        for step in range(STEPS):
+            loop.step(model, optimizer, step)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+
+
+@habit("torch.profiler around steps", slow=True)
+def profiler(loop: Loop) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    model, optimizer = loop.begin()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for step in range(STEPS):
+            loop.step(model, optimizer, step)
+            profiled.step()
+
+
+@habit("anomaly detection", slow=True)
+def anomaly(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    with torch.autograd.set_detect_anomaly(True):
+        for step in range(STEPS):
+            loop.step(model, optimizer, step)
+
+
+@habit("torch.set_default_dtype(float64) while training", slow=True)
+def default_dtype(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    torch.set_default_dtype(torch.float64)
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+
+
+@habit("torch.use_deterministic_algorithms", slow=True)
+def deterministic(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    torch.use_deterministic_algorithms(True)
+    try:
+        for step in range(STEPS):
+            loop.step(model, optimizer, step)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@habit("with torch.device(...) and torch.set_default_device around the loop", slow=True)
+def default_device(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    with torch.device("cpu"):
+        for step in range(STEPS):
+            loop.step(model, optimizer, step)
+
+
+@habit("two models with an optimizer each, trained against each other", slow=True)
+def adversaries(loop: Loop) -> None:
+    one, first = loop.begin()
+    other, second = loop.begin(seed=1)
+    for step in range(STEPS):
+        loss = loop.loss(one, step) - 0.1 * loop.loss(other, step)
+        loss.backward()
+        first.step()
+        first.zero_grad()
+        second.step()
+        second.zero_grad()
+
+
+class Generator(models.Toy):
+    """Gives rows of numbers."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+class Discriminator(models.Toy):
+    """Takes rows of numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.head.weight.dtype) @ self.embedding.weight
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x).float().mean()
+
+
+def gan(loop: Loop, *, frozen: bool, drop: str) -> None:
+    """Train generator and discriminator in turns; the gradients that the generator's loss leaves in the other drop."""
+    maker, first = loop.begin(Generator())
+    judge, second = loop.begin(Discriminator(blocks=2))
+    for step in range(STEPS):
+        fake = maker(batch(maker, step))
+        real = torch.nn.functional.one_hot(batch(maker, 40 + step), 131).float()
+        loss = judge(fake.detach()) - judge(real)
+        loop.see("judge", loss)
+        loss.backward()
+        second.step()
+        second.zero_grad()
+        if frozen:
+            judge.requires_grad_(False)
+        loss = -judge(maker(batch(maker, step)))
+        loop.see("maker", loss)
+        loss.backward()
+        first.step()
+        first.zero_grad()
+        if frozen:
+            judge.requires_grad_(True)
+        elif drop == "model":
+            judge.zero_grad()
+        else:
+            second.zero_grad()
+
+
+@habit("GAN, the discriminator frozen while the generator is trained")
+def gan_frozen(loop: Loop) -> None:
+    gan(loop, frozen=True, drop="")
+
+
+@habit(
+    "GAN, the discriminator's gradients of the generator's loss dropped", placements=("in_forward", "after_backward")
+)
+def gan_dropped(loop: Loop) -> None:
+    gan(loop, frozen=False, drop="optimizer")
+
+
+@habit(
+    "GAN, the discriminator's gradients of the generator's loss dropped by its zero_grad()",
+    placements=("in_forward", "after_backward"),
+    slow=True,
+)
+def gan_dropped_by_model(loop: Loop) -> None:
+    gan(loop, frozen=False, drop="model")
+
+
+habit(
+    "GAN, the discriminator's gradients of the generator's loss dropped; updates run in backward",
+    REFUSED,
+    PLACEMENT,
+    placements=("auto", *EARLY),
+)(gan_dropped)
+
+
+@habit("a frozen reference model in memory beside it", slow=True)
+def reference(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    frozen = models.build("toy", seed=3).requires_grad_(False)
+    for step in range(STEPS):
+        with torch.no_grad():
+            aim = loop.loss(frozen, step)
+        (loop.loss(model, step) - aim).abs().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@habit("a training loop resumed in the same process", ranks=(1,))
+def resume(loop: Loop) -> None:
+    from pathlib import Path
+
+    model = models.build("toy")
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.parameters()))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        if step == 2 and loop.paging is not None:
+            optimizer.commit()
+            optimizer.close()
+            paths = [str(Path(loop._folder) / "0" / "nvme0")]
+            loop.trained.clear()
+            model = models.build("toy", seed=9)
+            given = OPTIMIZERS["adamw"](model.parameters())
+            optimizer = loop.offload(model, given, storage={"paths": paths}, run={"resume": "latest"})
+
+
+@habit("a commit after every step", slow=True)
+def commits(loop: Loop) -> None:
+    model, optimizer = loop.begin()
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        loop.commit(optimizer)
+
+
+@habit("other things drawn from the global generator: offload and training leave it as memory does", slow=True)
+def generator(loop: Loop) -> None:
+    torch.manual_seed(5)
+    model, optimizer = loop.begin("gpt2")
+    loop.see("drawn", torch.rand(3))
+    for step in range(STEPS):
+        loop.step(model, optimizer, step)
+        loop.see("drawn", torch.rand(3))

@@ -1,0 +1,46 @@
+"""Modules of the packages, and what they import."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import infinity
+
+PACKAGE = Path(infinity.__file__).parent
+
+
+ROOT = PACKAGE.parent
+
+
+def modules(folder: Path, package: str) -> dict[str, Path]:
+    """Return the modules of a package by dotted name."""
+    found = {}
+    for file in folder.rglob("*.py"):
+        parts = [package, *file.relative_to(folder).with_suffix("").parts]
+        found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Yield what a file imports, anywhere in it, as dotted names; not what it imports for types only."""
+    tree = ast.parse(file.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+MODULES = modules(PACKAGE, "infinity")

@@ -1,0 +1,441 @@
+"""Training with any optimizer in memory and paged, comparing every bit; and optimizers that make trouble."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import infinity
+from support import models
+from support.train import (
+    PAGE,
+    Outcome,
+    Paging,
+    batch,
+    differences,
+    host_bytes,
+    settings,
+    state_in_memory,
+    state_on_nvme,
+)
+
+STEPS = 8
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class Pictures(models.Toy):
+    """Matrices, vectors, and a weight of four dimensions that spans pages."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.first = nn.Conv2d(1, 16, 1)
+        self.second = nn.Conv2d(16, 32, 5, padding=2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = x + self.second(self.first(x.unsqueeze(1)).relu()).mean(1)
+        return torch.nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+def build() -> nn.Module:
+    """Return the model, sharded."""
+    torch.manual_seed(0)
+    return models.shard(Pictures())
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return two param groups with other settings: matrices, and all else."""
+    params = list(model.parameters())
+    return [
+        {"params": [param for param in params if param.ndim == 2]},
+        {"params": [param for param in params if param.ndim != 2], "weight_decay": 0.0},
+    ]
+
+
+class Local:
+    """An optimizer over the local tensors of sharded parameters, for those that cannot run on DTensors."""
+
+    def __init__(self, model: nn.Module, make: Make) -> None:
+        self._pairs = [(param, nn.Parameter(param.to_local().detach())) for param in model.parameters()]
+        of = {id(param): part for param, part in self._pairs}
+        self._inner = make([{**g, "params": [of[id(param)] for param in g["params"]]} for g in groups_of(model)])
+        self.param_groups = self._inner.param_groups
+
+    def step(self) -> None:
+        for param, part in self._pairs:
+            part.grad = param.grad.to_local() if param.grad is not None else None
+        self._inner.step()
+
+    def zero_grad(self) -> None:
+        for param, _ in self._pairs:
+            param.grad = None
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        return {param: self._inner.state.get(part, {}) for param, part in self._pairs}
+
+
+def train(model: nn.Module, optimizer: Any, outcome: Outcome, first: int = 0, last: int = STEPS) -> None:
+    """Run steps, with another learning rate in each."""
+    rates = [group.get("initial", group["lr"]) for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["initial"] = rate
+    for step in range(first, last):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate / (1 + step % 3)
+        loss = models.loss_of(model, batch(model, step))
+        loss.backward()
+        outcome.losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values_of(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the numbers in the param groups."""
+    return {
+        f"group {number}": {
+            key: torch.as_tensor(value).reshape(-1)
+            for key, value in group.items()
+            if key != "params" and isinstance(value, int | float | torch.Tensor)
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    }
+
+
+@functools.cache
+def in_memory(make: Make) -> Outcome:
+    """Train under plain FSDP2."""
+    try:
+        return _in_memory(lambda model: make(groups_of(model)))
+    except (NotImplementedError, RuntimeError):  # it cannot run on DTensors
+        return _in_memory(lambda model: Local(model, make))
+
+
+def _in_memory(make: Callable[[nn.Module], Any]) -> Outcome:
+    model = build()
+    optimizer, outcome = make(model), Outcome()
+    train(model, optimizer, outcome)
+    outcome.state = state_in_memory(model, optimizer) | values_of(optimizer)
+    return outcome
+
+
+def paged(make: Make, folder: Path, *, placement: str = "auto", commit: int = 0, page: int = PAGE) -> Outcome:
+    """Train with everything on NVMe; commit after so many steps, if not 0, and resume from that in another model."""
+    paging, outcome = Paging(arena="least", placement=placement, page=page), Outcome()
+    first = 0
+    for last in (commit, STEPS) if commit else (STEPS,):
+        model = build()
+        optimizer = make(groups_of(model))
+        host = host_bytes(paging, model, optimizer, folder)
+        run = {"resume": "latest"} if first else {}
+        with infinity.offload(model, optimizer, settings(folder, paging, host, run=run)) as offloaded:
+            train(model, offloaded, outcome, first, last)
+            if last == commit:
+                offloaded.commit()
+            else:
+                outcome.state = state_on_nvme(model, offloaded) | values_of(offloaded)
+        first = last
+    return outcome
+
+
+def compare(make: Make, folder: Path, **given: Any) -> list[str]:
+    """Train both ways; return what differs."""
+    with tempfile.TemporaryDirectory(dir=folder) as apart:
+        return differences(in_memory(make), paged(make, Path(apart), **given))
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+# Optimizers that make trouble #
+
+
+class CounterInGroup(torch.optim.Optimizer):
+    """Counts steps in its param groups, as many packages do; one group has lists and tensors that change, too."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "step": 0})
+        for group in self.param_groups:
+            group["recent"], group["tensor"] = [0, [0.0]], torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            group["recent"][1][0] = 1 / group["step"]
+            group["tensor"].add_(1.0)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["mean"] = torch.zeros_like(param)
+                state["mean"].lerp_(param.grad, 0.1)
+                rate = group["lr"] * (1 + group["recent"][1][0]) / float(group["tensor"])
+                param.mul_(1 - rate * group["weight_decay"])
+                param.add_(state["mean"] / (1 - 0.9 ** group["step"]), alpha=-rate)
+
+
+class CounterOnSelf(torch.optim.SGD):
+    """Counts steps on itself."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad / self.count
+        return super().step(closure)
+
+
+class DecayOfMatrices(torch.optim.SGD):
+    """Decays what has two dimensions or more."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.ndim >= 2:
+                    param.mul_(1 - group["lr"] * 0.1)
+        return super().step(closure)
+
+
+class Centralised(torch.optim.SGD):
+    """Takes the mean of each row from the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.ndim >= 2:
+                    grad = local(param.grad)
+                    grad.sub_(grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True))
+        return super().step(closure)
+
+
+class TrustRatio(torch.optim.SGD):
+    """Scales the gradient by the norms of parameter and gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad * (param.norm() / (param.grad.norm() + 1e-6))
+        return super().step(closure)
+
+
+class Keywords(torch.optim.SGD):
+    """A subclass whose constructor names no settings."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+
+
+class SettingOnSelf(torch.optim.SGD):
+    """Keeps a setting on itself, and none of it in the groups."""
+
+    def __init__(self, params: Any, factor: float = 1.0, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.factor = factor
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad * self.factor
+        return super().step(closure)
+
+
+class GlobalNorm(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.stack([param.grad.norm() for param in params]).norm() + 1e-6
+        for param in params:
+            param.grad = param.grad / norm
+        return super().step(closure)
+
+
+class LargestRate(torch.optim.SGD):
+    """Uses the learning rate of the first group for all."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-self.param_groups[0]["lr"])
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad + torch.randn_like(param.grad)
+        return super().step(closure)
+
+
+class Factored(torch.optim.SGD):
+    """Keeps one number for every row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("rows", torch.zeros(len(param))).add_(1)
+        return super().step(closure)
+
+
+class Replacing(torch.optim.Optimizer):
+    """Puts new tensors in place of its state, of another dtype than the parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["n"] = state.get("n", 0.0) + 1.0
+                    state["mean"] = (state["mean"] * 0.9 if "mean" in state else 0) + param.grad.double() / state["n"]
+                    param.sub_(state["mean"].to(param.dtype), alpha=group["lr"])
+
+
+class LossDependent(torch.optim.SGD):
+    """Scales its steps by the loss of the closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else 1.0
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad * float(loss)
+        super().step()
+        return loss
+
+    def first_step(self) -> None:
+        """A method of its own."""
+
+
+class Ruled(torch.optim.SGD):
+    """Updates by a factor that a rule finds, which is kept on it and asked for every parameter."""
+
+    def __init__(self, params: Any, rule: Any = None, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.rule = rule
+        self.factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * self.factor_of(param))
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor of a parameter."""
+        return self.factor
+
+
+class ById(Ruled):
+    """Knows parameters by their ids."""
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor of a parameter."""
+        return 0.1 if id(param) in self.rule else 1.0
+
+
+class ByParameter(Ruled):
+    """Knows parameters by themselves."""
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor of a parameter."""
+        return float(self.rule.get(param, 1.0))
+
+
+class ByAttribute(Ruled):
+    """Knows parameters by an attribute that was set on them."""
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor of a parameter."""
+        return 0.1 if getattr(param, "small", False) else 1.0
+
+
+class ByName(Ruled):
+    """Knows parameters by their names."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param, name in zip(group["params"], group["param_names"]):  # noqa: B905 (as users write it)
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * (0.1 if "blocks.1" in name else 1.0))
+
+
+class ByFunction(Ruled):
+    """Asks a function that reaches the optimizer, or a method, which does not outlive its object."""
+
+    def __init__(self, params: Any, *, method: bool = False, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.rule = self.current if method else lambda: self.factor
+
+    def current(self) -> float:
+        """Return the factor."""
+        return self.factor
+
+    def factor_of(self, param: torch.Tensor) -> float:
+        """Return the factor of a parameter."""
+        return float(self.rule())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.factor *= 0.5
+        return super().step(closure)
+
+
+class Halving(torch.optim.SGD):
+    """Halves gradients where others drop them."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Halve."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad * 0.5
+
+
+class Dropping(torch.optim.SGD):
+    """Drops gradients as torch does, in its own words."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop."""
+        super().zero_grad(set_to_none=set_to_none)

@@ -1,0 +1,63 @@
+"""Runs that go on from a commit where pages lie otherwise, and what is compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.reader import CommitReader
+from infinity.store.folder import RunFolder
+from infinity.store.marker import look_for_runs
+from support.train import Outcome, Paging, Recipe, offloaded, train
+
+LATEST = {"resume": "latest"}
+
+
+def begin(recipe: Recipe, folder: str) -> None:
+    """Train a recipe and commit. Runs on every rank."""
+    with offloaded(recipe, Paging(arena="least"), Path(folder)) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        optimizer.commit({"note": "mine"})
+
+
+def go_on(recipe: Recipe, folder: str, steps: int, state_format: str = "fp32") -> tuple[int, Any]:
+    """Resume, train some steps more, commit; return the step gone on from and `extra`. Runs on every rank."""
+    paging = Paging(arena="least", format=state_format)
+    with offloaded(recipe, paging, Path(folder), run=LATEST) as (model, optimizer):
+        first, extra = optimizer.steps, optimizer.resumed_extra
+        if steps:
+            train(Recipe(**{**recipe.__dict__, "steps": first + steps}), model, optimizer, Outcome(), first=first)
+            optimizer.commit()
+        return first, extra
+
+
+def newest(folder: Path) -> CommitReader:
+    """Return the newest commit of the newest run."""
+    path = folder / "nvme0"
+    run_id = look_for_runs([path])[0][-1].run_id
+    return CommitReader(RunFolder(run_id, (path / run_id,)))
+
+
+def everything(reader: CommitReader) -> dict[str, torch.Tensor]:
+    """Return all whole parameters and states, and the scalars."""
+    found: dict[str, torch.Tensor] = {}
+    for index, spec in enumerate(reader.tensors):
+        found[spec.names[0]] = reader.read(index)
+        for kind, _ in reader.kinds(index):
+            found[f"{spec.names[0]}/{kind}"] = reader.read(index, kind)
+    for rank in range(reader.world_size):
+        for shard, scalars in reader.manifest(rank).scalars.items():
+            for key, value in scalars.items():
+                found[f"{reader.tensors[shard].names[0]}/{key}"] = torch.tensor(value["value"])
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of what differs."""
+    return [name for name in one.keys() | other.keys() if not _equal(one.get(name), other.get(name))]
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)

@@ -1,0 +1,331 @@
+"""Every state that the files of a run can be in when nobody uses them, and what each command says of it.
+
+    PYTHONPATH=tests python -m support.states        writes the table into docs/failures.md
+
+One run of one rank and one of two, with commits of steps 3 and 6. A state is made on a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from typer.testing import CliRunner
+
+from infinity.checkpoint.manifest import checksum_of, published_in, read_manifest
+from infinity.errors import InfinityError
+from infinity_tools.cli import app
+from support.ranks import RankPool
+from support.session import Session
+
+PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
+BEGIN, END = "<!-- states at rest: begin -->\n", "<!-- states at rest: end -->\n"
+
+
+@dataclass(frozen=True)
+class State:
+    """What is done to the files, on `ranks` ranks; `files` gives it the run's folder, and that of another branch."""
+
+    name: str
+    make: Callable[[Path, Path], None]
+    ranks: int = 1
+
+
+def manifest(root: Path, step: int, rank: int = 0) -> Path:
+    """Return a manifest."""
+    (found,) = (root / "commits").glob(f"step{step:012d}.rank{rank:05d}-of-*.json")
+    return found
+
+
+def state_file(root: Path, step: int) -> Path:
+    """Return the state file of rank 0."""
+    (found,) = (root / "commits").glob(f"step{step:012d}.rank00000.*.safetensors")
+    return found
+
+
+def flip(file: Path, offset: int | None = None) -> None:
+    """Invert one bit, in the middle by default."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if offset is None else offset] ^= 1
+    file.write_bytes(content)
+
+
+def spoil(file: Path) -> None:
+    """Invert one bit of a manifest where it stays JSON: what is said of it must not depend on times and identities."""
+    flip(file, file.read_bytes().index(b"AdamW"))
+
+
+def flip_page(root: Path) -> None:
+    """Invert one bit of a page that only the newest commit has."""
+    newest, older = (read_manifest(manifest(root, step)).pages for step in (6, 3))
+    page = next(page for page in newest if newest[page] != older[page])
+    flip(root / "rank00000.pages", newest[page].extent.offset)
+
+
+def older_data(root: Path, other: Path) -> None:
+    """Put back the data file of another branch."""
+    shutil.copy2(other / "rank00000.pages", root / "rank00000.pages")
+
+
+def format_1(root: Path) -> None:
+    """Make the newest manifest one of the format before."""
+    file = manifest(root, 6)
+    body = json.loads(json.loads(file.read_text())["body"]) | {"format": 1}
+    text = json.dumps(body)
+    file.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
+    file.rename(file.with_name(re.sub(r"\.[0-9a-f]{24}\.json", ".json", file.name)))
+
+
+def swap(root: Path, other: Path, step: int, rank: int) -> None:
+    """Have the files of one rank's commit from another branch."""
+    for file in (root / "commits").glob(f"step{step:012d}.rank{rank:05d}*"):
+        file.unlink()
+    for file in (other / "commits").glob(f"step{step:012d}.rank{rank:05d}*"):
+        shutil.copy2(file, root / "commits")
+
+
+def foreign(root: Path) -> None:
+    """Have a manifest of another run in the place of the newest."""
+    file = manifest(root, 6)
+    body = json.loads(json.loads(file.read_text())["body"]) | {"run_id": "20200101-000000-aaaaaa"}
+    text = json.dumps(body)
+    file.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
+
+
+def halve(file: Path) -> None:
+    """Cut a file in the middle."""
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def half_written(root: Path) -> None:
+    """Leave what a commit of step 9 has before its rename."""
+    name = manifest(root, 6).name.replace("6", "9", 1)
+    (root / "commits" / f"{name}.tmp").write_bytes(manifest(root, 6).read_bytes()[:1000])
+    name = state_file(root, 6).name.replace("6", "9", 1)
+    (root / "commits" / name).write_bytes(state_file(root, 6).read_bytes())
+
+
+STATES = (
+    State("nothing is wrong", lambda root, other: None),
+    State("pages: a bit of the newest commit is flipped", lambda root, other: flip_page(root)),
+    State("pages: the file is missing", lambda root, other: (root / "rank00000.pages").unlink()),
+    State("pages: the file ends early", lambda root, other: halve(root / "rank00000.pages")),
+    State("pages: the file is of another branch", older_data),
+    State("manifest of the newest commit: damaged", lambda root, other: spoil(manifest(root, 6))),
+    State("manifest of the newest commit: missing", lambda root, other: manifest(root, 6).unlink()),
+    State("manifest of the newest commit: ends early", lambda root, other: halve(manifest(root, 6))),
+    State("manifest of the newest commit: of another run", lambda root, other: foreign(root)),
+    State("manifest of the newest commit: of format 1", lambda root, other: format_1(root)),
+    State("manifest of the older commit: damaged", lambda root, other: spoil(manifest(root, 3))),
+    State("state file of the newest commit: damaged", lambda root, other: flip(state_file(root, 6))),
+    State("state file of the newest commit: missing", lambda root, other: state_file(root, 6).unlink()),
+    State("state file of the newest commit: ends early", lambda root, other: halve(state_file(root, 6))),
+    State(
+        "state file of the newest commit: that of the older one",
+        lambda root, other: shutil.copy2(state_file(root, 3), state_file(root, 6)) and None,
+    ),
+    State("a commit that was being written", lambda root, other: half_written(root)),
+    State("both manifests: missing", lambda root, other: (manifest(root, 6).unlink(), manifest(root, 3).unlink())[0]),
+    State("the folder `commits`: missing", lambda root, other: shutil.rmtree(root / "commits")),
+    State("the marker `infinity.run`: a bit is flipped", lambda root, other: flip(root / "infinity.run")),
+    State("the marker `infinity.run`: missing", lambda root, other: (root / "infinity.run").unlink()),
+    State("one of two ranks: no manifest of the newest commit", lambda root, other: manifest(root, 6, 1).unlink(), 2),
+    State("one of two ranks: the newest commit is of another branch", lambda root, other: swap(root, other, 6, 1), 2),
+    State("one of two ranks: damaged manifest of the newest", lambda root, other: spoil(manifest(root, 6, 1)), 2),
+    State("one of two ranks: the data file is missing", lambda root, other: (root / "rank00001.pages").unlink(), 2),
+)
+
+
+def train(folder: str, branch: int) -> None:
+    """Commit steps 3 and 6, as often as there are branches; on every rank."""
+    with Session(Path(folder), run={"retained_commits": 2}) as session:
+        session.run(6, every=3)
+    for _ in range(branch):
+        run = {"retained_commits": 2, "resume": "latest", "resume_step": 3}
+        with Session(Path(folder), run=run) as session:
+            torch.rand(3)
+            session.run(6, every=3)
+
+
+def resume(folder: str) -> tuple[str, float]:
+    """Resume and train a step; return what is said and the loss. On every rank."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("infinity")
+    logger.addHandler(handler)
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        with Session(Path(folder), run={"retained_commits": 2, "resume": "latest"}) as session:
+            step = session.optimizer.steps
+            said[:] = [text for text in said if "earlier runs" not in text]
+            return "; ".join([f"step {step}", *said]), session.run(step + 1, every=0)[0]
+    except InfinityError as error:
+        return f"{type(error).__name__}: {error}", float("nan")
+    finally:
+        logger.removeHandler(handler)
+        torch.set_rng_state(state[0])
+        random.setstate(state[1])
+        np.random.set_state(state[2])
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    """Run a command; return status and output."""
+    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "1000"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said of a state: `step` is that from which training and export went on, -1 where they did not."""
+
+    resume: str
+    verify: str
+    scrub: str
+    export: str
+    gc: str
+    resumed: int
+    exported: int
+    verified: int
+    loss: float
+    after_gc: str
+
+
+class Ground:
+    """The two runs, and a place for copies."""
+
+    def __init__(self, place: Path, pair: RankPool) -> None:
+        self._place, self._pair = place, pair
+        for ranks in (1, 2):
+            for name, branch in (("run", 1), ("other", 0)):
+                folder = place / f"{ranks}-{name}"
+                folder.mkdir()
+                self._on(ranks, train, str(folder), branch)
+            _same_run(place / f"{ranks}-run", place / f"{ranks}-other")
+
+    def _on(self, ranks: int, function: Callable[..., object], *arguments: object) -> list[object]:
+        return self._pair.run(function, *arguments) if ranks == 2 else [function(*arguments)]
+
+    def answer(self, state: State) -> Answer:
+        """Make a state, and ask everybody."""
+        found: dict[str, object] = {}
+        texts: dict[str, str] = {}
+        for what in ("resume", "verify", "scrub", "export", "gc"):
+            folder = self._copy(state)
+            nvme = folder / "nvme0"
+            if what == "resume":
+                answers = self._on(state.ranks, resume, str(folder))
+                texts[what] = "; ".join(dict.fromkeys(self._plain(str(text), folder) for text, _ in answers))  # type: ignore[misc]
+                found["resumed"] = _step(texts[what])
+                found["loss"] = answers[0][1]  # type: ignore[index]
+                continue
+            if what == "export":
+                status, said = command("export", nvme, "--out", folder / "out")
+            elif what == "gc":
+                status, said = command("store", "gc", nvme, "--yes")
+                answers = self._on(state.ranks, resume, str(folder))
+                found["after_gc"] = "; ".join(dict.fromkeys(self._plain(str(text), folder) for text, _ in answers))  # type: ignore[misc]
+            else:
+                status, said = command("store", what, nvme)
+            if what == "verify":
+                found["verified"] = status
+            if what == "export":
+                found["exported"] = _step(said) if status == 0 else -1
+            texts[what] = _brief(status, self._plain(said, folder))
+        return Answer(**texts, **found)  # type: ignore[arg-type]
+
+    def _copy(self, state: State) -> Path:
+        folder = self._place / "copy"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self._place / f"{state.ranks}-run", folder)
+        state.make(_root(folder), _root(self._place / f"{state.ranks}-other"))
+        return folder
+
+    def _plain(self, text: str, folder: Path) -> str:
+        """Return a text without what is different every time."""
+        text = text.replace(f"{folder / 'nvme0'}/", "").replace(str(folder / "nvme0"), "PATH").replace(f"{folder}/", "")
+        text = re.sub(r"\d{8}-\d{6}-[0-9a-f]{6}", "RUN", text)
+        text = re.sub(r"\b[0-9a-f]{24}\b", "ID", text)
+        text = re.sub(r"checksum [0-9a-f]{16}, expected [0-9a-f]{16}", "checksum …, expected …", text)
+        text = re.sub(r"\b\d+ (bad pages?) of \d+|(all) \d+ (pages)", r"\2… \1\3", text)
+        text = re.sub(r"page \d+:|page \w+/\w+\[\d+\]|which has [1-9]\d+", _numberless, text)
+        numbers = r"\b\d+(\.\d+)? (KiB|MiB|B|bytes)|offset \d+|line 1 column \d+|char \d+|\(process \d+\)"
+        return re.sub(numbers, "…", text)
+
+
+def _numberless(found: re.Match[str]) -> str:
+    return found.group().split()[0] + (" has …" if "has" in found.group() else " …" + ":" * found.group().endswith(":"))
+
+
+def _root(folder: Path) -> Path:
+    (found,) = (entry for entry in (folder / "nvme0").iterdir() if entry.is_dir())
+    return found
+
+
+def _same_run(run: Path, other: Path) -> None:
+    """Give the files of another run the name and the id of this one."""
+    root, foreign_root = _root(run), _root(other)
+    renamed = foreign_root.rename(foreign_root.with_name(root.name))
+    for name in published_in(renamed / "commits"):
+        file = renamed / "commits" / name.file_name
+        body = json.loads(json.loads(file.read_text())["body"]) | {"run_id": root.name}
+        text = json.dumps(body)
+        file.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
+
+
+def _step(text: str) -> int:
+    found = re.search(r"step (\d+)", text)
+    return int(found.group(1)) if found and not re.match(r"\w+Error|error", text) else -1
+
+
+def _brief(status: int, said: str) -> str:
+    lines = [
+        line.strip() for line in said.splitlines() if line.strip() and not line.startswith(("exporting", "verifying"))
+    ]
+    lines = [line for line in lines if not line.startswith("no config.json")]
+    text = " / ".join(dict.fromkeys(line for line in lines))
+    if len(lines) > 3 and "bad page" in lines[0]:  # which page comes first depends on where they were written
+        text = f"{lines[0]} / {re.sub(r'step [0-9]+, ', '', lines[1])} / … / {lines[-1]}"
+    return f"{text} (status {status})" if status else text
+
+
+def table(ground: Ground, answers: Mapping[str, Answer] | None = None) -> str:
+    """Return the table as Markdown, of answers that are known or are asked for now."""
+    lines = ["| state | resume | verify and scrub | export | gc |", "|---|---|---|---|---|"]
+    for state in STATES:
+        found = answers[state.name] if answers else ground.answer(state)
+        cells = (state.name, found.resume, found.verify, found.export, found.gc)
+        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    text = text.replace("|", "/").replace("<", "&lt;")
+    return text if len(text) <= 300 else f"{text[:299]}…"
+
+
+def written(text: str, content: str) -> str:
+    """Return the text of a page with another table."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + content + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    two = RankPool(2)
+    with tempfile.TemporaryDirectory() as folder:
+        PAGE.write_text(written(PAGE.read_text(), table(Ground(Path(folder), two))))
+    two.close()
+    sys.exit(0)

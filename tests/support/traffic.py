@@ -1,0 +1,66 @@
+"""Bytes of steady steps: counted by us, planned, and counted by the kernel."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import infinity
+from infinity.layout import Role
+from support.train import Outcome, Paging, Recipe, offloaded, train
+
+WARM, STEADY = 3, 24  # as many steps as make what is in flight at both ends less than 1 %
+
+
+def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | float]:
+    """Return bytes of the steady steps: counted by us, planned, and counted by the kernel."""
+    with offloaded(recipe, paging, Path(folder)) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        quiet(optimizer)
+        before = kernel_bytes()
+        more = Recipe(**{**vars(recipe), "steps": recipe.steps + STEADY})
+        counted = optimizer.run.ledger.total_bytes
+        spared = optimizer.run.stats.counter("prefetch_spared_bytes_total")
+        spared_before = spared.value
+        train(more, model, optimizer, Outcome(), first=recipe.steps)
+        quiet(optimizer)
+        counted = {op: value - counted[op] for op, value in optimizer.run.ledger.total_bytes.items()}
+        kernel = {name: value - before[name] for name, value in kernel_bytes().items()}
+        assert optimizer.update_placement == paging.placement
+        return {
+            "read": counted["read"],
+            "written": counted["write"],
+            "planned_read": STEADY * optimizer.plan.traffic.read_bytes,
+            "planned_written": STEADY * optimizer.plan.traffic.written_bytes,
+            "spared": spared.value - spared_before,
+            "kernel_read": kernel["read_bytes"],
+            "kernel_written": kernel["write_bytes"],
+            "resident": len(optimizer.plan.resident),
+            "parameters": optimizer.layout.parameters,
+            "state": optimizer.layout.state_bytes,
+            "gradients": optimizer.layout.bytes_of(Role.GRAD),
+        }
+
+
+def quiet(optimizer: infinity.PagedOptimizer) -> None:
+    """Wait until no update runs and nothing is in flight, so that all bytes are counted that a step asked for."""
+    until = time.monotonic() + 300
+    while optimizer._pager._leases or any(optimizer._pager.in_flight().values()):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def kernel_bytes() -> dict[str, int]:
+    """Return what the kernel says that this process moved to and from drives."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
+
+
+def close(a: float, b: float) -> bool:
+    """Whether two byte counts agree within 1 %."""
+    return abs(a - b) <= 0.01 * max(a, b)
+
+
+def as_planned(measured: float, planned: float) -> bool:
+    """Whether no more than 1 % above the plan was moved; less is possible, see `test_measured_bytes_at_every_share`."""
+    return 0.85 * planned <= measured <= 1.01 * planned

@@ -1,0 +1,402 @@
+"""Training the same case in memory and paged, and comparing every bit."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import infinity
+from infinity.config import StorageConfig
+from infinity.errors import BudgetError
+from infinity.io import DataFile, Engine, Op, Ticket
+from support import models
+from support.fault_engine import Fault, FaultEngine, FaultKind
+
+KIB, MIB = 1 << 10, 1 << 20
+PAGE = 64 * KIB
+STEPS = 10
+SLOW = Fault(kind=FaultKind.SLOW, probability=0.3, seconds=0.003)
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1, fused=True),
+    "adamw_tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(3e-3), fused=True),
+    "adam_amsgrad": lambda p: torch.optim.Adam(p, lr=3e-3, amsgrad=True),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-1),
+    "sgd_nesterov": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "sgd_dampened": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, dampening=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "rmsprop_centered": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=3e-3),
+    "radam": lambda p: torch.optim.RAdam(p, lr=3e-3),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=3e-3),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+}
+NO_DTENSOR = {"rprop"}
+"""Optimizers that torch cannot run on DTensors: in memory they run on the local tensors."""
+
+
+class LocalOptimizer:
+    """Runs an optimizer on the local tensors of sharded parameters."""
+
+    def __init__(self, params: list[nn.Parameter], make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self._params = params
+        self._locals = [nn.Parameter(param.to_local().detach()) for param in params]
+        self._inner = make(self._locals)
+
+    def step(self) -> None:
+        for param, part in zip(self._params, self._locals, strict=True):
+            part.grad = param.grad.to_local() if param.grad is not None else None
+        self._inner.step()
+
+    def zero_grad(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        pairs = zip(self._params, self._locals, strict=True)
+        return {param: self._inner.state.get(part, {}) for param, part in pairs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained; the same in memory and paged."""
+
+    model: str = "llama"
+    policy: str = "bf16"
+    clip: float | None = None
+    micro: int = 1
+    sequences: int = 2
+    slices: int = 0
+    checkpointing: bool = False
+    groups: bool = False
+    evaluate: bool = False
+    optimizer: str = "adamw"
+    reshard: bool = True
+    steps: int = STEPS
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paging:
+    """How it is paged: must change nothing, but for formats with smaller moments."""
+
+    format: str = "fp32"
+    arena: str = "middle"
+    placement: str = "auto"
+    engine: str = "auto"
+    delays: bool = False
+    paths: int = 1
+    page: int = PAGE
+    cores: int = 1
+
+
+@dataclass
+class Outcome:
+    """Everything that must be equal."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    state: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    placement: str = ""
+    moved: int = 0
+
+
+def build(recipe: Recipe) -> nn.Module:
+    """Return the recipe's model, sharded."""
+    model = models.build(recipe.model, policy=recipe.policy, checkpointing=recipe.checkpointing, reshard=recipe.reshard)
+    if recipe.slices:
+        infinity.micro_batches(model, recipe.slices)
+    return model
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the recipe's optimizer over what is trained."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if not recipe.groups:
+        return OPTIMIZERS[recipe.optimizer](trained)
+    matrices = [param for param in trained if param.ndim > 1]
+    vectors = [param for param in trained if param.ndim <= 1]
+    return OPTIMIZERS[recipe.optimizer]([{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 1e-3}])
+
+
+def batch(model: nn.Module, seed: int, sequences: int = 2) -> torch.Tensor:
+    """Return tokens of shape (sequences, 24), different on every rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(0, models.vocabulary_of(model), (sequences, 24), generator=generator)
+
+
+def train(
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    outcome: Outcome,
+    *,
+    first: int = 0,
+    scheduler: Any = None,
+) -> None:
+    """Run the steps of a recipe, as a user's loop does."""
+    torch.manual_seed(recipe.seed + first)  # dropout
+    if scheduler is None and recipe.groups:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(first, recipe.steps):
+        for part in range(recipe.micro):
+            loss = models.loss_of(model, batch(model, 10 * step + part, recipe.sequences)) / recipe.micro
+            loss.backward()
+            outcome.losses.append(loss.item())
+        if recipe.clip is not None:
+            outcome.norms.append(_clip(optimizer, model, recipe.clip))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        if recipe.evaluate and step % 3 == 1:
+            outcome.evaluations.append(evaluate(model, recipe.sequences))
+
+
+def _clip(optimizer: torch.optim.Optimizer, model: nn.Module, most: float) -> float:
+    if isinstance(optimizer, infinity.PagedOptimizer):
+        norm = optimizer.clip_grad_norm_(most)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def evaluate(model: nn.Module, sequences: int = 2) -> float:
+    """Return the loss of a batch without gradients."""
+    model.eval()
+    with torch.no_grad():
+        loss = models.loss_of(model, batch(model, 999, sequences)).item()
+    model.train()
+    return loss
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part, flat, a copy."""
+    part = value.to_local() if isinstance(value, DTensor) else value
+    return part.detach().clone().reshape(-1)
+
+
+def state_in_memory(model: nn.Module, optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return parameters and optimizer states by name."""
+    found = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            found[name] = {"frozen": local(param)}
+            continue
+        states = optimizer.state.get(param, {})
+        found[name] = {"master": local(param)} | {
+            key: local(value) if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            for key, value in states.items()
+            if value is not None
+        }
+    return found
+
+
+def state_on_nvme(model: nn.Module, optimizer: infinity.PagedOptimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Return parameters and optimizer states by name; those never updated have no state, as in memory."""
+    found = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            found[name] = {"frozen": local(param)}
+            continue
+        states = {key: torch.as_tensor(value).reshape(-1) for key, value in optimizer.read_state(name).items()}
+        found[name] = states
+    return found
+
+
+def in_memory(recipe: Recipe) -> Outcome:
+    """Train under plain FSDP2."""
+    return _in_memory(recipe)
+
+
+@functools.cache
+def _in_memory(recipe: Recipe) -> Outcome:
+    model = build(recipe)
+    if recipe.optimizer in NO_DTENSOR:
+        optimizer = LocalOptimizer(list(model.parameters()), OPTIMIZERS[recipe.optimizer])
+    else:
+        optimizer = make_optimizer(recipe, model)
+    outcome = Outcome()
+    train(recipe, model, optimizer, outcome)
+    outcome.state = state_in_memory(model, optimizer)
+    return outcome
+
+
+def paged(recipe: Recipe, paging: Paging, folder: Path) -> Outcome:
+    """Train with everything on NVMe."""
+    outcome = Outcome()
+    with offloaded(recipe, paging, folder) as (model, optimizer):
+        train(recipe, model, optimizer, outcome)
+        outcome.state = state_on_nvme(model, optimizer)
+        outcome.placement = optimizer.update_placement
+        outcome.moved = optimizer.records[-1].read_bytes
+    return outcome
+
+
+@contextmanager
+def offloaded(
+    recipe: Recipe, paging: Paging, folder: Path, **sections: dict[str, Any]
+) -> Iterator[tuple[nn.Module, infinity.PagedOptimizer]]:
+    """Yield an offloaded model and its optimizer."""
+    model = build(recipe)
+    optimizer = make_optimizer(recipe, model)
+    config = settings(folder, paging, host_bytes(paging, model, optimizer, folder), **sections)
+    with (
+        faulty(SLOW, seed=recipe.seed) if paging.delays else nullcontext(),
+        infinity.offload(model, optimizer, config) as offloaded,
+    ):
+        yield model, offloaded
+
+
+def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with its folders under `folder`."""
+    paths = [folder / f"nvme{index}" for index in range(paging.paths)]
+    for path in paths:
+        path.mkdir(exist_ok=True)
+    tree: dict[str, Any] = {
+        "storage": {"paths": [str(path) for path in paths], "engine": paging.engine},
+        "memory": {"host_bytes": host, "page_bytes": paging.page},
+        "state": {"format": paging.format},
+        "update": {"placement": paging.placement, "cores": paging.cores},
+        "telemetry": {"runtime_dir": str(folder / "runtime")},
+    }
+    for section, values in sections.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return tree
+
+
+def least_host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Return the smallest arena, from the error of an arena that is too small."""
+    page = paging.page
+    with tempfile.TemporaryDirectory(dir=folder) as apart:
+        try:
+            tiny = Paging(page=page, format=paging.format)
+            infinity.offload(model, optimizer, settings(Path(apart), tiny, page)).close()
+        except BudgetError as error:
+            return int(re.search(r"smallest arena \((\d+) pages\)", str(error))[1]) * page
+    return page
+
+
+def host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Return the size of the arena that a paging names."""
+    if paging.arena == "all":
+        return 256 * MIB
+    least = least_host_bytes(paging, model, optimizer, folder)
+    if paging.arena == "least":
+        return least
+    elements = sum(local(param).numel() for param in model.parameters())
+    if paging.arena.endswith("%"):  # of the state, of 14 bytes per element
+        return max(least, elements * 14 * int(paging.arena[:-1]) // 100 // paging.page * paging.page)
+    return max(least, elements * 6 // paging.page * paging.page)
+
+
+class Switch:
+    """An engine with faults that can be switched on and off while it runs."""
+
+    def __init__(self, inner: Engine, seed: int, faults: tuple[Fault, ...], on: bool) -> None:
+        self._inner, self._faulty, self.on = inner, FaultEngine(inner, seed, faults), on
+
+    def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
+        return (self._faulty if self.on else self._inner).submit(op, file, offset, memory)
+
+    @property
+    def struck(self) -> int:
+        return len(self._faulty.injected)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._faulty, name)
+
+
+@contextmanager
+def faulty(*faults: Fault, seed: int = 0, on: bool = True) -> Iterator[list[Switch]]:
+    """Wrap every engine that is opened inside; yields the wrapped engines."""
+    module = importlib.import_module("infinity.run")
+    original = module.open_engine
+    opened: list[Switch] = []
+
+    def open_engine(config: StorageConfig) -> tuple[Switch, str]:
+        inner, reason = original(config)
+        opened.append(Switch(inner, seed, faults, on))
+        return opened[-1], reason
+
+    module.open_engine = open_engine
+    try:
+        yield opened
+    finally:
+        module.open_engine = original
+
+
+def differences(expected: Outcome, found: Outcome) -> list[str]:
+    """Return what differs, in words; empty when every bit is the same."""
+    listed = [
+        f"{what}: {a} != {b}"
+        for what in ("losses", "norms", "evaluations")
+        if (a := getattr(expected, what)) != (b := getattr(found, what))
+    ]
+    if expected.state.keys() != found.state.keys():
+        listed.append(f"parameters: {sorted(expected.state.keys() ^ found.state.keys())}")
+        return listed
+    for name, states in expected.state.items():
+        listed += _state_differences(name, states, found.state[name])
+    return listed
+
+
+def _state_differences(name: str, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
+    listed = []
+    for kind, value in expected.items():
+        if kind not in found:
+            listed.append(f"{name}/{kind} is missing")
+            continue
+        wanted, got = value.reshape(-1), found[kind].reshape(-1)
+        if wanted.dtype != got.dtype or not torch.equal(wanted, got):
+            listed.append(f"{name}/{kind} ({wanted.dtype}, {got.dtype}): {(wanted != got).sum()} elements")
+    # Where memory has no state yet (no gradient ever), pages hold zeros.
+    listed += [f"{name}/{kind} is not zero" for kind in found.keys() - expected.keys() if found[kind].any()]
+    return listed
+
+
+def compare(recipe: Recipe, paging: Paging, folder: str) -> list[str]:
+    """Train a recipe both ways; return what differs. Runs on every rank."""
+    expected = in_memory(recipe)
+    found = paged(recipe, paging, Path(folder))
+    return differences(expected, found) + _pretences(recipe, paging, found)
+
+
+def _pretences(recipe: Recipe, paging: Paging, found: Outcome) -> list[str]:
+    """Return why the comparison compares nothing, if it does not."""
+    wanted = paging.placement
+    if wanted == "auto":
+        wanted = "in_backward" if recipe.clip is None and recipe.micro == 1 else "in_forward"
+    listed = []
+    if len(set(found.losses)) == 1:
+        listed.append("the loss never changes")
+    if paging.placement == "auto" and found.placement == "in_both":
+        wanted = "in_both"
+    if found.placement != wanted:
+        listed.append(f"updates ran {found.placement}, not {wanted}")
+    if (found.moved > 0) is not (paging.arena != "all"):
+        listed.append(f"the last step read {found.moved} bytes with arena {paging.arena}")
+    return listed
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor, a copy."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
