@@ -39,10 +39,10 @@ class Workload:
         self.model, self.optimizer, self._vocabulary = build(
             options, "infinity", str(folder), recompute=False, memory=memory, update=update
         )
-        self.state_bytes = self.optimizer.layout.state_bytes
+        self.state_bytes = self.optimizer.run.layout.state_bytes
         self.folder = folder
         self._engine, _ = open_engine(StorageConfig(paths=(str(folder),)))
-        self._memory = transfer_memory(self.optimizer.layout.page_bytes)
+        self._memory = transfer_memory(self.optimizer.run.layout.page_bytes)
         self._file = folder / "once"
         with open(self._file, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, self.state_bytes)
@@ -63,7 +63,7 @@ class Workload:
 
     def flush(self) -> None:
         """Write what is modified and still in the arena."""
-        self.optimizer._pager.flush()
+        self.optimizer.run.pager.flush()
 
     def write(self) -> None:
         """Write as many bytes as the state has, as many requests at a time as a run has."""

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from infinity.layout import FORMATS
+from infinity.content.format import FORMATS
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -126,10 +126,10 @@ def processor_seconds() -> float:
 
 def replay(optimizer: Any) -> None:
     """Do what the plan says with the pages, and nothing else: what is in them is lost."""
-    for access in optimizer.plan.trace:
-        with optimizer._pager.access(access):
+    for access in optimizer.run.plan.trace:
+        with optimizer.run.pager.access(access):
             pass
-    optimizer._pager.begin_step()
+    optimizer.run.pager.begin_step()
 
 
 def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str, threads: int) -> None:
@@ -145,7 +145,7 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
     model, optimizer, vocabulary = build(options, variant, folder, dtype=options.dtype, **sections)
     facts: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     if variant in PAGED:
-        facts |= {"host_bytes": optimizer.host_bytes, "state_bytes": optimizer.layout.state_bytes}
+        facts |= {"host_bytes": optimizer.run.host_bytes, "state_bytes": optimizer.run.layout.state_bytes}
     pipe.send(facts)
     number, autocast = 0, variant == "torch_memory" and options.dtype == "bf16"
     while count := pipe.recv():
@@ -163,7 +163,7 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
         if variant == "infinity":
             answer |= {"stall": optimizer.records[-1].stall_seconds, "placement": optimizer.update_placement}
         if variant in PAGED:  # what is in flight is not to slow down whoever comes next
-            while any(optimizer._pager.in_flight().values()):
+            while any(optimizer.run.pager.in_flight().values()):
                 time.sleep(0.01)
         pipe.send(answer)
     if variant in PAGED:
@@ -311,7 +311,7 @@ def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     """Return measured, predicted and least bytes per step, by format, placement and share of the state in the arena."""
     from rich.progress import Progress
 
-    from infinity.layout import FORMATS
+    from infinity.content.format import FORMATS
 
     cases = [("fp32", placement, share) for placement in PLACEMENTS for share in SHARES]
     cases += [("fp32", "in_both", 0.0), *((fmt, "in_backward", 0.0) for fmt in FORMATS if fmt != "fp32")]
@@ -345,26 +345,26 @@ def count_bytes(
     warnings.simplefilter("ignore")
     import torch
 
-    from infinity.layout import Role
+    from infinity.content.format import Role
 
     state = (14 if placement == "in_backward" else 16) * options.parameters  # gradients in bf16
     memory = {"host_bytes": max(options.smallest_arena, int(share * state)), "page_bytes": PAGE_BYTES}
     sections = {"update": {"placement": placement}, "memory": memory, "state": {"format": fmt}}
     model, optimizer, vocabulary = build(options, "infinity", folder, recompute=False, **sections)
-    layout, steps = optimizer.layout, BYTES_STEPS
+    layout, steps = optimizer.run.layout, BYTES_STEPS
     for number in range(WARM + steps):
         tokens = torch.randint(0, vocabulary, (1, FEW_TOKENS))
         train_step(model, optimizer, tokens, clip=placement in ("in_forward", "after_backward"))
         if number + 1 == WARM:
             before = optimizer.run.ledger.total_bytes
     moved = {op: nbytes - before[op] for op, nbytes in optimizer.run.ledger.total_bytes.items()}
-    traffic, parameters = optimizer.plan.traffic, layout.parameters
-    used = {use.page for access in optimizer.plan.trace for use in access}
+    traffic, parameters = optimizer.run.plan.traffic, layout.parameters
+    used = {use.page for access in optimizer.run.plan.trace for use in access}
     gradients = sum(page.nbytes for page in layout.pages if page.role is Role.GRAD and page.index in used)
     weights = layout.bytes_of(Role.PARAM)
     reads = 2 if placement == "in_forward" else 3  # transfers of a weight: read for each pass, written once
     rest = layout.state_bytes - weights + gradients
-    cached = optimizer.host_bytes
+    cached = optimizer.run.host_bytes
     first = min(cached, weights)
     least = reads * (weights - first) + 2 * max(0, rest - (cached - first))
     pipe.send(

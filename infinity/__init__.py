@@ -8,10 +8,11 @@ from infinity.errors import InfinityError
 from infinity.hugepages import use_for_tensors
 
 if TYPE_CHECKING:
-    from infinity.fsdp.accumulation import micro_batches
+    from infinity.accumulation.micro_batches import micro_batches
     from infinity.live import close_all
-    from infinity.optim.optimizer import PagedOptimizer
-    from infinity.run import mesh, offload
+    from infinity.run.mesh import mesh
+    from infinity.run.offload import offload
+    from infinity.run.optimizer import PagedOptimizer
 
 __version__ = "0.1.0"
 __all__ = ["Config", "InfinityError", "PagedOptimizer", "close_all", "load_config", "mesh", "micro_batches", "offload"]
@@ -20,11 +21,11 @@ use_for_tensors()
 
 # Loaded at first use: the daemon and the telemetry import this package and must not pay for torch.
 _HOMES = {
-    "PagedOptimizer": "infinity.optim.optimizer",
+    "PagedOptimizer": "infinity.run.optimizer",
     "close_all": "infinity.live",
-    "mesh": "infinity.run",
-    "micro_batches": "infinity.fsdp.accumulation",
-    "offload": "infinity.run",
+    "mesh": "infinity.run.mesh",
+    "micro_batches": "infinity.accumulation.micro_batches",
+    "offload": "infinity.run.offload",
 }
 
 

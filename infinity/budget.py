@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from infinity.content.format import Role, StateFormat
+from infinity.content.layout import Layout, UnitSpec, build_layout
 from infinity.errors import BudgetError
-from infinity.layout import Layout, Role, StateFormat, UnitSpec, build_layout
 from infinity.schedule.planner import least_frames
 from infinity.schedule.trace import range_access
 from infinity.units import KIB, MIB, format_setting, format_size

@@ -28,3 +28,23 @@ def end_all(*steps: Callable[[], object], cause: BaseException | None = None) ->
                 _log.error("at the end: %s: %s", type(error).__name__, error)
     if first is not None and cause is None:
         raise first
+
+
+class Undo:
+    """What was opened and is to be released: the latest first, everything, whatever fails on the way."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], object]] = []  # the oldest first
+
+    def push(self, step: Callable[[], object]) -> None:
+        """Note what releases the thing that was opened last."""
+        self._steps.append(step)
+
+    def push_under(self, step: Callable[[], object]) -> None:
+        """Note what releases a thing that all that is open now may use until its own end."""
+        self._steps.insert(0, step)
+
+    def take(self) -> tuple[Callable[[], object], ...]:
+        """Return all steps in the order in which they are to be called (`end_all`); none are left."""
+        steps, self._steps = tuple(reversed(self._steps)), []
+        return steps

@@ -23,7 +23,8 @@ from torch import nn
 from infinity.ending import end_all
 from infinity.errors import FolderBusyError
 from infinity.fsdp import private
-from infinity.optim.optimizer import PagedOptimizer, Run
+from infinity.run.optimizer import PagedOptimizer
+from infinity.run.run import Run
 from infinity.variables import variables_of
 
 _log = logging.getLogger("infinity")
@@ -31,13 +32,10 @@ _live: dict[Run, tuple[PagedOptimizer, nn.Module]] = {}
 
 
 def add(optimizer: PagedOptimizer, model: nn.Module) -> None:
-    """Note a run that has begun."""
-    _live[optimizer.run] = optimizer, model
-
-
-def remove(run: Run) -> None:
-    """Note that a run ends."""
-    _live.pop(run, None)
+    """Note a run that has begun, until it ends."""
+    run = optimizer.run
+    _live[run] = optimizer, model
+    run.undo.push(lambda: _live.pop(run, None))
 
 
 def close_all() -> None:
@@ -87,8 +85,8 @@ def _close_at_exit() -> None:
 def _leave_to_parent() -> None:
     """In a child that was forked: runs, with their threads, locks and folders, are those of the parent."""
     _keep(private.process_groups())
-    for optimizer, _ in _live.values():
-        optimizer.leave_to_parent()
+    for run in _live:
+        run.leave_to_parent()
     _live.clear()
 
 

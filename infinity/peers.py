@@ -40,13 +40,15 @@ _LONGEST_REASON = 4000
 
 
 class Peers:
-    """Tells the other ranks what ends this one, and `told` what ended another; with a single rank, nothing to do.
+    """Tells the other ranks what ends this one, and this one what ended another; with a single rank, nothing to do.
 
-    Made by all ranks together. `told` is called from a thread.
+    It watches from its construction, by all ranks together, until `leave`. `_lock` is held for what this rank has to
+    tell (`_reason`, `_leaving`); what it has learnt (`_failure`, `_deadline`) is the thread's alone until `_known`.
     """
 
-    def __init__(self, ranks: Ranks, told: Callable[[LostRankError], None]) -> None:
-        self._rank, self._told = ranks.rank, told
+    def __init__(self, ranks: Ranks) -> None:
+        self._rank = ranks.rank
+        self._told: Callable[[LostRankError], None] | None = None  # see `tell`
         self._thread: threading.Thread | None = None
         if ranks.world_size == 1:
             return
@@ -76,13 +78,20 @@ class Peers:
                 refused, _LOOK_SECONDS,
             )  # fmt: skip
         self._lock = threading.Lock()
-        self._reason: str | None = None
-        self._leaving = False
-        self._failure: LostRankError | None = None
-        self._known = threading.Event()
+        self._reason: str | None = None  # what ends this rank, to be posted
+        self._leaving = False  # whether this rank ends, or the thread has
+        self._failure: LostRankError | None = None  # what ended another rank
+        self._deadline = 0.0  # when this process is ended if it has not closed by then, of `time.monotonic`
+        self._known = threading.Event()  # set behind `_failure`
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="infinity-peers", daemon=True)
         self._thread.start()
+
+    def tell(self, told: Callable[[LostRankError], None]) -> None:
+        """Call `told` when another rank has ended, from a thread; at once if one has already."""
+        self._told = told
+        if self._thread is not None and self._failure is not None:
+            told(self._failure)
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that `error` ends this one. Never blocks."""
@@ -164,8 +173,10 @@ class Peers:
         if self._failure is None and self._store.check([f"{self._prefix}/failed"]):
             origin, _, text = self._store.get(f"{self._prefix}/failed").decode().partition(" ")
             if int(origin) != self._rank:
-                self._told(self._learn(text))
                 self._deadline = time.monotonic() + GRACE_SECONDS
+                failure = self._learn(text)
+                if self._told is not None:
+                    self._told(failure)
         elif self._failure is not None and time.monotonic() > self._deadline:
             _log.critical(
                 "%s; rank %d is still in a collective %.0f s later and is ended",

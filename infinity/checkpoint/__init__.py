@@ -1,1 +1,1 @@
-"""Commits: what they hold, how they are published, how a run goes on from one, and how one leaves for other formats."""
+"""Commits: what they hold, how they are published, and how they are read."""

@@ -31,9 +31,10 @@ from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.durable import sync_folder, write_durably
 from infinity.checkpoint.manifest import CommitName, Manifest
 from infinity.checkpoint.room import CommitRoom
+from infinity.checkpoint.state import ResumedState
+from infinity.content.format import Role
+from infinity.content.layout import Layout
 from infinity.errors import CommitError
-from infinity.fsdp.first_values import ResumedState
-from infinity.layout import Layout, Role
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs, passed_over

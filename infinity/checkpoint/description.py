@@ -12,18 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from infinity.checkpoint.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
-from infinity.layout import (
-    ENCODINGS,
-    HALVES,
-    ITEMSIZE,
-    MASTER,
-    RANGE_ALIGNMENT,
-    Layout,
-    ShardSpec,
-    StateFormat,
-    UnitSpec,
-    build_layout,
-)  # fmt: skip
+from infinity.content.format import ENCODINGS, HALVES, ITEMSIZE, MASTER, StateFormat
+from infinity.content.layout import RANGE_ALIGNMENT, Layout, ShardSpec, UnitSpec, build_layout  # fmt: skip
 
 _MOST_PAGES = 1 << 22  # 16 TiB of one rank in pages of 4 MiB; a layout of more is not built
 _SIZE = integer(0, 1 << 48)

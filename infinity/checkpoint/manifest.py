@@ -33,8 +33,9 @@ from infinity.checkpoint.description import DESCRIPTION, RunDescription
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.extra import load_extra, save_extra
 from infinity.checkpoint.schema import index, integer, number, record, row, sequence, setting, table, text
+from infinity.content.format import Role
+from infinity.content.layout import PAGE_ALIGNMENT, Layout
 from infinity.errors import CommitError
-from infinity.layout import PAGE_ALIGNMENT, Layout, Role
 from infinity.store.extents import Extent
 from infinity.store.folder import RunFolder
 from infinity.store.pages import Version

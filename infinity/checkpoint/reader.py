@@ -13,9 +13,9 @@ from infinity.checkpoint import manifest as files
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.manifest import CommitName, Manifest
 from infinity.checkpoint.state import load_scalars, load_tensors, read_groups, saved_buffer
+from infinity.content.format import MASTER
+from infinity.content.views import read_section, torch_dtype
 from infinity.errors import CommitError
-from infinity.fsdp.content import read_section, torch_dtype
-from infinity.layout import MASTER
 from infinity.store.folder import RunFolder
 from infinity.store.pages import read_version
 

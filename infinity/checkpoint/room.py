@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from infinity.checkpoint.description import RunDescription
-from infinity.layout import Role
+from infinity.content.format import Role
 from infinity.store.folder import reserve
 from infinity.units import KIB, align_up
 

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-from infinity.layout import ITEMSIZE
+from infinity.content.format import ITEMSIZE
 
 Rule = Callable[[Any], Any]
 

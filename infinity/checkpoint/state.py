@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,19 @@ from torch import nn
 from infinity.errors import CommitError
 
 _BUFFER, _TORCH, _CUDA, _NUMPY = "buffer.", "random.torch", "random.cuda.", "random.numpy"
+
+
+@dataclass(frozen=True)
+class ResumedState:
+    """How far training has come, besides what is in the pages.
+
+    `scalars` are those of the optimizer by shard, `extra` is the user's, `own` what the optimizer counts on itself.
+    """
+
+    step: int
+    scalars: dict[int, dict[str, Any]]
+    extra: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 def save_tensors(model: nn.Module) -> bytes:

@@ -405,10 +405,31 @@ def backward_number() -> int:
     return int(_current_graph_task_id())
 
 
-def reuse_reduce_buffers(groups: Iterable[Any]) -> None:
+class _Collectives:
+    """Collectives that were put in place of those of groups, until `restore`."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # (group, attribute, what was there, what is there now)
+
+    def replace(self, group: Any, attribute: str, comm: Any) -> None:
+        self._replaced.append((group, attribute, getattr(group, attribute), comm))
+        setattr(group, attribute, comm)
+
+    def restore(self) -> None:
+        """Put back what was there, where nobody has replaced it since."""
+        for group, attribute, before, comm in reversed(self._replaced):
+            if getattr(group, attribute) is comm:
+                setattr(group, attribute, before)
+        self._replaced.clear()
+
+
+def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
     """Let groups on the CPU reduce gradients in memory that is used again, instead of fresh memory for every unit.
 
     A group whose collective somebody has replaced keeps that one.
+
+    Returns:
+        What ends it.
     """
 
     class ReusedBuffers(DefaultReduceScatter):
@@ -428,16 +449,20 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> None:
                 self._buffers.append(chosen)
             return chosen[:nbytes].view(dtype).view(size)
 
-    shared = ReusedBuffers()
+    shared, collectives = ReusedBuffers(), _Collectives()
     for group in groups:
         if group.device.type == "cpu" and type(group._reduce_scatter_comm) is DefaultReduceScatter:
-            group._reduce_scatter_comm = shared
+            collectives.replace(group, "_reduce_scatter_comm", shared)
+    return collectives.restore
 
 
-def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContextManager[None]]) -> None:
+def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
     """Let groups run their all-gathers and reduce-scatters inside of `during()`.
 
     A group whose collective somebody has replaced keeps that one. The all-reduce of HSDP cannot be reached.
+
+    Returns:
+        What ends it.
     """
 
     class Watched:
@@ -453,11 +478,13 @@ def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContex
 
     class WatchedReduceScatter(Watched, DefaultReduceScatter): ...
 
+    collectives = _Collectives()
     for group in groups:
         if type(group._all_gather_comm) is DefaultAllGather:
-            group._all_gather_comm = WatchedAllGather(group._all_gather_comm)
+            collectives.replace(group, "_all_gather_comm", WatchedAllGather(group._all_gather_comm))
         if isinstance(group._reduce_scatter_comm, DefaultReduceScatter):
-            group._reduce_scatter_comm = WatchedReduceScatter(group._reduce_scatter_comm)
+            collectives.replace(group, "_reduce_scatter_comm", WatchedReduceScatter(group._reduce_scatter_comm))
+    return collectives.restore
 
 
 def _is_unused(buffer: torch.Tensor) -> bool:

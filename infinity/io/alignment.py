@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedFile:
-    """A descriptor and how transfers through it must be shaped."""
+    """A descriptor and how transfers through it must be shaped: see `DataFile`."""
 
     fd: int
     direct: bool

@@ -37,30 +37,42 @@ class DataFile:
 
     path: str
     fd: int
+    """Its descriptor, open while the engine's table of files has it."""
     direct: bool
+    """Whether transfers go past the page cache (O_DIRECT)."""
     alignment: int
+    """Bytes of which offset, length and address of a direct transfer are multiples; 1 where it is not direct."""
 
 
 @dataclass(eq=False)
 class Ticket:
     """One request: what it moves, and how it ended.
 
-    The engine calls `complete` exactly once, from any thread. Callbacks run in the completing thread,
-    in the order in which they were added; one added after completion runs at once in the adding thread.
-    `retries` counts the parts that were submitted again after a short or interrupted transfer.
+    Life cycle: in flight until the engine calls `complete`, exactly once, from any thread; then done, and nothing
+    changes any more. Callbacks run in the completing thread, in the order in which they were added; one added after
+    completion runs at once in the adding thread.
     """
 
     op: Op
     path: str
     offset: int
+    """In the file, in bytes."""
     length: int
+    """Bytes."""
     submitted: float = field(default_factory=time.perf_counter)
+    """When it was made, in seconds of `time.perf_counter`."""
     completed: float = 0.0
+    """When it was done, on the same clock; set by `complete`."""
     retries: int = 0
+    """Parts that were submitted again after a short or interrupted transfer; the engine's threads add."""
     error: InfinityError | None = None
+    """Why it failed; set by `complete`, before `_done`, so it is there for whoever sees that the transfer has ended."""
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
+    """Set by `complete`, under `_lock`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Makes sure that a callback that is added while the transfer ends is called, and once."""
     _callbacks: list[Callable[[Ticket], None]] = field(default_factory=list, repr=False)
+    """To be called by `complete`; under `_lock`."""
 
     @property
     def done(self) -> bool:
@@ -106,10 +118,6 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """Name in settings, metrics and logs: ``io_uring`` or ``threads``."""
-
-    @property
-    def inflight(self) -> int:
-        """Requests submitted and not yet completed."""
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
         """Open (or create) a file, with O_DIRECT where the file system has it.

@@ -22,7 +22,9 @@ class FileTable:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Guards changes of `_files`; a single look-up needs no lock."""
         self._files: dict[int, DataFile] = {}
+        """Open files by descriptor; any thread adds and removes."""
 
     def open(self, path: str, *, create: bool) -> DataFile:
         """Open or create `path`, readable and writable by its owner only.
@@ -40,7 +42,11 @@ class FileTable:
         return file
 
     def require(self, file: DataFile, op: Op | str, offset: int, length: int) -> None:
-        """Raise `StorageError` unless `file` is open in this table."""
+        """Check that `file` is open in this table.
+
+        Raises:
+            StorageError: it is not; it names `op`, `offset` and `length`, in bytes.
+        """
         if self._files.get(file.fd) is not file:
             raise StorageError(
                 op.value if isinstance(op, Op) else op,
@@ -80,7 +86,10 @@ class FileTable:
 class PinnedView:
     """Memory of one request: its address, and an export that keeps it from being freed.
 
-    While the export is held, the owner cannot resize, release or unmap the memory.
+    Life cycle: the export is held until `release`; the owner cannot resize, release or unmap the memory meanwhile.
+
+    Raises:
+        ValueError: the memory is not contiguous.
     """
 
     __slots__ = ("_export", "address", "length")
@@ -88,7 +97,8 @@ class PinnedView:
     def __init__(self, memory: memoryview) -> None:
         if not memory.c_contiguous:
             raise ValueError("memory of a transfer must be contiguous")
-        self.length = memory.nbytes
+        self.length = memory.nbytes  # bytes
+        # `address` is that of the first byte, 0 where there is none; `_export` keeps the memory, None after `release`.
         if memory.readonly:
             view = _PyBuffer()
             ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(view), 0)

@@ -143,6 +143,8 @@ def measure_paths(
 
 @dataclass(frozen=True, kw_only=True)
 class _Target:
+    """A folder that is measured: its engine, its file of `file_bytes`, and memory for all requests in flight."""
+
     path: str
     engine: Engine
     file: DataFile
@@ -239,23 +241,32 @@ def _fill(engine: Engine, file: DataFile, memory: memoryview, size: int) -> None
 class _Stream:
     """Keeps `depth` requests in flight on one target until the time is over.
 
-    Each completion submits the next request, in the engine's own thread. Reads and writes walk through the
-    file in order; with both, each has a half of the file to itself.
+    Life cycle: `start` submits the first requests; each completion submits the next one, in the engine's own thread,
+    until `seconds` have passed or one has failed; `finish` waits for the last. Reads and writes walk through the file
+    in order; with both, each has a half of the file to itself.
     """
 
     def __init__(self, target: _Target, point: Point, seconds: float) -> None:
         self.target = target
         self._point, self._seconds = point, seconds
         self._lock = threading.Lock()
-        self._idle = threading.Event()
+        """Guards what follows; the engine's threads change it."""
         self._moved = {Op.READ: 0, Op.WRITE: 0}
+        """Bytes that were moved."""
         self._next = {Op.READ: 0, Op.WRITE: 0}
+        """Number of the next request, which says where in the file it is."""
         self._inflight = 0
+        """Requests in flight, from `start` on."""
         self._error: InfinityError | None = None
+        """The first error."""
         self._last = 0.0
+        """When the last request completed, in seconds of `time.perf_counter`."""
+        self._idle = threading.Event()
+        """Set when nothing is in flight any more; from then on nothing changes, so `finish` needs no lock."""
 
     def start(self) -> None:
         """Submit the first requests and return."""
+        # Set once, before there is a request whose completion looks at them.
         self._began = time.perf_counter()
         self._deadline = self._began + self._seconds
         slots = range(self._point.depth)

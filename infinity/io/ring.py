@@ -3,6 +3,14 @@
 Layout and constants: include/uapi/linux/io_uring.h. All methods belong to one thread, the one that made
 the ring: the kernel then runs completions in that thread only (DEFER_TASKRUN), never interrupts another,
 and never cancels requests because the thread that submitted them ended.
+
+[Note: memory order] liburing reads and writes heads and tails with acquire and release; Python has plain loads and
+stores only. They are enough for submissions: without a polling thread of the kernel (SQPOLL, not used here) it reads
+that queue only inside `enter`, on this very thread, and a thread sees its own stores in order. They are enough for
+completions since 6.1: with DEFER_TASKRUN the kernel writes these inside `enter` too, on this thread. Older kernels may
+write them at any time from another processor: the entry first, then the tail. There it takes a processor that does not
+reorder loads, as x86-64 does not; the interpreter does not either: the tail is loaded by one call, each entry by a
+later one. A tail that is too old does no harm: what is missing comes with the next `reap`.
 """
 
 from __future__ import annotations
@@ -101,8 +109,11 @@ class Ring:
     def __init__(self, entries: int) -> None:
         params, self._fd = _setup(entries)
         self.entries = int(params.sq_entries)
+        """Submissions that fit the queue."""
         self._pending = 0
+        """Submissions that have been pushed and that the kernel has not taken; changed by `push` and `enter`."""
         self._sparse: bool | None = None
+        """Whether registered buffers can be added one after the other; None until it is tried by `register`."""
         try:
             if params.features & _NEEDED != _NEEDED:
                 raise RingRefusedError(errno.ENOSYS)
@@ -112,11 +123,16 @@ class Ring:
         except BaseException:
             os.close(self._fd)
             raise
+        # `_map` is both rings of indices and the completions, as the kernel lays them out; `_sqes` the submissions.
         self._words = memoryview(self._map).cast("I")
+        """`_map` as words of 32 bits: an aligned one is loaded and stored in one piece."""
         self._sq_tail_at, self._cq_tail_at = params.sq.tail // 4, params.cq.tail // 4
         self._cq_head_at, self._cqes_at = params.cq.head // 4, params.cq.cqes
+        # The first three are words of `_words`, the last one is a byte of `_map`.
         self._sq_mask, self._cq_mask = params.sq_entries - 1, params.cq_entries - 1
         self._tail = self._head = 0
+        """Own copies of the tail of submissions (changed by `push`) and of the head of completions (by `reap`), modulo
+        2**32: nobody else changes these two."""
         for index in range(params.sq_entries):
             self._words[params.sq.array // 4 + index] = index
         self._try()
@@ -143,6 +159,7 @@ class Ring:
         """
         at = (self._tail & self._sq_mask) << 6
         _SQE.pack_into(self._sqes, at, opcode, 0, 0, fd, offset, address, length, 0, data, piece, 0, 0, 0, 0)
+        # A plain store: the kernel looks at it in `enter`, on this thread. [Note: memory order]
         self._tail = self._words[self._sq_tail_at] = (self._tail + 1) & _MASK
         self._pending += 1
 
@@ -165,12 +182,13 @@ class Ring:
 
     def reap(self) -> list[tuple[int, int]]:
         """Return (data, result) of every completion there is; a negative result is minus an errno."""
-        tail = self._words[self._cq_tail_at]
+        tail = self._words[self._cq_tail_at]  # a plain load, before those of the entries [Note: memory order]
         found: list[tuple[int, int]] = []
         while self._head != tail:
             data, result, _ = _CQE.unpack_from(self._map, self._cqes_at + ((self._head & self._cq_mask) << 4))
             found.append((data, result))
             self._head = (self._head + 1) & _MASK
+        # A plain store, when the entries have been copied: from here on the kernel may write others there.
         self._words[self._cq_head_at] = self._head
         return found
 

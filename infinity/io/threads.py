@@ -1,6 +1,10 @@
 """The engine of threads: `preadv` and `pwritev`, which release the GIL. Works everywhere.
 
 Fallback where io_uring is blocked, and the reference for the contract.
+
+Life cycle of a request: cut into chunks by `submit`, which wait in one queue; each is moved by one thread, in as many
+calls as it takes; the thread that ends the last one completes the ticket. After the first error the chunks that are
+left are not moved, only counted.
 """
 
 from __future__ import annotations
@@ -24,16 +28,23 @@ _MOST_RETRIES = 1000
 
 @dataclass(eq=False, slots=True)
 class _Request:
+    """One transfer that was asked for."""
+
     ticket: Ticket
     file: DataFile
     pinned: PinnedView
     memory: memoryview
-    chunks_left: int
+    chunks_left: int  # that have not ended; changed under the engine's lock, by any of its threads
+    # An error of some chunk. Threads may set it at the same time, without the lock: either error is true, and who does
+    # not see it moves a chunk too many, which is not wrong. Who reads it has ended the last chunk, under the lock, so
+    # all others have set theirs before.
     error: InfinityError | None = None
 
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
+    """Bytes `start` to `stop` of a request; nothing changes."""
+
     request: _Request
     start: int
     stop: int
@@ -42,7 +53,8 @@ class _Chunk:
 class ThreadEngine:
     """Moves every chunk of at most `request_bytes` in one of `threads` threads, first come, first served.
 
-    `threads` is also the number of chunks in flight at most; it defaults to `queue_depth`, bounded by 32.
+    `threads` is also the number of chunks in flight at most; it defaults to `queue_depth`, bounded by 32. Life cycle:
+    open from the start; after `close` nothing more is taken, what was submitted completes, and the threads end.
     """
 
     name = "threads"
@@ -51,20 +63,17 @@ class ThreadEngine:
         self._request_bytes = request_bytes
         self._files = FileTable()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        """Chunks that no thread has taken, in order; None ends one thread."""
         self._lock = threading.Lock()
-        self._outstanding = 0
+        """Guards `_closed` and the count of chunks left of every request; no chunk is queued behind the end."""
         self._closed = False
+        """Whether nothing more is taken; set by `close`."""
         count = threads if threads is not None else min(queue_depth, _MOST_THREADS)
         self._threads = [
             threading.Thread(target=self._run, name=f"infinity-io-{index}", daemon=True) for index in range(count)
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def inflight(self) -> int:
-        """Requests submitted and not yet completed."""
-        return self._outstanding
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
         """Open (or create, mode 0600) a file. Raises `StorageError`."""
@@ -83,7 +92,6 @@ class ThreadEngine:
         with self._lock:
             if self._closed:
                 raise InfinityError(f"{op.value} of {file.path}: the I/O engine is closed")
-            self._outstanding += 1
             for start in range(0, length, step):
                 self._chunks.put(_Chunk(request, start, min(start + step, length)))
         return ticket
@@ -127,7 +135,6 @@ class ThreadEngine:
             request.chunks_left -= 1
             if request.chunks_left:
                 return
-            self._outstanding -= 1
         request.memory.release()
         request.pinned.release()
         try:

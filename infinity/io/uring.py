@@ -3,6 +3,11 @@
 `submit` only appends to a list and, if the thread sleeps, wakes it through an eventfd; the thread cuts
 requests into chunks, keeps at most `queue_depth` of them in the kernel, and hands over all new ones and
 waits for completions in a single system call. Nothing but that thread touches the ring (`ring.py` says why).
+
+Life cycle of a request: incoming (from `submit` on) -> backlog (taken by the thread) -> chunks in the kernel, again
+where one was short or interrupted -> its ticket completes, when all chunks have ended. After the first error the chunks
+that are left are not sent; the ticket completes with that error when those in the kernel have ended, so that its memory
+is not given back under them.
 """
 
 from __future__ import annotations
@@ -33,24 +38,31 @@ _RETRY_ERRORS = (-errno.EAGAIN, -errno.EINTR)
 
 @dataclass(eq=False, slots=True)
 class _Request:
+    """One transfer that was asked for; changed by the engine's thread only."""
+
     ticket: Ticket
     file: DataFile
     pinned: PinnedView
-    cursor: int = 0  # bytes already cut into chunks
+    cursor: int = 0  # bytes already cut into chunks; all of them after an error
     chunks: int = 0  # chunks cut and not ended
-    error: StorageError | None = None
+    error: StorageError | None = None  # the first one of a chunk
 
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
+    """Bytes `start` to `stop` of a request: one operation of the kernel; changed by the engine's thread only."""
+
     request: _Request
-    start: int
+    start: int  # moves on when the kernel has moved a part
     stop: int
-    retries: int = 0
+    retries: int = 0  # how often it was interrupted
 
 
 class UringEngine:
     """Moves chunks of at most `request_bytes` with io_uring, at most `queue_depth` in flight.
+
+    Life cycle: open from the start; after `close`, or when the ring is broken, nothing more is taken, what was
+    submitted completes, and the thread ends.
 
     Raises:
         RingRefusedError: io_uring is not allowed here; the message says why.
@@ -62,29 +74,41 @@ class UringEngine:
         self._depth, self._request_bytes = queue_depth, request_bytes
         self._files = FileTable()
         self._lock = threading.Lock()
-        # Shared, under the lock:
+        """Guards what is shared with the engine's thread:"""
         self._incoming: list[_Request] = []
+        """Requests that the thread has not taken; `submit` adds."""
         self._commands: list[Callable[[], None]] = []
+        """What else the thread is to do with the ring; `register` adds."""
         self._outstanding = 0
+        """Requests whose tickets have not completed; `submit` adds, the thread subtracts."""
         self._asleep = False
+        """Whether the thread waits in the kernel, or is about to, and a write to `_wake_fd` is needed to wake it. The
+        thread sets it under the lock, when it has found `_incoming` empty, so whoever adds to that sees it. It clears
+        it without the lock, and looks at `_incoming` again before it sleeps; a wake-up too many is harmless."""
         self._closed = False
-        # Only the engine's thread touches what follows.
-        self._backlog: deque[_Request] = deque()
-        self._again: deque[_Chunk] = deque()
-        self._slots: list[_Chunk | None] = []
-        self._free: list[int] = []
-        self._wake_armed = False
-        self._pieces: list[tuple[int, int]] = []  # (address, end) of registered memory, sorted
-        self._piece_numbers: list[int] = []
-        self._registered: list[PinnedView] = []
+        """Whether nothing more is taken; set by `close`, or by the thread when the ring is broken."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        """Its reads end when something is written to it; closed by the thread at its end."""
+        # Only the engine's thread touches what follows (and `_start`, before there is one).
+        self._backlog: deque[_Request] = deque()
+        """Requests of which something is still to be cut into chunks, in order."""
+        self._again: deque[_Chunk] = deque()
+        """Chunks that were short or interrupted, to be sent again before any others."""
+        self._slots: list[_Chunk | None] = []
+        """The chunk in the kernel by slot; its number comes back with the completion."""
+        self._free: list[int] = []
+        """Slots without a chunk."""
+        self._wake_armed = False
+        """Whether a read of `_wake_fd` is in the ring, so that a write ends the wait."""
         self._wake_count = ctypes.create_string_buffer(8)
+        """Where that read puts its eight bytes."""
+        self._pieces: list[tuple[int, int]] = []
+        """(address, end) of registered memory, sorted."""
+        self._piece_numbers: list[int] = []
+        """Under which number the ring knows each of `_pieces`."""
+        self._registered: list[PinnedView] = []
+        """What keeps registered memory from being freed; released at the thread's end."""
         self._start()
-
-    @property
-    def inflight(self) -> int:
-        """Requests submitted and not yet completed."""
-        return self._outstanding
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
         """Open (or create, mode 0600) a file. Raises `StorageError`."""

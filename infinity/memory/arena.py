@@ -20,20 +20,29 @@ class Arena:
     """Page-aligned host memory of a fixed size, registered with CUDA when the compute device is a GPU.
 
     Allocated once and touched at once, so that a budget that does not fit fails before training. Exact sizes:
-    torch's own pinned allocator would round up to a power of two.
+    torch's own pinned allocator would round up to a power of two. Which page has which frame is not known here.
+
+    Args:
+        frames: their number.
+        frame_bytes: size of each in bytes, a multiple of what direct transfers are aligned to.
+        device: what computes; memory is registered with CUDA where that is a GPU.
+
+    Raises:
+        BudgetError: there is not so much memory.
     """
 
     def __init__(self, frames: int, frame_bytes: int, *, device: torch.device) -> None:
-        self.frames, self.frame_bytes = frames, frame_bytes
+        self.frames, self.frame_bytes = frames, frame_bytes  # fixed, as all below but `_registered`
         size = frames * frame_bytes
         try:
-            self.memory = transfer_memory(size)
+            self.memory = transfer_memory(size)  # all bytes of the arena
         except (OSError, ValueError, OverflowError) as error:
             raise BudgetError(
                 f"cannot allocate a host arena of {format_size(size)} (memory.host_bytes): {error}"
             ) from error
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)  # the same bytes as a tensor of one dimension
         self._registered = False
+        """Whether CUDA has it registered; ends with `close`. One thread makes and closes an arena."""
         if device.type == "cuda":
             status = _cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
             self._registered = int(status) == 0

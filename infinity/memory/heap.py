@@ -24,19 +24,25 @@ _NEVER = (1 << 31) - 1
 class FreedMemory:
     """Lets the C library keep freed memory, in blocks of any size, while the process is as large as units need it.
 
-    That is measured in the first step, where every unit begins with nothing kept: by how large the process is when it
-    has ended. From then on the heap may creep by `CREEP_BYTES`. Only glibc can be told so; others keep what they keep.
+    Life cycle: measuring, in the first step, where every unit begins with nothing kept: how large the process is when a
+    unit has ended is what it needs. Then bounding: the heap may creep by `CREEP_BYTES` beyond that. Only glibc can be
+    told so; others keep what they keep. Everything is read and changed by the training thread.
     """
 
     def __init__(self) -> None:
         self._libc: ctypes.CDLL | None = None
+        """The C library, if it is glibc and has taken the settings."""
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None)
             libc.malloc_trim.argtypes = [ctypes.c_size_t]
             if libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER):
                 self._libc = libc
         self._needed = _resident_bytes()
-        self._measuring = self._emptied = False
+        """Bytes of the process that the largest unit needs, as far as that has been measured."""
+        self._measuring = False
+        """Whether the last call of `bound` measured."""
+        self._emptied = False
+        """Whether the last call of `bound` has given back what was free."""
 
     def bound(self, *, measure: bool = False) -> None:
         """Give all freed memory back if the process is larger than it has to be. Once per unit, from one thread.

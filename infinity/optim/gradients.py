@@ -1,27 +1,33 @@
 """Gradients between backward and their update: as they arrived, or in GRAD pages, with what was done to them since.
 
-[Note: life of a gradient] It begins when FSDP2 has reduced it (or when it is assigned), is held until those of its unit
-are there, and is stored then, or used up by an update in backward. It ends with `step()`, which uses it up, or when it
-is dropped: when `p.grad` is another one or None. Nobody is told of that, so it is looked at when a gradient arrives,
-in the next forward, and in `step()`. What the user does with `p.grad` in between comes here through a `PagedGradient`.
+[Note: life of a gradient] It begins when FSDP2 has reduced it (or when it is assigned), is *held* until those of its
+unit are there, and is *stored* then, or used up by an update in backward. It ends with `step()`, which uses it up, or
+when it is dropped: when `p.grad` is another one or None. Nobody is told of that, so it is looked at when a gradient
+arrives, in the next forward, and in `step()`. What the user does with `p.grad` in between comes here through a
+`PagedGradient`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
+from infinity.content.encoding import halves
+from infinity.content.format import HALVES, MASTER
+from infinity.content.layout import Layout, Page, overlapping
+from infinity.content.views import gradient_of, gradient_rows, section, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.content import gradient_of, gradient_rows, section, torch_dtype
-from infinity.fsdp.encoding import halves
 from infinity.fsdp.gradient import Edit, PagedGradient
-from infinity.layout import HALVES, MASTER, Layout, Page, overlapping
+from infinity.optim.planning import StepPlanner
+from infinity.optim.recording import Recording
+from infinity.optim.updates import Updates
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Access, Mode, Use, store_gradient_accesses
+from infinity.telemetry.ledger import Ledger
 
 _MOST_EDITS = 16
 """Operations that are recorded for a gradient; with one more, the gradient is stored anew."""
@@ -48,19 +54,20 @@ CLOSED = "the gradient of {name} went with the optimizer, which was closed"
 
 
 class OneGradient:
-    """One gradient of a shard; what a `PagedGradient` asks."""
+    """One gradient of a shard; what a `PagedGradient` asks. The training thread alone uses it."""
 
     __slots__ = ("arriving", "edits", "gone", "held", "length", "owner", "shape", "shard", "stored", "zero")
 
     def __init__(self, owner: Gradients, shard: int, shape: torch.Size) -> None:
-        self.owner, self.shard, self.shape = owner, shard, shape
-        self.held: torch.Tensor | None = None  # as it arrived, to be added to what is stored
-        self.stored = False  # in GRAD pages
-        self.zero = False  # all elements are, and nothing is held or stored
-        self.edits: list[Edit] = []  # what was done to it since it was stored
-        self.length: torch.Tensor | None = None  # its norm
+        self.owner, self.shard = owner, shard
+        self.shape = shape  # of the local shard
+        self.held: torch.Tensor | None = None  # as it arrived, on the device, to be added to what is stored
+        self.stored = False  # whether (a part of) it is in GRAD pages
+        self.zero = False  # whether all elements are zero, and nothing is held or stored
+        self.edits: list[Edit] = []  # what was done to it since it was stored, and is still to be done by who reads it
+        self.length: torch.Tensor | None = None  # its norm of order 2 when it was stored, a scalar
         self.arriving = False  # between what FSDP2 adds to it and the last hook, with hooks of the user in between
-        self.gone = ""  # why it is not there any more
+        self.gone = ""  # why it is not there any more, with {name} for the parameter; empty while it is there
 
     def __repr__(self) -> str:
         return self.owner.name(self.shard)
@@ -103,50 +110,59 @@ class OneGradient:
 
 
 class Gradients:
-    """The gradients of this rank.
+    """The gradients of this rank: what arrives, what is stored, and what is used at once.
 
-    `arrived(gradient)` is called with one whose `held` is new; `close()` has those that have arrived stored, or used
-    up. `claim(unit)` is called before GRAD pages of a unit are written, which an update may still need; `storing(unit,
-    rows)` when a unit's gradients come to be stored, in so many rows, and `widened(unit, rows)` when they have more.
+    Gradients of one unit come in one after the other; `close_arrivals` ends that, and stores them or begins the update
+    of the unit, as the placement says. All methods are called by the training thread.
     """
 
     def __init__(
         self,
         layout: Layout,
         pager: Pager,
+        planner: StepPlanner,
+        updates: Updates,
+        recording: Recording,
+        ledger: Ledger,
         parameters: Sequence[nn.Parameter],
-        *,
-        part: Callable[[str], AbstractContextManager[None]],
-        arrived: Callable[[OneGradient], None],
-        close: Callable[[], None],
-        claim: Callable[[int], None],
-        storing: Callable[[int, int], None],
-        widened: Callable[[int, int], None],
     ) -> None:
-        self._layout, self._pager, self._part = layout, pager, part
+        """Begin without any.
+
+        Args:
+            parameters: by shard.
+        """
+        self._layout, self._pager, self._planner = layout, pager, planner
+        self._updates, self._recording, self._ledger = updates, recording, ledger
         self._parameters = {
             shard: param for shard, param in enumerate(parameters) if layout.shards[shard].spec.trainable
         }
-        self._arrived, self._close = arrived, close
-        self._claim, self._storing, self._widened = claim, storing, widened
-        self.current: dict[
+        self._trainable = [
+            sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.unit_shards
+        ]
+        """By unit, how many gradients it can have."""
+        self._unit = -1  # whose gradients are coming in; -1: of none
+        self._arrivals: dict[int, OneGradient] = {}  # by shard of `_unit`, what is held and neither stored nor used
+        self._arrived: torch.cuda.Event | None = None  # where the device has the gradients that came last
+        self._current: dict[
             int, OneGradient
-        ] = {}  # by shard, that of `p.grad`; used up by `step()` until there is another
-        self.stored: dict[int, dict[int, OneGradient]] = {}  # by unit, in the order in which they came, and shard
-        self.rows: dict[int, int] = {}  # by unit, how many rows are stored: as many as were ever needed
-        self.looked_at = False  # whether anybody but the update needed a gradient since the last step
+        ] = {}  # by shard, that of `p.grad`; used up by `step()` until it is another
+        self._stored: dict[int, dict[int, OneGradient]] = {}  # by unit, in the order in which they came, and shard
+        self._rows: dict[int, int] = {}  # by unit, how many rows are stored: as many as were ever needed
+        self.looked_at = False
+        """Whether anybody but the update needed a gradient since the last step."""
+        self.changed = False
+        """Whether there is something new since `reconcile`."""
         self._closed = False
-        self.changed = False  # whether there is something new since `reconcile`
 
     def close(self) -> None:
         """Let go of everything: gradients refer to this object from within tensors, where Python finds no cycles."""
         if self._closed:
             return
         self._closed = True
-        for gradient in self.current.values():
+        for gradient in self._current.values():
             gradient.end(CLOSED)
-        self._parameters, self.stored, self.current = {}, {}, {}
-        del self._pager, self._part, self._arrived, self._close, self._claim, self._storing, self._widened
+        self._parameters, self._stored, self._current, self._arrivals = {}, {}, {}, {}
+        del self._pager, self._planner, self._updates, self._recording, self._ledger
 
     def name(self, shard: int) -> str:
         """Return the name of a parameter."""
@@ -162,16 +178,77 @@ class Gradients:
             raise InfinityError(gradient.gone.format(name=self.name(gradient.shard)))
         self.looked_at = True
 
-    def is_current(self, shard: int, local: torch.Tensor) -> bool:
+    def _is_current(self, shard: int, local: torch.Tensor) -> bool:
         """Whether a tensor is the gradient of a shard that is known."""
-        return isinstance(local, PagedGradient) and local.is_whole and local.gradient is self.current.get(shard)
+        return isinstance(local, PagedGradient) and local.is_whole and local.gradient is self._current.get(shard)
+
+    # As they come in #
+
+    def take(self, shard: int, local: torch.Tensor | None) -> OneGradient | None:
+        """Take over what is in `p.grad` after a reduction, and after the user's hooks.
+
+        Args:
+            local: of the shape of the local shard, in the dtype of the parameter; None where it was dropped.
+
+        Returns:
+            What is to be in `p.grad` from now on, if that is something else.
+
+        Raises:
+            InfinityError: the unit was updated in backward already.
+        """
+        found = None
+        if local is None:
+            self._drop(shard)
+        elif self._is_current(shard, local):
+            self._current[shard].arriving = False
+        else:
+            found = self._begin(shard, local.clone() if isinstance(local, PagedGradient) else local)
+        if self._arrivals and len(self._arrivals) == self._trainable[self._unit]:
+            self.close_arrivals()
+        return found
+
+    def _note_arrival(self, gradient: OneGradient) -> None:
+        unit = self._layout.shards[gradient.shard].unit
+        if unit != self._unit:
+            self.close_arrivals()
+            self._unit = unit
+        self._arrivals[gradient.shard] = gradient
+        if gradient.held is not None and gradient.held.is_cuda:
+            self._arrived = torch.cuda.current_stream(gradient.held.device).record_event()
+
+    def close_arrivals(self) -> None:
+        """Store or use the gradients of the unit whose gradients were coming in."""
+        if not self._arrivals:
+            return
+        self._updates.run_reduced()
+        unit = self._unit
+        arrivals = {shard: gradient for shard, gradient in self._arrivals.items() if gradient.held is not None}
+        self._unit, self._arrivals = -1, {}
+        if not arrivals:
+            return
+        name = self._layout.units[unit].name
+        if unit in self._updates.begun:
+            raise InfinityError(SECOND.format(unit=name))
+        early = self._planner.placement.division(unit)
+        with torch.no_grad(), record_function(f"infinity::gradients ({name})"):
+            grads = {shard: gradient.held.reshape(-1) for shard, gradient in arrivals.items()}  # type: ignore[union-attr]
+            if early < len(self._layout.unit_ranges[unit]):
+                if self._arrived is not None:
+                    torch.cuda.current_stream().wait_event(self._arrived)
+                self._store(unit, arrivals, early)
+            else:
+                self._recording.gradients(unit, self._rows.get(unit, 1))
+            if early:
+                for gradient in arrivals.values():
+                    gradient.end(USED_IN_BACKWARD)
+                self._updates.begin_in_backward(unit, grads, self._arrived)
 
     # What is done to one #
 
-    def begin(self, shard: int, values: torch.Tensor) -> OneGradient:
+    def _begin(self, shard: int, values: torch.Tensor) -> OneGradient:
         """Take over a gradient that has just been reduced, in place of the one that there was."""
-        self.drop(shard)
-        gradient = self.current[shard] = OneGradient(self, shard, values.shape)
+        self._drop(shard)
+        gradient = self._current[shard] = OneGradient(self, shard, values.shape)
         self._hold(gradient, values)
         return gradient
 
@@ -192,10 +269,10 @@ class Gradients:
 
     def _hold(self, gradient: OneGradient, values: torch.Tensor) -> None:
         if gradient.held is not None:
-            self._close()
+            self.close_arrivals()
         gradient.held, gradient.zero = values, False
         self.changed = True
-        self._arrived(gradient)
+        self._note_arrival(gradient)
 
     def load(self, gradient: OneGradient) -> torch.Tensor:
         """Return the elements: what is held, or a copy."""
@@ -203,13 +280,13 @@ class Gradients:
         if gradient.held is not None and not gradient.stored:
             return gradient.held
         if gradient.held is not None:
-            self._close()
+            self.close_arrivals()
         placed = self._layout.shards[gradient.shard]
         segment = self._layout.segments[placed.segment]
         device = self._parameters[gradient.shard].device
         if gradient.zero:
             return torch.zeros(placed.spec.numel, dtype=torch_dtype(segment.format.dtypes[MASTER]), device=device)
-        pages = segment.grad_pages[: self.rows[placed.unit]]
+        pages = segment.grad_pages[: self._rows[placed.unit]]
         rows = [
             torch.empty(placed.spec.numel, dtype=torch_dtype(dtype)) for dtype in segment.format.grads[: len(pages)]
         ]
@@ -242,7 +319,7 @@ class Gradients:
         self.changed = True
 
     def _begin_anew(self, gradient: OneGradient) -> None:
-        if gradient.gone == USED_BY_STEP and self.current.get(gradient.shard) is gradient:
+        if gradient.gone == USED_BY_STEP and self._current.get(gradient.shard) is gradient:
             gradient.gone = ""
         else:
             self.check(gradient)
@@ -251,7 +328,7 @@ class Gradients:
         """Change the elements when they are read next; at once if they are held."""
         self.check(gradient)
         if gradient.held is not None and gradient.stored:
-            self._close()
+            self.close_arrivals()
         if gradient.held is not None:
             edit(gradient.held)
             return
@@ -264,12 +341,12 @@ class Gradients:
     @property
     def there(self) -> bool:
         """Whether there are gradients to be updated with."""
-        return any(gradient.there for gradient in self.current.values())
+        return any(gradient.there for gradient in self._current.values())
 
     @property
     def zeros(self) -> bool:
         """Whether there are gradients that are nothing but zeros: memory updates with them too."""
-        return any(gradient.zero for gradient in self.current.values())
+        return any(gradient.zero for gradient in self._current.values())
 
     def reconcile(self) -> None:
         """Look at every `p.grad`: drop gradients that are not there any more, store those that were assigned.
@@ -282,10 +359,10 @@ class Gradients:
         for shard, param in self._parameters.items():
             grad = param.grad
             if grad is None:
-                self.drop(shard)
+                self._drop(shard)
                 continue
             local = private.local_gradient(param)
-            if self.is_current(shard, local):
+            if self._is_current(shard, local):
                 continue
             if local is grad:
                 raise UnsupportedError(f"the gradient that was assigned to {self.name(shard)} is no DTensor")
@@ -293,8 +370,8 @@ class Gradients:
                 local = local.clone()
             assigned[shard] = local
         for shard, values in assigned.items():
-            self.drop(shard)
-            gradient = self.current[shard] = OneGradient(self, shard, values.shape)
+            self._drop(shard)
+            gradient = self._current[shard] = OneGradient(self, shard, values.shape)
             self._write(gradient, values.reshape(-1))
         self.changed = False
 
@@ -304,13 +381,13 @@ class Gradients:
         Raises:
             InfinityError: one is.
         """
-        for shard, gradient in self.current.items():
+        for shard, gradient in self._current.items():
             if gradient.gone == USED_BY_STEP:
                 raise InfinityError(USED_TWICE.format(name=self.name(shard)))
 
-    def drop(self, shard: int) -> None:
+    def _drop(self, shard: int) -> None:
         """Forget the gradient of a shard."""
-        gradient = self.current.get(shard)
+        gradient = self._current.get(shard)
         if gradient is None:
             return
         if gradient.gone == USED_IN_BACKWARD:
@@ -318,63 +395,78 @@ class Gradients:
         if gradient.there:
             self.looked_at = True
         self._unstore(gradient)
-        del self.current[shard]
+        del self._current[shard]
         gradient.end(DROPPED)
 
     def _unstore(self, gradient: OneGradient) -> None:
         unit = self._layout.shards[gradient.shard].unit
         if gradient.stored:
             gradient.stored = False
-            del self.stored[unit][gradient.shard]
-            if not self.stored[unit]:
-                del self.stored[unit]
+            del self._stored[unit][gradient.shard]
+            if not self._stored[unit]:
+                del self._stored[unit]
                 self._discard(unit)
 
     def store_zeros(self) -> None:
         """Store those that are zeros: they are updated with."""
-        for gradient in list(self.current.values()):
+        for gradient in list(self._current.values()):
             if gradient.zero:
                 self._write(gradient, self.load(gradient))
 
-    def used_by_step(self) -> None:
-        """Note that there are no gradients any more."""
-        for gradient in self.current.values():
+    @property
+    def rows(self) -> Mapping[int, int]:
+        """By unit, how many rows of its gradients are stored."""
+        return self._rows
+
+    def use_up(self) -> dict[int, dict[int, tuple[Edit, ...]]]:
+        """End all gradients: a step uses them.
+
+        Returns:
+            What is stored: by unit in the order in which gradients came, by shard, what is still to be done to it.
+        """
+        stored = {
+            unit: {shard: tuple(gradient.edits) for shard, gradient in of_unit.items()}
+            for unit, of_unit in self._stored.items()
+        }
+        for gradient in self._current.values():
             gradient.end(USED_BY_STEP)
-        self.stored = {}
+        self._stored = {}
         self.looked_at = self.changed = False
+        return stored
 
     def discard(self) -> None:
-        """Free the pages of all gradients."""
-        for unit in self.stored:
+        """Free the pages of all gradients: a step uses none."""
+        for unit in self._stored:
             self._discard(unit)
+        self.use_up()
 
     def _discard(self, unit: int) -> None:
         for segment in self._layout.unit_segments[unit]:
-            for pages in self._layout.segments[segment].grad_pages[: self.rows[unit]]:
+            for pages in self._layout.segments[segment].grad_pages[: self._rows[unit]]:
                 self._pager.discard([page.index for page in pages])
 
     # Pages #
 
-    def store(self, unit: int, arrivals: Mapping[int, OneGradient], start: int = 0) -> None:
+    def _store(self, unit: int, arrivals: Mapping[int, OneGradient], start: int = 0) -> None:
         """Store what is held of a unit's ranges from `start` on, added to what is stored."""
-        self._claim(unit)
-        stored = self.stored.pop(unit, {})
+        self._updates.run_pending(unit)
+        stored = self._stored.pop(unit, {})
         totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
-        before = self.rows.get(unit, 1)
+        before = self._rows.get(unit, 1)
         rows = max(before, self._rows_of(unit, totals, start, added=any(shard in stored for shard in totals)))
-        self._storing(unit, rows)
-        self.rows[unit] = rows
+        self._recording.gradients(unit, rows)
+        self._rows[unit] = rows
         accesses = store_gradient_accesses(self._layout, unit, start=start, stored=before if stored else 0, rows=rows)
-        with self._part("copy"):
+        with self._ledger.part("copy"):
             self._walk(accesses, stored, totals)
         norms: Sequence[torch.Tensor | None] = [None] * len(totals)
         if not start:
-            with self._part("update"):
+            with self._ledger.part("update"):
                 norms = torch._foreach_norm(list(totals.values()), 2.0)
         for shard, norm in zip(totals, norms, strict=True):
             gradient = arrivals[shard]
             gradient.held, gradient.stored, gradient.length, gradient.edits = None, True, norm, []
-        self.stored[unit] = stored | {shard: arrivals[shard] for shard in totals}  # at the end: arrival order
+        self._stored[unit] = stored | {shard: arrivals[shard] for shard in totals}  # at the end: arrival order
 
     def _rows_of(self, unit: int, values: Mapping[int, torch.Tensor], start: int, *, added: bool) -> int:
         """Return how many rows hold the gradients of a unit's ranges; a sum of two is taken to need all there are."""
@@ -427,24 +519,24 @@ class Gradients:
         unit, segment = placed.unit, self._layout.segments[placed.segment]
         self.looked_at = self.changed = True
         values = values.contiguous()
-        if unit not in self.stored:
+        if unit not in self._stored:
             gradient.held, gradient.zero = values, False
-            self.store(unit, {shard: gradient})
+            self._store(unit, {shard: gradient})
             return
-        self._claim(unit)
+        self._updates.run_pending(unit)
         self._add_rows(unit, self._rows_of(unit, {shard: values}, 0, added=False))
         rows = gradient_rows(segment.format, values)
-        for pages, row in zip(segment.grad_pages[: self.rows[unit]], rows, strict=False):
+        for pages, row in zip(segment.grad_pages[: self._rows[unit]], rows, strict=False):
             for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (content,):
                     part = row[first - placed.start : last - placed.start]
                     section(content, page, self._layout, first, last).copy_(part)
         gradient.zero, gradient.stored, gradient.edits, gradient.length = False, True, [], None
-        self.stored[unit][shard] = gradient
+        self._stored[unit][shard] = gradient
 
     def _add_rows(self, unit: int, rows: int) -> None:
         """Let the gradients of a unit have more rows, which are zero so far."""
-        before = self.rows[unit]
+        before = self._rows[unit]
         if rows <= before:
             return
         for segment in self._layout.unit_segments[unit]:
@@ -452,8 +544,8 @@ class Gradients:
                 for page in pages:
                     with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
                         section(content, page, self._layout, page.start, page.stop).zero_()
-        self.rows[unit] = rows
-        self._widened(unit, rows)
+        self._rows[unit] = rows
+        self._recording.widen(unit, rows)
 
     def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, slice, torch.Tensor]]:
         """Yield (shard, slice of the page, slice of the shard's flat tensor) for every overlap."""

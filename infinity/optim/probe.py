@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT
+from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.content import dtype_name
-from infinity.layout import ITEMSIZE, SHARD_ALIGNMENT
 from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of
 from infinity.optim.kernel import Own, Piece, Scalars, StateLayout, UpdateKernel
 from infinity.optim.reach import WatchedNames, WatchedParameter, check_reach, check_zero_grad

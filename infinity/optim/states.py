@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from infinity.content.format import MASTER
+from infinity.content.layout import Layout
+from infinity.content.views import torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp.content import ShardContent
-
-
-class StateReader(Protocol):
-    """Who knows the states."""
-
-    def updated_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that have states."""
-
-    def has_state(self, param: object) -> bool:
-        """Return whether a parameter has states."""
-
-    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
-        """Return the states of a parameter; none where it was never updated."""
-
-
-NO_ENTRIES = (
-    "the state of an offloaded optimizer has no entries that can be set or removed: write to its tensors, for example "
-    'optimizer.state[p]["exp_avg"].zero_(), or offload a model anew for a fresh start'
-)
+from infinity.fsdp import private
+from infinity.fsdp.paged_tensor import PagedTensor
+from infinity.fsdp.shard_io import ShardIO
+from infinity.optim.given import NO_ENTRIES
+from infinity.optim.step import StepRunner
 
 NO_COPIES = (
     "an offloaded optimizer cannot be copied or pickled, since its state is on NVMe: optimizer.commit() saves it, and "
@@ -42,7 +30,7 @@ NO_COPIES = (
 class StateHome:
     """Where one state of one shard is; see `infinity.fsdp.paged_tensor.Home`."""
 
-    content: ShardContent
+    shards: ShardIO
     shard: int
     kind: str
     name: str
@@ -50,11 +38,11 @@ class StateHome:
 
     def load(self) -> torch.Tensor:
         """Return a copy of the elements, flat, on the compute device."""
-        return self.content.load_section(self.shard, self.kind).to(self.device)
+        return self.shards.load_section(self.shard, self.kind).to(self.device)
 
     def save(self, content: torch.Tensor) -> None:
         """Replace the elements."""
-        self.content.save_section(self.shard, self.kind, content)
+        self.shards.save_section(self.shard, self.kind, content)
 
 
 class StatesOfOne(dict[str, Any]):
@@ -85,11 +73,90 @@ class StatesOfOne(dict[str, Any]):
         return dict, (dict(self),)
 
 
+class StateReader:
+    """Reads states of parameters from pages, as they are after the last step."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        shards: ShardIO,
+        runner: StepRunner,
+        parameters: Mapping[nn.Parameter, int],
+        *,
+        names: Mapping[str, int],
+        made_with_state: bool,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            parameters: with their shards, in the order of `model.parameters()`.
+            names: of parameters, with their shards.
+            made_with_state: whether the optimizer in memory has states before its first step.
+        """
+        self._layout, self._shards, self._runner = layout, shards, runner
+        self._numbers = {id(param): shard for param, shard in parameters.items()}  # by id: equality is of elements
+        self.parameters = list(parameters)
+        """All parameters, in the order of the model."""
+        self._names, self._made_with_state = names, made_with_state
+
+    def updated_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that have states, in the order of `model.parameters()`."""
+        return [param for param in self.parameters if self.has_state(param)]
+
+    def has_state(self, param: object) -> bool:
+        """Return whether a parameter has states: whether it was ever updated by an optimizer that has any.
+
+        Raises:
+            InfinityError: as `state_of`.
+        """
+        self._runner.check_open()
+        shard = self._numbers.get(id(param), -1)
+        if shard < 0 or not self._layout.shards[shard].spec.trainable:
+            return False
+        self._runner.look(shard)
+        scalars = self._runner.updates.scalars.get(shard)
+        if scalars is None and self._made_with_state:
+            raise InfinityError(
+                f"{self._layout.shards[shard].spec.name} was not updated yet: its first state is made by its first step"
+            )
+        return scalars is not None and bool(scalars or self._layout.format_of(shard).kinds)
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """Return the states of a parameter as they would be in memory; none where it was never updated.
+
+        Tensors are sharded like the parameter, of its shape, and are on NVMe: what is written to them is kept.
+
+        Raises:
+            InfinityError: the parameter was updated in backward already, and `step()` has not been called; or the
+                optimizer has states from the start, and the parameter was not updated yet; or it is closed.
+            UnsupportedError: a state is larger than the limit for loading outside the plan.
+        """
+        if not self.has_state(param):
+            return StatesOfOne()
+        shard = self._numbers[id(param)]
+        kinds = self._layout.format_of(shard).kinds
+        states = {kind: private.sharded_like(param, self._stored(shard, kind, param.device)) for kind, _ in kinds}
+        return StatesOfOne({**states, **self._runner.updates.scalars[shard]})
+
+    def _stored(self, shard: int, kind: str, device: torch.device) -> PagedTensor:
+        spec, fmt = self._layout.shards[shard].spec, self._layout.format_of(shard)
+        home = StateHome(self._shards, shard, kind, f"{kind} of {spec.name}", device)
+        return PagedTensor.stored(home, (spec.numel,), torch_dtype(fmt.dtypes[kind]), device)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return this rank's master and states of one parameter; see `PagedOptimizer.read_state`."""
+        shard = self._names.get(name, -1)
+        if shard < 0 or not self._layout.shards[shard].spec.trainable:
+            raise InfinityError(f"there is no trained parameter {name!r}")
+        values = {kind: self._shards.load_section(shard, kind) for kind, _ in self._layout.format_of(shard).kinds}
+        return {MASTER: self._shards.load(shard), **values, **self._runner.updates.scalars.get(shard, {})}
+
+
 class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
     """The states of the parameters that have been updated; of others, none: as the dictionary in memory has it.
 
     Tensors are sharded like the parameter, and on NVMe: what is written to them is kept. All methods raise what
-    `PagedOptimizer.state_of` raises. Entries cannot be set or removed (`UnsupportedError`).
+    `StateReader.state_of` raises. Entries cannot be set or removed (`UnsupportedError`).
     """
 
     def __init__(self, reader: StateReader) -> None:

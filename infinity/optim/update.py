@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Role
+from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Segment
+from infinity.content.views import gradient_of, put, read_section, row_of, section, stored, torch_dtype
 from infinity.errors import UnsupportedError
-from infinity.fsdp.content import gradient_of, put, read_section, row_of, section, stored
 from infinity.fsdp.gradient import Edit
-from infinity.layout import HALVES, MASTER, RANGE_ALIGNMENT, SHARD_ALIGNMENT, Layout, Page, Role, Segment
 from infinity.optim import copies
 from infinity.optim.kernel import Own, Piece, Scalars, UpdateKernel
 from infinity.schedule.trace import Access
@@ -145,6 +146,8 @@ class Update:
     """Elements updated so far."""
     begun: int = 0
     """How many of the unit's ranges, the first ones, were given to be updated."""
+    rows: int = 0
+    """How many rows of gradients are stored, of the ranges that are still to be updated; 0 for those in `grads`."""
 
     def run(self, ranges: Sequence[Opened]) -> None:
         """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""
@@ -158,6 +161,16 @@ class Update:
                     self._run([(opened, start, min(start + _DECODED, item.stop))])
         for opened in ranges:
             opened.replace_weights()
+
+    def run_empty(self) -> None:
+        """Advance the scalars of shards of which this rank has no elements, which are in no range."""
+        for shard, group in self.settings.items():
+            if not self.layout.shards[shard].spec.numel:
+                dtypes = self.layout.format_of(shard).dtypes
+                views = {name: torch.empty(0, dtype=torch_dtype(dtype)) for name, dtype in dtypes.items()}
+                master = views.pop(MASTER)
+                piece = Piece(shard, master, torch.empty_like(master), views)
+                self.after.update(self.kernel.update([piece], group, self.before, self.own))
 
     def _run(self, parts: Sequence[tuple[Opened, int, int]]) -> None:
         """Update elements [start, stop) of some ranges: in the pages, or, what is stored otherwise, decoded."""

@@ -12,15 +12,15 @@ memory exactly while a use of it lies in the window: entering means a fetch (unl
 content), leaving means a write if it was modified. c is monotone and does not depend on timing, therefore the
 bytes of a step are known before it runs.
 
-How many frames stream is a trade: few leave room for residents, many let the window reach over all that is needed
-until the unit after next, so that the drive always has something to do. Plans are compared by the clock (`timing`), and
-of those that are about as quick, the one that moves least is taken: drives wear out, and every byte costs the CPU some
-time, hidden or not.
+How many frames stream is a trade. Few of them leave room for residents. Many of them let the window reach over all
+that is needed until the unit after next, so that the drive always has something to do. Plans are compared by the clock
+(`timing`). Of those that are about as quick, the one that moves least is taken: drives wear out, and every byte costs
+the CPU some time, hidden or not.
 
-[Note: kept pages] Weights that are copied out in backward are read once more by the update of their unit, where they
-are a part of the master; the rest of the unit's state comes between, so the window does not reach that far. A few
-frames keep pages from one use to the next while one unit is worked on. All units take turns in these frames: one saves
-a transfer per unit, where a resident page saves two or three. What moves less is done.
+[Note: kept pages] A unit's weights are copied out in backward. Where they are a part of the master, the update of the
+unit reads them once more. The rest of the unit's state comes between the two, so the window does not reach that far. So
+a few frames keep pages from one use to the next while one unit is worked on. All units take turns in these frames:
+each saves one transfer per unit, a frame for a resident page two or three per step. Whichever moves less is done.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
+from infinity.content.format import Role
+from infinity.content.layout import Layout
 from infinity.errors import BudgetError
-from infinity.layout import Layout, Role
 from infinity.schedule.timing import Moves, computation, step_length
 from infinity.schedule.trace import Access, Mode
 from infinity.units import format_setting, format_size
@@ -55,7 +56,9 @@ class Traffic:
     """NVMe bytes of one step, by role of the page."""
 
     read: dict[Role, int]
+    """Bytes read."""
     written: dict[Role, int]
+    """Bytes written."""
 
     @property
     def read_bytes(self) -> int:
@@ -75,31 +78,47 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Uses between which a page stays in memory, as (position in the trace, page), and how many frames that takes."""
+    """Pages that stay in memory from one use to the next, though the window does not reach so far.
+
+    For example, page 7 is used at positions 3 and 9 and kept between: (3, 7) is in `since`, (9, 7) in `until`.
+    """
 
     since: frozenset[tuple[int, int]] = frozenset()
+    """(position in the trace, page) of uses after which the page stays."""
     until: frozenset[tuple[int, int]] = frozenset()
+    """(position in the trace, page) of uses until which it has stayed."""
     frames: int = 0
+    """How many pages are kept at once at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What the pager executes; immutable.
 
-    Positions count the accesses of `prefix`, which is executed once, and then those of `trace`, over and over.
-    `reach[i]` is c(i), for the prefix and one turn of the trace: the last position whose pages are to be in memory or
-    on their way when position i begins.
+    Positions count the accesses of `prefix`, which is executed once, and then those of `trace`, over and over. For
+    example, with a prefix of 2 and a trace of 10 accesses, positions 2 and 12 are both the first access of the trace.
+
+    Life cycle: made by `make_plan` from the trace of a step, given a prefix by `prepend` where something comes before
+    the next step, installed in the pager, and replaced when steps look otherwise.
     """
 
     prefix: tuple[Access, ...]
+    """Accesses before the first step."""
     trace: tuple[Access, ...]
+    """Accesses of one step."""
     reach: tuple[int, ...]
+    """c(i) for every position i of the prefix and one turn of the trace: the last position whose pages are to be in
+    memory or on their way when position i begins."""
     resident: frozenset[int]
+    """Pages that always stay."""
     kept: Kept
+    """Pages that stay from one use to the next."""
     frames: int
+    """Frames of the arena. Those that are not for resident, streaming and kept pages are for pages being written."""
     streaming_frames: int
-    writing_frames: int
+    """Distinct pages that the window may reach over, residents not counted; 0 where all pages are resident."""
     traffic: Traffic
+    """Bytes of one step, when a step like it came before."""
 
     def access(self, position: int) -> Access:
         """Return the access at a position."""
@@ -169,7 +188,7 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, beside: b
 
 
 def _drafts(trace: tuple[Access, ...], layout: Layout, frames: int, streaming: int) -> list[Plan]:
-    """Return drafts of plans with so many streaming frames: without kept pages, and with as many as there can be."""
+    """Return two drafts of plans with so many streaming frames: with no kept pages, and with as many as possible."""
     left = frames - streaming - _writing(frames, streaming)
     most = _between_uses(trace, _windows((), trace, frozenset(), streaming), layout, left).frames
     return [_plan(trace, layout, frames, streaming, keeping, draft=True) for keeping in sorted({0, most})]
@@ -181,7 +200,7 @@ def _writing(frames: int, streaming: int) -> int:
 
 
 def preferred(plans: Sequence[Plan], layout: Layout, *, beside: bool) -> Plan:
-    """Return the plan under which steps take least time, whatever they are bound by, or about that and move less.
+    """Return the plan under which steps take least time; of those that are about as quick, the one that moves least.
 
     Args:
         beside: whether updates are waited for on a thread of their own.
@@ -197,10 +216,10 @@ def _preferred(found: Sequence[tuple[float, Plan]]) -> Plan:
 
 
 def _slowness(plan: Plan, layout: Layout, least: float, *, beside: bool) -> float:
-    """Return how much longer than necessary steps take: the mean over what they may be bound by.
+    """Return how much longer than necessary steps take: 1.0 is best. The mean over four kinds of steps.
 
-    Their computation may take no time, as long as `least` bytes or twice that, or longer than all transfers there can
-    be: then what counts is how long it has to wait, however little is moved.
+    They differ in how long their computation takes: no time, so that only bytes count; as long as moving `least` bytes;
+    twice that; or longer than all transfers there can be, so that only waits count.
 
     Args:
         least: bytes per step of the plan that moves least.
@@ -258,11 +277,15 @@ def _plan(
     *,
     draft: bool = False,
 ) -> Plan:
-    """Return the plan of an arena of which so many frames are for each purpose; the others are for resident pages."""
-    writing = 0
+    """Return the plan of an arena of `frames` frames, those that nothing else needs being for resident pages.
+
+    Args:
+        streaming: frames for pages in the window; 0 if all pages fit the arena.
+        keeping: frames for pages that are kept between uses.
+        draft: whether residents are chosen once only, see `_most_useful`.
+    """
     if streaming:
-        writing = _writing(frames, streaming)
-        staying = frames - streaming - keeping - writing
+        staying = frames - streaming - keeping - _writing(frames, streaming)
         resident, kept = _most_useful(trace, layout, staying, streaming, keeping, draft=draft)
         reach = _windows((), trace, resident, streaming)
     else:
@@ -276,7 +299,6 @@ def _plan(
         kept=kept,
         frames=frames,
         streaming_frames=streaming,
-        writing_frames=writing,
         traffic=predict(trace, reach, resident, kept, layout),
     )
 
@@ -284,11 +306,15 @@ def _plan(
 def _most_useful(
     trace: Sequence[Access], layout: Layout, number: int, streaming: int, keeping: int, *, draft: bool
 ) -> tuple[frozenset[int], Kept]:
-    """Return the pages that save most bytes, each in one frame, and which of the others are kept between uses.
+    """Return the resident pages, those that save most bytes, and which of the others are kept between uses.
 
-    The first are those that move most when they stream. What streams through the turns of a step without moving depends
-    on the window, and the window on what stays. So the choice is made again for the window that it leads to, as long as
-    that moves fewer bytes. A draft is the first choice.
+    What a page saves is what it would move if it streamed. That depends on the window, and how far the window reaches
+    depends on which pages are resident. So residents are chosen for the window that there is without any, then chosen
+    again for the window that this leads to, and so on as long as fewer bytes are moved. A draft is the first choice.
+
+    Args:
+        number: how many pages can be resident.
+        keeping: how many can be kept at once.
     """
     found: dict[frozenset[int], tuple[int, Kept]] = {}
     chosen: frozenset[int] = frozenset()
@@ -311,10 +337,10 @@ def _most_useful(
 def _by_benefit(moved: Mapping[int, tuple[int, int]], layout: Layout) -> list[int]:
     """Return pages, those first that save most bytes by staying.
 
-    Of those that save the same, weights come unit by unit: a gather for which a part has to be read waits as one for
-    which all has. Of the others, any number is spread out, so that what still moves is spread over the step, and hides
-    behind the computation of every unit, not of a few: the multiples of the golden ratio, taken modulo 1, spread any
-    number of points evenly (Knuth, TAOCP 3, section 6.4).
+    Of weights that save the same, those of one unit come together: a gather that has to read one page waits about as
+    long as one that reads all, so whole units are spared their wait. Of other pages that save the same, the first n are
+    spread evenly over the step for every n, so that what still moves hides behind the computation of every unit, not of
+    a few. The multiples of the golden ratio, taken modulo 1, are spread so (Knuth, TAOCP 3, section 6.4).
 
     Args:
         moved: how often each page is read and written in a step.
@@ -335,12 +361,12 @@ def _by_benefit(moved: Mapping[int, tuple[int, int]], layout: Layout) -> list[in
 def _between_uses(
     trace: Sequence[Access], reach: Sequence[int], layout: Layout, most: int, resident: frozenset[int] = frozenset()
 ) -> Kept:
-    """Return what at most `most` frames keep from one use to a next that is near: as many as possible.
+    """Return which pages at most `most` frames keep from one use to the next: as many as possible.
 
-    Near is one with only accesses of the same unit in between, and an update where those of two others are: a unit is
-    gathered, the one before it updated, the next one gathered, and then the first one updated. Where there are too few
-    frames, what is needed last is not kept: so the largest number of intervals finds place (Carlisle and Lloyd, "On the
-    k-coloring of intervals", 1995).
+    Only between uses that are near: with no other unit's accesses in between or, where the next use is an update, with
+    at most two turns of other units. For example, unit 5 is gathered, 6 is updated, 4 is gathered, then 5 is updated.
+    Where frames are too few, the page whose next use is last is not kept: so the largest number of intervals finds room
+    (Carlisle and Lloyd, "On the k-coloring of intervals", 1995).
     """
     units = [layout.pages[access[0].page].unit for access in trace]
     turns = list(itertools.accumulate((a != b for a, b in itertools.pairwise(units)), initial=0))
@@ -376,6 +402,7 @@ def _between_uses(
 def _windows(
     prefix: Sequence[Access], trace: Sequence[Access], resident: frozenset[int], streaming: int
 ) -> tuple[int, ...]:
+    """Return c(i) for every position i of the prefix and one turn of the trace. [Note: the window]"""
     length = len(trace)
     row = (*prefix, *trace, *trace)
     inside: Counter[int] = Counter()
@@ -458,5 +485,5 @@ def _transfers(
 
 
 def _reach_after(position: int, reach: Sequence[int], length: int) -> int:
-    """Last position whose pages are in memory once `position` is done: the window of the next position."""
+    """Return the last position whose pages are in memory once `position` is done: the window of the next one."""
     return reach[position + 1] if position + 1 < length else reach[0] + length

@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.layout import Layout, Role
-from infinity.schedule.trace import BACKWARD, Access, Mode
+from infinity.content.format import Role
+from infinity.content.layout import Layout
+from infinity.schedule.placement import BACKWARD
+from infinity.schedule.trace import Access, Mode
 
 _STEPS = 2
 """How many steps it takes until one is like those that follow."""
@@ -107,15 +109,22 @@ def step_length(
 
 
 class Clockwork:
-    """The drive and the frames of an arena, in time. `now` is how far anything has come."""
+    """The drive and the frames of an arena, in time, which is counted in bytes that the drive could have moved.
+
+    A model of the pager for one walk, on one thread. Life cycle of a page: wanted (queued), started when there is a
+    frame, ready when the drive has read it, arrived when somebody takes it; its frame is free when it leaves, or when
+    it has been written.
+    """
 
     def __init__(self, layout: Layout, frames: int) -> None:
-        self._layout, self._free = layout, frames
+        self._layout = layout
+        self._free = frames  # frames that are free now
         self._drive = 0.0  # when it has done all that it was given
         self._queue: deque[int] = deque()  # pages to be read that have no frame yet
         self._ready: dict[int, float] = {}  # page -> when it has been read
         self._written: deque[float] = deque()  # when frames come back from writing, in order
         self.now = 0.0
+        """How far anything has come."""
 
     def want(self, page: int) -> None:
         """Have a page read as soon as there is a frame."""

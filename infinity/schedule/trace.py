@@ -2,23 +2,18 @@
 
 Two levels. *Events* are what the training loop shows (a unit is gathered, its gradients arrive, `step()`
 runs); they do not depend on where updates run. *Accesses* are what the pager sees: a few pages that are needed
-in memory at the same moment. `expand` turns the first into the second for one choice of update placement, so
+in memory at the same moment. `placement.expand` turns the first into the second for one choice of update placement, so
 changing the placement needs no new recording.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from infinity.layout import Layout, Segment, overlapping
-
-BACKWARD = 2.5
-"""Computation of a unit in backward, over that in forward: between 2, and 3 where backward computes forward again."""
+from infinity.content.layout import Layout, Segment, overlapping
 
 
 class EventKind(Enum):
@@ -30,14 +25,13 @@ class EventKind(Enum):
 
 
 class Event(NamedTuple):
-    """One thing the training loop did.
-
-    `rows` is how many rows of each gradient of the unit are stored from then on, unless it is updated at once.
-    """
+    """One thing the training loop did."""
 
     kind: EventKind
     unit: int = -1
+    """Number of the unit; -1 for STEP."""
     rows: int = 1
+    """GRADIENTS: how many rows of each gradient of the unit are stored from then on, unless it is updated at once."""
 
 
 class Mode(Enum):
@@ -63,198 +57,17 @@ class Use(NamedTuple):
     """One page in one access."""
 
     page: int
+    """Number of the page in the layout."""
     mode: Mode
 
 
 Access = tuple[Use, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where units are updated: in backward, ahead of their use in the next forward, or in `step()`.
-
-    `in_backward` says how many of a unit's ranges, the first ones, are updated in backward; units in `in_forward` have
-    the others updated in the next forward, all others in `step()`.
-
-    `beside` says whether updates come behind the gather of another unit, to run beside its computation: in backward of
-    the unit that is gathered next; in forward of the unit before (the first unit is updated in `step()`). Else a unit
-    is updated as soon as its gradients are there, or just before it is gathered: that needs fewer frames.
-    """
-
-    in_backward: Mapping[int, int] = field(default_factory=dict)
-    in_forward: frozenset[int] = frozenset()
-    beside: bool = True
-
-    @classmethod
-    def of(cls, name: str, events: Sequence[Event], layout: Layout) -> Placement:
-        """Return the placement of a setting, for a step that looks like `events`.
-
-        What cannot be updated in backward is updated in the next forward.
-        """
-        if name == "after_backward":
-            return cls()
-        early = eligible_for_backward(events) if name in ("in_backward", "in_both") else frozenset()
-        gathered, trained = (
-            {event.unit for event in events if event.kind is kind} for kind in (EventKind.GATHER, EventKind.GRADIENTS)
-        )
-        placement = cls(
-            in_backward={unit: len(layout.unit_ranges[unit]) for unit in early},
-            in_forward=frozenset(gathered & trained - early),
-        )
-        return placement._balanced(events, layout) if name == "in_both" else placement
-
-    def _balanced(self, events: Sequence[Event], layout: Layout) -> Placement:
-        """Return this placement with a part of what is updated in backward left to the next forward, of every unit.
-
-        Forward only reads weights, unless it updates something; with it, each pass moves its share of the bytes, which
-        is its share of the computation. Solved for the fraction f of the updates that are left to forward, where
-        nothing stays in memory: P + f (U + G) = share (2 P + U + 2 f G), with P bytes of weights, U that updates
-        move, G of gradients. The unit that is gathered first has none: there is no computation to hide it behind. A
-        unit is divided between pages; what it has too much or too little, the next one makes up for.
-        """
-        rows = stored_rows(events)
-        order = list(dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER))
-        weights = updates = gradients = whole = 0
-        for segment in (layout.segments[index] for unit in order for index in layout.unit_segments[unit]):
-            size = sum(page.nbytes for page in segment.param_pages)
-            weights += size
-            if segment.unit in self.in_backward:
-                updates += 2 * sum(page.nbytes for page in segment.update_pages) + size
-                stored = segment.grad_pages[: rows[segment.unit]]
-                gradients += sum(page.nbytes for pages in stored for page in pages)
-                whole += segment.numel
-        divisible = [unit for unit in order[1:] if unit in self.in_backward]
-        share = 1 / (1 + BACKWARD)
-        fraction = (share * (2 * weights + updates) - weights) / max(1, updates + (1 - 2 * share) * gradients)
-        passed = sum(layout.segments[index].numel for unit in divisible for index in layout.unit_segments[unit])
-        fraction *= whole / max(1, passed)
-        in_backward, wanted = dict(self.in_backward), 0.0
-        for unit in divisible:
-            sizes = [segment.ranges[position].count for segment, position in layout.unit_ranges[unit]]
-            wanted += fraction * sum(sizes)
-            left = {place: sum(sizes[place:]) for place in divisions(layout, unit)}
-            place = min(left, key=lambda place: abs(wanted - left[place]))
-            wanted -= left[place]
-            in_backward[unit] = place
-        later = frozenset(unit for unit in divisible if in_backward[unit] < len(layout.unit_ranges[unit]))
-        return replace(
-            self,
-            in_backward={unit: number for unit, number in in_backward.items() if number},
-            in_forward=self.in_forward | later,
-        )
-
-    def division(self, unit: int) -> int:
-        """Return how many of a unit's ranges, the first ones, are updated in backward; the others are later."""
-        return self.in_backward.get(unit, 0)
-
-    def due(self, events: Iterable[Event]) -> dict[int, int]:
-        """Return which unit is to be updated when a unit is first gathered; those updated in `step()` are not there."""
-        order = tuple(dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER))
-        pairs = itertools.pairwise(order) if self.beside else zip(order, order, strict=True)
-        return {gathered: unit for gathered, unit in pairs if unit in self.in_forward}
-
-
-def divisions(layout: Layout, unit: int) -> Iterator[int]:
-    """Yield the numbers of ranges after which the update of a unit can be divided: no page is on both sides."""
-    number = 0
-    for index in layout.unit_segments[unit]:
-        segment = layout.segments[index]
-        cuts = [{page.start for page in pages} for pages in (segment.param_pages, *segment.grad_pages)]
-        starts = set.intersection(*cuts)
-        for item in segment.ranges:
-            if item.start in starts:
-                yield number
-            number += 1
-    yield number
-
-
-def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
-    """Return the units whose gradients arrive once per step, with no use of the weights after that.
-
-    Updating any other unit in backward would change weights that are still to be used in this step, or would
-    miss a part of the gradient.
-    """
-    arrivals = Counter(event.unit for event in events if event.kind is EventKind.GRADIENTS)
-    once = {unit for unit, count in arrivals.items() if count == 1}
-    seen: set[int] = set()
-    for event in events:
-        if event.kind is EventKind.GRADIENTS:
-            seen.add(event.unit)
-        elif event.kind is EventKind.GATHER and event.unit in seen:
-            once.discard(event.unit)
-    return frozenset(once)
-
-
-def expand(
-    events: Sequence[Event], layout: Layout, placement: Placement, *, pending: bool = True
-) -> tuple[Access, ...]:
-    """Return the accesses of one step.
-
-    Args:
-        events: one step, ending with STEP.
-        layout: pages of this rank.
-        placement: where updates run.
-        pending: whether the units that are updated in forward come with gradients of the step before.
-    """
-    accesses: list[Access] = []
-    arrived: dict[int, int] = {}  # unit -> rows of its gradient that are stored
-    rows = stored_rows(events)
-    due = placement.due(events)
-    later = set(due.values())
-    waiting = dict(due) if pending else {}
-    reduced: list[int] = []  # to be updated in backward, behind the next gather
-
-    def update_reduced() -> None:
-        for unit in reduced:
-            accesses.extend(update_accesses(layout, unit, stop=placement.division(unit)))
-        reduced.clear()
-
-    def update_waiting(gathered: int) -> None:
-        unit = waiting.pop(gathered, None)
-        if unit is not None:
-            accesses.extend(update_accesses(layout, unit, start=placement.division(unit), rows=rows.get(unit, 1)))
-
-    for event in events:
-        if event.kind is EventKind.GATHER:
-            if not placement.beside:
-                update_waiting(event.unit)
-            accesses.extend(gather_accesses(layout, event.unit))
-            update_reduced()
-            update_waiting(event.unit)
-        elif event.kind is EventKind.GRADIENTS:
-            update_reduced()
-            first = placement.division(event.unit)
-            if first < len(layout.unit_ranges[event.unit]):
-                stored = arrived.pop(event.unit, 0)
-                arrived[event.unit] = event.rows  # at the end: arrival order
-                accesses.extend(
-                    store_gradient_accesses(layout, event.unit, start=first, stored=stored, rows=event.rows)
-                )
-            if first:
-                reduced.append(event.unit)
-                if not placement.beside:
-                    update_reduced()
-        else:
-            update_reduced()
-            for unit in update_order(arrived):
-                if unit not in later:
-                    accesses.extend(update_accesses(layout, unit, start=placement.division(unit), rows=arrived[unit]))
-    return tuple(accesses)
+"""Distinct pages that are needed in memory at the same moment."""
 
 
 def stored_rows(events: Iterable[Event]) -> dict[int, int]:
     """Return how many rows of each unit's gradient are stored at the end of a step."""
     return {event.unit: event.rows for event in events if event.kind is EventKind.GRADIENTS}
-
-
-def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
-    """Return the accesses of all updates that wait for the next forward, when they are not to wait any longer."""
-    rows = stored_rows(events)
-    return tuple(
-        access
-        for unit in placement.due(events).values()
-        for access in update_accesses(layout, unit, start=placement.division(unit), rows=rows[unit])
-    )
 
 
 def update_order(arrived: Iterable[int]) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from threading import Condition
 from typing import NamedTuple
 
+from infinity.content.format import Role
+from infinity.content.layout import Page
 from infinity.errors import StallError
-from infinity.layout import Page, Role
 
 
 class Extent(NamedTuple):

@@ -16,9 +16,9 @@ from time import perf_counter
 
 import xxhash
 
+from infinity.content.layout import Page
 from infinity.errors import CommitError, CorruptPageError, StorageError
 from infinity.io import DataFile, Engine, Op, Ticket
-from infinity.layout import Page
 from infinity.store.extents import Extent, ExtentAllocator, SlotClass, misplaced
 
 _log = logging.getLogger(__name__)

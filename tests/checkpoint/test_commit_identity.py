@@ -112,7 +112,7 @@ def test_what_no_reader_would_take_is_not_published(tmp_path: Path) -> None:
     """The commit before stays, and the next one is good."""
     with Session(tmp_path) as session:
         session.run(3)
-        publish = session.optimizer.run._committer
+        publish = session.optimizer._checkpointer._committer
         good, publish._weights = publish._weights, [float("inf")]
         with pytest.raises(CommitError, match="weights: 0: inf is not a number"):
             session.run(4, every=1)
@@ -148,7 +148,7 @@ def test_a_withdrawn_commit_never_comes_back(tmp_path: Path, monkeypatch: pytest
             session.run(5, every=1)
         store = session.optimizer.run.store
         pinned = {version for version in store._current.values() if store._named[version]}
-        assert pinned == {store._current[page] for page in session.optimizer.run._committer._pages}
+        assert pinned == {store._current[page] for page in session.optimizer._checkpointer._committer._pages}
 
 
 INTERRUPTIONS: dict[str, type[BaseException]] = {

@@ -201,7 +201,7 @@ def test_space_for_all_kept_commits_is_reserved(tmp_path: Path) -> None:
         with Session(tmp_path, run={"retained_commits": retained}) as session:
             (file,) = (tmp_path / "nvme0").glob("*/*.pages")
             sizes.append(file.stat().st_blocks * 512)
-            state = session.optimizer.layout.state_bytes
+            state = session.optimizer.run.layout.state_bytes
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] == state
 
 
@@ -231,7 +231,9 @@ def test_a_flipped_byte_is_named_and_is_no_nan(tmp_path: Path) -> None:
     """Whichever page it is in: page, path and offset."""
     with Session(tmp_path) as session:
         session.run(EVERY)
-        names = [session.optimizer.layout.page_name(index) for index in range(len(session.optimizer.layout.pages))]
+        names = [
+            session.optimizer.run.layout.page_name(index) for index in range(len(session.optimizer.run.layout.pages))
+        ]
     versions = read_manifest(commits_in(run_folder(tmp_path) / "commits", 0)[EVERY]).pages
     shutil.copytree(tmp_path / "nvme0", tmp_path / "good")
     for page in sorted(versions)[:: max(1, len(versions) // 6)]:

@@ -56,7 +56,7 @@ class Stored:
         self.place = place
         with Session(place, run={"retained_commits": 2}) as session:
             session.run(NEWEST)
-            self.model, self.layout = session.model, session.optimizer.layout
+            self.model, self.layout = session.model, session.optimizer.run.layout
             self.losses = session.run(NEWEST + 1, every=0)
         (self.root,) = (entry for entry in (place / "nvme0").iterdir() if entry.is_dir())
         self.folder = RunFolder(self.root.name, (self.root,))

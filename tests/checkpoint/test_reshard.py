@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infinity import run
+import infinity
 from infinity.errors import CommitError, FolderBusyError, LostRankError
 from infinity.store.folder import holders
 from support.ranks import RankPool
@@ -57,7 +57,7 @@ def test_from_two_ranks_to_four(pair: RankPool, tmp_path: Path) -> None:
 
 def lose_a_rank_at_start(recipe: Recipe, folder: str) -> bool:
     """Go on with other ranks; the second is interrupted when all have published. Returns whether this one started."""
-    whole = run._Run._begin_resharded
+    whole = infinity.PagedOptimizer.commit
 
     def interrupted(*arguments: Any) -> None:
         whole(*arguments)
@@ -65,7 +65,7 @@ def lose_a_rank_at_start(recipe: Recipe, folder: str) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(run._Run, "_begin_resharded", interrupted)
+            patch.setattr(infinity.PagedOptimizer, "commit", interrupted)
         try:
             go_on(recipe, folder, 0)
         except LostRankError:

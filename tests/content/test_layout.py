@@ -10,21 +10,20 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.errors import BudgetError
-from infinity.layout import (
-    ITEMSIZE,
+from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT, Role
+from infinity.content.layout import (
     PAGE_ALIGNMENT,
     RANGE_ALIGNMENT,
-    SHARD_ALIGNMENT,
     Layout,
     Page,
-    Role,
     ShardSpec,
     UnitSpec,
     build_layout,
     overlapping,
 )
-from infinity.schedule.trace import divisions, update_accesses
+from infinity.errors import BudgetError
+from infinity.schedule.placement import divisions
+from infinity.schedule.trace import update_accesses
 from support.layouts import FORMATS, layouts
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import infinity
-from infinity.checkpoint.dcp import DcpExport
+from infinity.content.encoding import decode, encode
+from infinity.content.format import FORMATS, SHARD_ALIGNMENT, StateFormat
 from infinity.errors import ConfigError
-from infinity.fsdp.encoding import decode, encode
-from infinity.layout import FORMATS, SHARD_ALIGNMENT, StateFormat
+from infinity.formats.dcp import DcpExport
 from support import models
 from support.ranks import RankPool
 from support.resharding import begin, everything, go_on, newest, same

@@ -25,13 +25,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity
-from infinity import run
 from infinity.checkpoint.manifest import Manifest, check_pages, checksum_of, read_manifest, read_state_file
 from infinity.checkpoint.reader import CommitReader
+from infinity.content.encoding import decode, encode
+from infinity.content.format import ENCODINGS, ITEMSIZE
+from infinity.content.format import FORMATS as STATE_FORMATS
+from infinity.content.layout import UnitSpec, build_layout
 from infinity.errors import BudgetError, InfinityError
-from infinity.fsdp.encoding import decode, encode
-from infinity.layout import ENCODINGS, ITEMSIZE, UnitSpec, build_layout
-from infinity.layout import FORMATS as STATE_FORMATS
+from infinity.run import place
 from infinity.store.extents import spread
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
@@ -107,7 +108,7 @@ def trained(case: Case, folder: str) -> dict[str, dict[str, torch.Tensor]]:
     model = models.shard(model.to(torch.bfloat16) if case.policy == "pure_bf16" else model, case.policy)
     paging = Paging(format=case.format, paths=case.paths)
     with (
-        mock.patch.object(run, "path_shares", lambda paths, *_: WEIGHTS[: len(paths)]),  # nothing is measured
+        mock.patch.object(place, "path_shares", lambda paths, *_: WEIGHTS[: len(paths)]),  # nothing is measured
         infinity.offload(model, case.make(model), settings(Path(folder), paging, 16 * MIB)) as optimizer,
     ):
         for step in range(2):

@@ -16,13 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import conversion_mapping, core_model_loading, modeling_utils
 
-from infinity.checkpoint import export, pretrained, transformers_names
-from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.reader import CommitReader
-from infinity.checkpoint.transformers_names import Conversion
-from infinity.checkpoint.weight_files import WeightReader
 from infinity.errors import ConfigError
+from infinity.formats import safetensors as export
+from infinity.formats import transformers_names
+from infinity.formats.safetensors import export_safetensors
+from infinity.formats.transformers_names import Conversion
+from infinity.formats.weight_files import WeightReader
 from infinity.fsdp import private
+from infinity.sources import pretrained
 from infinity.store.folder import RunFolder
 from support import families
 from support.families import FAMILIES

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import infinity
-from infinity.checkpoint.dcp import DcpExport, DcpFolder
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import ConfigError, CorruptPageError, InfinityError
+from infinity.formats.dcp import DcpExport
+from infinity.sources.dcp import DcpFolder
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
 from support import models

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.manifest import published_in
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, ConfigError, CorruptPageError
+from infinity.formats.safetensors import export_safetensors
 from infinity.store.folder import RunFolder
 from support import models
 from support.ranks import RankPool

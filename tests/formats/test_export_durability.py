@@ -17,15 +17,16 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 import infinity
-from infinity.checkpoint import dcp as dcp_module
 from infinity.checkpoint import durable
-from infinity.checkpoint import export as export_module
-from infinity.checkpoint.dcp import DcpExport, DcpFolder
-from infinity.checkpoint.dcp_metadata import read_metadata
-from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.reader import CommitReader
-from infinity.checkpoint.weight_files import read_json
 from infinity.errors import CommitError, ConfigError
+from infinity.formats import dcp as dcp_module
+from infinity.formats import safetensors as export_module
+from infinity.formats.dcp import DcpExport
+from infinity.formats.dcp_metadata import read_metadata
+from infinity.formats.safetensors import export_safetensors
+from infinity.formats.weight_files import read_json
+from infinity.sources.dcp import DcpFolder
 from support import models
 from support.session import Session
 from support.train import MIB, Paging, Recipe, make_optimizer, settings

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import infinity
+from infinity.accumulation.slicing import Slicing
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.fsdp.slicing import Slicing
 from support import models
 from support.ranks import RankPool
 from support.tables import in_turn, variants
@@ -283,9 +283,9 @@ def moved(recipe: Recipe, placement: str, folder: Path) -> tuple[list[int], int]
     with offloaded(recipe, Paging(arena="least", placement=placement), folder) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         assert optimizer.update_placement == placement
-        traffic = optimizer.plan.traffic
+        traffic = optimizer.run.plan.traffic
         steady = optimizer.records[4:]
-        assert optimizer.layout.state_bytes == 14 * optimizer.layout.parameters
+        assert optimizer.run.layout.state_bytes == 14 * optimizer.run.layout.parameters
         total = [record.read_bytes + record.written_bytes for record in steady]
         return total, traffic.read_bytes + traffic.written_bytes
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.fsdp.encoding import halves, joined
-from infinity.layout import Role
+from infinity.content.encoding import halves, joined
+from infinity.content.format import Role
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.update import Opened, Update, snapshot
 from infinity.schedule.trace import EventKind, range_access, stored_rows
@@ -61,12 +61,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, micro: int = 1, 
 def test_one_backward_stores_the_upper_half(tmp_path: Path) -> None:
     """Two bytes per parameter are written; a loop over batches needs four, also in the steps after it."""
     with offloaded(Recipe(model="even"), LEAST, tmp_path) as (model, optimizer):
-        parameters = optimizer.layout.parameters
+        parameters = optimizer.run.layout.parameters
 
         def of_one_step(micro: int) -> tuple[set[int], float]:
             step(model, optimizer, micro=micro)
-            moved = optimizer.plan.traffic.written[Role.GRAD] / parameters
-            return set(stored_rows(optimizer._events).values()), moved
+            moved = optimizer.run.plan.traffic.written[Role.GRAD] / parameters
+            return set(stored_rows(optimizer.run.planner.events).values()), moved
 
         rows, moved = of_one_step(1)
         assert rows == {1}
@@ -113,7 +113,7 @@ def test_a_gradient_that_is_not_finite_changes_no_plan(tmp_path: Path) -> None:
     with offloaded(Recipe(model="even"), LEAST, tmp_path) as (model, optimizer):
         for scale in (1.0, float("inf"), float("nan"), 1.0):
             step(model, optimizer, scale=scale)
-        gradients = [event for event in optimizer._events if event.kind is EventKind.GRADIENTS]
+        gradients = [event for event in optimizer.run.planner.events if event.kind is EventKind.GRADIENTS]
         assert gradients
         assert all(event.rows == 1 for event in gradients)
 
@@ -121,7 +121,7 @@ def test_a_gradient_that_is_not_finite_changes_no_plan(tmp_path: Path) -> None:
 def test_without_bf16_there_is_one_row(tmp_path: Path) -> None:
     """Gradients that are computed in fp32 are stored as they are."""
     with offloaded(Recipe(model="even", policy="fp32"), LEAST, tmp_path) as (_, optimizer):
-        assert {len(segment.grad_pages) for segment in optimizer.layout.segments} == {1}
+        assert {len(segment.grad_pages) for segment in optimizer.run.layout.segments} == {1}
 
 
 def norms(model: nn.Module, clip: Callable[[float], torch.Tensor], micro: int) -> list[float]:

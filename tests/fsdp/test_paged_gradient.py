@@ -543,7 +543,7 @@ def test_reading_costs_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Clipping and scaling touch no page; one gradient is read from the pages that it lies in."""
     with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
         backward(model)
-        pager, touched = optimizer._pager, list[int]()
+        pager, touched = optimizer.run.pager, list[int]()
         access = pager.access
 
         def watched(uses: Any, **settings: Any) -> Any:
@@ -555,8 +555,8 @@ def test_reading_costs_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         torch._foreach_mul_(gradients(model), 0.5)
         assert touched == []
         model.blocks[1].up.weight.grad.full_tensor().sum()
-        placed = next(at for at in optimizer.layout.shards if at.spec.name == "blocks.1.up.weight")
-        pages = optimizer.layout.segments[placed.segment].grad_pages[0]
+        placed = next(at for at in optimizer.run.layout.shards if at.spec.name == "blocks.1.up.weight")
+        pages = optimizer.run.layout.segments[placed.segment].grad_pages[0]
         assert set(touched) == {
             page.index for page in pages if page.start < placed.start + placed.spec.numel and placed.start < page.stop
         }

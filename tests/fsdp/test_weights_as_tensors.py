@@ -367,7 +367,7 @@ def test_save_pretrained_works_or_says_what_does(tmp_path: Path) -> None:
 def test_what_would_not_fit_is_not_gathered_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shard is below the limit, all of them are not: refused with the way out, and once let go of, all is well."""
     with both(tmp_path) as (_, paged, optimizer):
-        monkeypatch.setattr(optimizer._content, "_load_limit", 100_000)
+        monkeypatch.setattr(optimizer._reader._shards, "_load_limit", 100_000)
         for name, param in paged.named_parameters():
             assert local(param).numel(), name
         for save in (lambda: unpickled(paged.state_dict()), lambda: copy.deepcopy(paged.state_dict())):

@@ -38,14 +38,15 @@ def test_step_leaves_the_update_to_the_next_forward(tmp_path: Path) -> None:
         models.loss_of(model, batch(model, 7)).backward()
         norm = optimizer.clip_grad_norm_(0.5)
         assert torch.isfinite(norm)
-        optimizer.settle()
-        before = optimizer._step_state.updated_elements
+        updates = optimizer._runner.updates
+        optimizer._runner.settle()
+        before = updates.elements
         optimizer.step()
-        assert optimizer._step_state.pending
-        optimizer._step_state._worker.drain()
-        assert 0 < optimizer._step_state.updated_elements - before < optimizer.layout.parameters
-        optimizer.settle()
-        assert optimizer._step_state.updated_elements - before == optimizer.layout.parameters
+        assert updates.waiting
+        updates.drain()
+        assert 0 < updates.elements - before < optimizer.run.layout.parameters
+        optimizer._runner.settle()
+        assert updates.elements - before == optimizer.run.layout.parameters
 
 
 def test_the_plan_is_followed_whatever_happens_between_steps(tmp_path: Path) -> None:

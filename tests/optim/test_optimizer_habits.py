@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import threading
 import weakref
@@ -16,7 +17,7 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint.reader import CommitReader
-from infinity.errors import InfinityError, UnsupportedError
+from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from support import models
 from support.ranks import RankPool
 from support.train import Paging, Recipe, batch, build, local, make_optimizer, offloaded, settings
@@ -67,6 +68,42 @@ def test_weights_that_are_a_step_ahead_are_refused(look: Any, placement: str, tm
         backward(model, 1)
         with pytest.raises(InfinityError, match=r"weights of unit root were updated in backward.*update\.placement"):
             look(model, optimizer)
+
+
+class Grown(torch.optim.SGD):
+    """Has a setting whose default, infinity, means that there is no limit."""
+
+    def __init__(self, params: Any, lr: float = 0.1, growth: float = math.inf) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["growth"] = growth
+
+
+@pytest.mark.parametrize(
+    ("settings_of", "refused"), [({}, ""), ({"lr": float("inf")}, "lr"), ({"growth": float("nan")}, "growth")]
+)
+def test_infinity_is_no_setting_but_where_it_is_the_default(
+    settings_of: dict[str, float], refused: str, tmp_path: Path
+) -> None:
+    """Refused with its name, before the optimizer is tried out."""
+    model = build(RECIPE)
+    optimizer = Grown(model.parameters(), **settings_of)
+    config = settings(tmp_path, Paging(), 64 << 20)
+    if refused:
+        with pytest.raises(ConfigError, match=f"{refused} of the optimizer is .*finite"):
+            infinity.offload(model, optimizer, config)
+    else:
+        with infinity.offload(model, optimizer, config) as paged:
+            step(model, paged)
+
+
+def test_training_does_not_go_on_behind_drain(tmp_path: Path) -> None:
+    """It says so, at once; closing works."""
+    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+        step(model, optimizer)
+        optimizer.drain()
+        with pytest.raises(InfinityError, match=r"drain\(\) was called.*close\(\)"):
+            step(model, optimizer)
 
 
 # The optimizer that was given #
@@ -431,7 +468,7 @@ def test_the_given_optimizer_does_not_keep_a_closed_run(tmp_path: Path) -> None:
     given = make_optimizer(RECIPE, model)
     optimizer = infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20))
     step(model, optimizer)
-    left = [weakref.ref(each) for each in (optimizer, optimizer.run, optimizer._pager, optimizer.run.arena)]
+    left = [weakref.ref(each) for each in (optimizer, optimizer.run, optimizer.run.pager, optimizer.run.arena)]
     optimizer.close()
     del optimizer
     gc.collect()

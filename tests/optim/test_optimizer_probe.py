@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.content.layout import ShardSpec, UnitSpec, build_layout
 from infinity.errors import BudgetError, UnsupportedError
-from infinity.layout import ShardSpec, UnitSpec, build_layout
 from infinity.optim.probe import make_kernel
 from support import models
 from support import optimizers as own

@@ -192,7 +192,7 @@ def test_all_runs_are_closed_and_the_first_error_is_shown(notebook: Notebook, tm
         raise OSError("cannot be closed")
 
     optimizer: Any = notebook.names["optimizer"]
-    optimizer.run._own.append(fail)
+    optimizer.run.undo.push(fail)
     with pytest.raises(OSError, match="cannot be closed"):
         infinity.close_all()
     assert not holders(tmp_path / "nvme0")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import infinity.fsdp.content as content
+import infinity.fsdp.shard_io as content
 from infinity.io import Op
 from infinity.optim.update import Update
 from infinity.telemetry.metrics import PARTS
@@ -73,14 +73,14 @@ def delay_update(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
 
 
 def delay_copy(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
-    original = content.ShardContent._copy_param
+    original = content.ShardIO._copy_param
 
     def slow(self: Any, placed: Any, destination: torch.Tensor, *, planned: bool) -> None:
         with self._part("copy"):
             time.sleep(SLOW)
         original(self, placed, destination, planned=planned)
 
-    patch.setattr(content.ShardContent, "_copy_param", slow)
+    patch.setattr(content.ShardIO, "_copy_param", slow)
     return SLOW * 8
 
 
@@ -182,7 +182,7 @@ def test_the_timeline_has_every_byte_and_every_stall(placement: str, tmp_path: P
         train(Recipe(model="even", steps=5), model, optimizer, Outcome())
         optimizer.commit()
         optimizer.drain()
-        names = [unit.name for unit in optimizer.layout.units]
+        names = [unit.name for unit in optimizer.run.layout.units]
         steps = [f"step {record.step}" for record in optimizer.records]
     ended = time.perf_counter()
     tree = json.loads(file.read_text())

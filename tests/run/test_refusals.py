@@ -330,7 +330,7 @@ def test_a_commit_with_pending_gradients_is_refused(placement: str, tmp_path: Pa
 def test_a_shard_above_the_limit_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that names the way out instead of exhausting memory."""
     with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
-        monkeypatch.setattr(optimizer._content, "_load_limit", 1000)
+        monkeypatch.setattr(optimizer._reader._shards, "_load_limit", 1000)
         with pytest.raises(UnsupportedError, match=r"head\.weight.*commit"):
             model.head.weight.full_tensor().clone()
 

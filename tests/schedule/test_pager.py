@@ -16,12 +16,14 @@ import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from infinity.content.format import Role
+from infinity.content.layout import Layout
 from infinity.errors import InfinityError, StallError, StorageError
-from infinity.layout import Layout, Role
 from infinity.memory.arena import Arena
 from infinity.schedule.pager import Lease, Pager
+from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, least_frames, make_plan
-from infinity.schedule.trace import Access, Mode, Placement, Use, expand
+from infinity.schedule.trace import Access, Mode, Use
 from support.layouts import layouts, placements, steps, transformer, transformer_step
 
 GARBAGE = b"\xee" * 8
@@ -282,7 +284,8 @@ def test_a_page_is_not_modified_while_it_is_written() -> None:
     it.check()
     it.store.gate.clear()
     it.access((Use(0, Mode.UPDATE),))
-    it.pager._start_write(0)
+    it.pager.install(None)  # writes what is dirty back
+    assert it.pager.in_flight() == {"read": 0, "write": 1}
     pool = ThreadPoolExecutor(1)
     update = pool.submit(it.access, (Use(0, Mode.UPDATE),))
     with pytest.raises(TimeoutError):
@@ -313,15 +316,14 @@ def test_a_stall_is_an_error_that_says_what_is_waited_for(what: str, mode: Mode)
     """After the time limit, with the request that has been in flight longest; it counts as a failed transfer."""
     layout, _, it = small_bench(timeout=2)
     it.check()
-    it.pager.flush()
-    it.store.gate.clear()
     if mode is Mode.READ:
+        it.store.gate.clear()
         uses = [(Use(page.index, mode),) for page in layout.pages if page.role is not Role.GRAD]
     else:
-        held = next(page.index for page in layout.pages if it.pager._slots[page.index].frame >= 0)
-        uses = [(Use(held, mode),)]
+        uses = [(Use(0, mode),)]
         it.all_of(uses)
-        it.pager._start_write(held)
+        it.store.gate.clear()
+        it.pager.install(None)  # writes what is dirty back
     with pytest.raises(StallError, match=f"waited 2 s for a page to be {what}; the request of the test"):
         it.all_of(uses)
     assert it.observer.given_up == ["read" if mode is Mode.READ else "write"]

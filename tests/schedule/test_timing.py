@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.layout import Layout, Role
+from infinity.content.format import Role
+from infinity.content.layout import Layout
+from infinity.schedule.placement import BACKWARD, Placement, expand
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
 from infinity.schedule.timing import Clockwork, computation
-from infinity.schedule.trace import BACKWARD, Access, Placement, expand
+from infinity.schedule.trace import Access
 from support.layouts import transformer, transformer_step
 from support.plans import plans
 
@@ -96,7 +98,7 @@ def test_training_goes_no_further_ahead_of_updates_than_the_window_reaches(frame
     plan = make_plan(trace, layout, frames, beside=beside)
     work, traffic = plan.traffic.total_bytes, plan.traffic
     updates = traffic.read[Role.UPDATE] + traffic.written[Role.UPDATE]
-    hidden = (plan.streaming_frames + plan.writing_frames) * PAGE
+    hidden = (plan.frames - len(plan.resident)) * PAGE
     (found,) = lengths(plan, layout, [work], beside=beside)
     assert found >= work / (1 + BACKWARD) + updates - 2 * hidden
 
@@ -160,7 +162,7 @@ def test_of_plans_that_are_about_as_quick_the_one_that_moves_least_is_taken() ->
     missing = 40
     plan = make_plan(trace, layout, len(used) - missing)
     assert plan.streaming_frames < 30
-    assert plan.traffic.total_bytes <= 2 * (missing + plan.streaming_frames + plan.writing_frames) * PAGE
+    assert plan.traffic.total_bytes <= 2 * (missing + plan.frames - len(plan.resident)) * PAGE
 
 
 def test_what_moves_is_spread_over_the_step() -> None:

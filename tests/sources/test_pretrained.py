@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from infinity.checkpoint.companions import companion_files
-from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.reader import CommitReader
-from infinity.checkpoint.weight_files import WeightFiles
 from infinity.errors import ConfigError
+from infinity.formats.companions import companion_files
+from infinity.formats.safetensors import export_safetensors
+from infinity.formats.weight_files import WeightFiles
 from infinity.store.marker import look_for_runs
 from support import families, models
 from support.families import offload

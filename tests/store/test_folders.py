@@ -22,8 +22,8 @@ import pytest
 import infinity
 from infinity.access import open_own, own_folder, read_own, replacing, write_own
 from infinity.checkpoint.manifest import complete_commits, published_in
-from infinity.checkpoint.reshard import folders_of
 from infinity.errors import BudgetError, CommitError, ConfigError, FolderBusyError, InfinityError, StorageError
+from infinity.sources.reshard import folders_of
 from infinity.store import folder as folders
 from infinity.store.folder import (
     FolderLock,
@@ -427,9 +427,9 @@ def test_a_start_that_fails_removes_the_path_that_it_has_made(
         raise ConfigError("it fails")
 
     if wrong == "arena":
-        monkeypatch.setattr("infinity.run.Arena", fails)
+        monkeypatch.setattr("infinity.run.run.Arena", fails)
     elif wrong == "attach":
-        monkeypatch.setattr("infinity.run.UpdateWorker", fails)
+        monkeypatch.setattr("infinity.run.run.UpdateWorker", fails)
     with pytest.raises(InfinityError):
         Session(tmp_path, "all", storage={"paths": paths}, **sections)
     assert empty.is_dir()
@@ -803,7 +803,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return reference(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("where", ["reserve", "restore", "open_engine", "commit_bytes", "Peers"])
+@pytest.mark.parametrize(
+    "where", ["run.reserve", "fill.restore", "run.open_engine", "commits.commit_bytes", "run.Peers"]
+)
 def test_a_start_that_fails_removes_nothing_that_was_there(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
 ) -> None:
@@ -824,7 +826,9 @@ def test_a_start_that_fails_removes_nothing_that_was_there(
         assert session.run() == undisturbed[EVERY:]
 
 
-@pytest.mark.parametrize("where", ["reserve", "PageStore", "open_engine", "commit_bytes", "Peers"])
+@pytest.mark.parametrize(
+    "where", ["run.reserve", "run.PageStore", "run.open_engine", "commits.commit_bytes", "run.Peers"]
+)
 def test_a_new_run_that_does_not_start_leaves_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -869,7 +873,7 @@ def test_the_first_cause_is_what_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the file system is gone at the end, too: what cannot be closed is logged, and everything is given back."""
-    monkeypatch.setattr("infinity.run.PageStore.close", _fails)
+    monkeypatch.setattr("infinity.run.run.PageStore.close", _fails)
     session = Session(tmp_path)
     session.run(EVERY)
     monkeypatch.setattr(Path, "unlink", _fails)
@@ -878,7 +882,7 @@ def test_the_first_cause_is_what_is_raised(
     monkeypatch.undo()
     assert "at the end: OSError: [Errno 5] Input/output error" in caplog.text
     assert not holders(tmp_path / "nvme0")
-    monkeypatch.setattr("infinity.run.PageStore.close", _fails)
+    monkeypatch.setattr("infinity.run.run.PageStore.close", _fails)
     with Session(tmp_path, run={"resume": "latest"}) as session:
         assert session.optimizer.steps == EVERY
         with pytest.raises(OSError, match="Input/output error"):

@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from infinity.content.format import Role
+from infinity.content.layout import Layout, Page
 from infinity.errors import BudgetError, ConfigError, CorruptPageError, FolderBusyError, StallError, StorageError
 from infinity.io import ThreadEngine
-from infinity.layout import Layout, Page, Role
 from infinity.store import folder as folders
 from infinity.store.extents import Extent, ExtentAllocator, SlotClass, file_sizes, plan_slots, spread
 from infinity.store.folder import FolderLock, describe_holder, holders, reserve

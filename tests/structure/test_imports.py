@@ -14,9 +14,9 @@ from support.modules import MODULES, ROOT, imported, modules
 LEVELS = {
     "config": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0, "variables": 0, "extras": 0,
     "torchrun": 0, "command": 0,
-    "io": 1, "memory": 1, "telemetry": 1, "layout": 1, "ranks": 1, "peers": 1,
-    "store": 2, "schedule": 2,
-    "fsdp": 3, "optim": 3, "checkpoint": 3, "budget": 3,
+    "io": 1, "memory": 1, "telemetry": 1, "content": 1, "ranks": 1, "peers": 1,
+    "store": 2, "schedule": 2, "budget": 2, "checkpoint": 2,
+    "fsdp": 3, "accumulation": 3, "optim": 3, "formats": 3, "sources": 3,
     "run": 4, "live": 4,
     "": 5,
 }  # fmt: skip
@@ -30,11 +30,13 @@ NO_TORCH = (
     "variables",
     "torchrun",
     "extras",
-    "layout",
+    "content.format",
+    "content.layout",
     "io",
     "telemetry",
     "store",
     "schedule.trace",
+    "schedule.placement",
     "schedule.planner",
 )
 DAEMON_MAY = {"command", "config", "errors", "units", "hugepages", "access", "extras", "io", "telemetry"}

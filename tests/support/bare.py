@@ -9,9 +9,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import infinity
-from infinity.checkpoint.dcp import DcpExport
-from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.reader import CommitReader
+from infinity.formats.dcp import DcpExport
+from infinity.formats.safetensors import export_safetensors
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
 

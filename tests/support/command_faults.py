@@ -17,7 +17,7 @@ from support.fault_engine import Fault, FaultEngine, FaultKind
 
 def break_drive(kind: str, first: int, times: int) -> None:
     """Let every engine that is opened from now on fail."""
-    module = importlib.import_module("infinity.run")
+    module = importlib.import_module("infinity.run.run")
     original = module.open_engine
     fault = Fault(kind=FaultKind(kind), at=tuple(range(first, first + times)))
 

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from typer.testing import CliRunner
 
-from infinity.checkpoint.dcp import DcpExport, _Into, open_checkpoint
-from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.manifest import complete_commits, published_in
 from infinity.checkpoint.reader import CommitReader
+from infinity.formats.dcp import DcpExport, _Into, open_checkpoint
+from infinity.formats.safetensors import export_safetensors
 from infinity.store.folder import RunFolder
 from infinity.store.marker import Marker, write_marker
 from infinity_tools.cli import app

@@ -149,7 +149,7 @@ def ended(end: End, seed: int, folder: Path, mine: str = "") -> Iterator[Callabl
 
         return call
 
-    module = importlib.import_module("infinity.run")
+    module = importlib.import_module("infinity.run.run")
     original_open = module.open_engine
 
     def open_engine(config: StorageConfig) -> tuple[Any, str]:

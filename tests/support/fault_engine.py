@@ -139,17 +139,11 @@ class FaultEngine(WrappedEngine):
         self._lock = threading.Lock()
         self._seen = [0] * len(self._faults)
         self._struck = [0] * len(self._faults)
-        self._held = 0
         self._stuck: list[_Call] = []
         self._delays = _Delays()
         self._closed = False
         self.injected: deque[Injected] = deque(maxlen=_LOG_LENGTH)
         """The latest faults, in order of submission."""
-
-    @property
-    def inflight(self) -> int:
-        """Requests submitted and not yet completed."""
-        return self._inner.inflight + self._held
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         """Start a transfer, faulty or not. Raises `ValueError` or `InfinityError` as any engine."""
@@ -164,7 +158,6 @@ class FaultEngine(WrappedEngine):
             ticket = Ticket(op, file.path, offset, memory.nbytes)
             # A view of our own: the caller may release its view as soon as it has let go of the ticket.
             call = _Call(op, file, offset, memoryview(memory).cast("B"), ticket, rng)
-            self._held += 1
         _STRIKES[fault.kind](self, fault, call)
         return ticket
 
@@ -282,8 +275,6 @@ class FaultEngine(WrappedEngine):
         inner.on_done(lambda ticket: self._finish(call, result(ticket.error)))
 
     def _finish(self, call: _Call, error: InfinityError | None) -> None:
-        with self._lock:
-            self._held -= 1
         call.memory.release()  # before anybody who waits goes on and unmaps it
         try:
             call.ticket.complete(error)

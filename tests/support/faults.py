@@ -174,7 +174,7 @@ class DyingRanks:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["infinity.run", "torch._dynamo"])
+        self._context.set_forkserver_preload(["infinity.run.offload", "torch._dynamo"])
 
     def run(self, case: Case, rank: int, folder: Path, *, swallowed: bool = False) -> list[End]:
         """Let `case` happen to `rank`; return how both have ended.

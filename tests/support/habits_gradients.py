@@ -647,7 +647,7 @@ def by_hand_referenced(loop: Loop) -> None:
     added_by_hand(loop, clone=False)
 
 
-@habit("gradients given without any backward")
+@habit("gradients given without any backward", early=PLACEMENT)
 def given(loop: Loop) -> None:
     """As where another process has computed them, or an evolution strategy."""
     model, optimizer = loop.begin()

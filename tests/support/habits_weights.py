@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from support import models
-from support.habit import EARLY, LATE, REFUSED, STEPS, Loop, habit
+from support.habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
 from support.habits_forwards import BETWEEN
 from support.train import OPTIMIZERS
 
@@ -75,7 +75,7 @@ def weight_penalty(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a penalty on weights alone: a backward without any forward")
+@habit("a penalty on weights alone: a backward without any forward", early=PLACEMENT)
 def penalty_alone(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
     for _ in range(STEPS):

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from infinity.layout import HALVES, Layout, ShardSpec, StateFormat, UnitSpec, build_layout
-from infinity.schedule.trace import Event, EventKind, Placement, divisions
+from infinity.content.format import HALVES, StateFormat
+from infinity.content.layout import Layout, ShardSpec, UnitSpec, build_layout
+from infinity.schedule.placement import Placement, divisions
+from infinity.schedule.trace import Event, EventKind
 
 ADAM = (("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 FORMATS = {

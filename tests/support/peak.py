@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 import infinity.memory.heap
-from infinity.checkpoint.dcp import DcpExport
 from infinity.checkpoint.reader import CommitReader
+from infinity.formats.dcp import DcpExport
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from infinity.layout import Layout
+from infinity.content.layout import Layout
+from infinity.schedule.placement import expand, expand_pending
 from infinity.schedule.planner import Plan, least_frames, make_plan, prepend
-from infinity.schedule.trace import expand, expand_pending
 from support.layouts import layouts, placements, steps
 
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import infinity
-from infinity.layout import Role
+from infinity.content.format import Role
 from support.train import Outcome, Paging, Recipe, offloaded, train
 
 WARM, STEADY = 3, 24  # as many steps as make what is in flight at both ends less than 1 %
@@ -30,22 +30,22 @@ def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | floa
         return {
             "read": counted["read"],
             "written": counted["write"],
-            "planned_read": STEADY * optimizer.plan.traffic.read_bytes,
-            "planned_written": STEADY * optimizer.plan.traffic.written_bytes,
+            "planned_read": STEADY * optimizer.run.plan.traffic.read_bytes,
+            "planned_written": STEADY * optimizer.run.plan.traffic.written_bytes,
             "spared": spared.value - spared_before,
             "kernel_read": kernel["read_bytes"],
             "kernel_written": kernel["write_bytes"],
-            "resident": len(optimizer.plan.resident),
-            "parameters": optimizer.layout.parameters,
-            "state": optimizer.layout.state_bytes,
-            "gradients": optimizer.layout.bytes_of(Role.GRAD),
+            "resident": len(optimizer.run.plan.resident),
+            "parameters": optimizer.run.layout.parameters,
+            "state": optimizer.run.layout.state_bytes,
+            "gradients": optimizer.run.layout.bytes_of(Role.GRAD),
         }
 
 
 def quiet(optimizer: infinity.PagedOptimizer) -> None:
     """Wait until no update runs and nothing is in flight, so that all bytes are counted that a step asked for."""
     until = time.monotonic() + 300
-    while optimizer._pager._leases or any(optimizer._pager.in_flight().values()):
+    while optimizer.run.pager.leases or any(optimizer.run.pager.in_flight().values()):
         assert time.monotonic() < until
         time.sleep(0.005)
 

@@ -328,7 +328,7 @@ class Switch:
 @contextmanager
 def faulty(*faults: Fault, seed: int = 0, on: bool = True) -> Iterator[list[Switch]]:
     """Wrap every engine that is opened inside; yields the wrapped engines."""
-    module = importlib.import_module("infinity.run")
+    module = importlib.import_module("infinity.run.run")
     original = module.open_engine
     opened: list[Switch] = []
 

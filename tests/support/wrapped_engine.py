@@ -18,11 +18,6 @@ class WrappedEngine:
         """``faulty(threads)``: its kind, with the name of the inner engine."""
         return f"{self.kind}({self._inner.name})"
 
-    @property
-    def inflight(self) -> int:
-        """Requests submitted and not yet completed."""
-        return self._inner.inflight
-
     def open(self, path: str, *, create: bool = False) -> DataFile:
         """Open (or create) a file with the inner engine. Raises `StorageError`."""
         return self._inner.open(path, create=create)

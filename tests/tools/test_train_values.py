@@ -10,7 +10,7 @@ import pytest
 
 from infinity.config import check_config, load_config
 from infinity.errors import ConfigError
-from infinity.run import _say_where
+from infinity.run.place import _say_where
 from support.command import SMALL, run_here
 
 

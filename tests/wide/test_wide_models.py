@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import infinity
-from infinity.checkpoint.export import export_safetensors
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import InfinityError
+from infinity.formats.safetensors import export_safetensors
 from support.rows import REFUSED
 from support.train import Outcome, Paging, differences, host_bytes, settings, state_in_memory, state_on_nvme
 from support.values import unlike
@@ -97,8 +99,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, fused=True)
 
 
-def offload(row: ModelRow, folder: Path, **more: Any) -> infinity.PagedOptimizer:
-    """Build the model of a row on the meta device and offload it; it is the optimizer's `model` then."""
+@contextmanager
+def offloaded(row: ModelRow, folder: Path, **more: Any) -> Iterator[tuple[nn.Module, infinity.PagedOptimizer]]:
+    """Build the model of a row on the meta device and offload it."""
     folder.mkdir()
     with torch.device("meta"):
         model = build(row)
@@ -106,18 +109,16 @@ def offload(row: ModelRow, folder: Path, **more: Any) -> infinity.PagedOptimizer
         model.to("meta")  # some classes make parameters beside the device that they are built on
     shard(row, model)
     passed_in = adamw(model)
-    optimizer = infinity.offload(
-        model, passed_in, settings(folder, PAGING, host_bytes(PAGING, model, passed_in, folder)), **more
-    )
-    optimizer.model = model
-    return optimizer
+    config = settings(folder, PAGING, host_bytes(PAGING, model, passed_in, folder))
+    with infinity.offload(model, passed_in, config, **more) as optimizer:
+        yield model, optimizer
 
 
 def first_values(row: ModelRow, folder: Path, expected: nn.Module) -> list[str]:
     """Return what of a model's first values is unlike those of a model built in memory."""
-    with offload(row, folder) as optimizer:
-        params = {name: whole(param) for name, param in optimizer.model.named_parameters()}
-        wrong = wrong_buffers(optimizer.model, expected)
+    with offloaded(row, folder) as (model, _):
+        params = {name: whole(param) for name, param in model.named_parameters()}
+        wrong = wrong_buffers(model, expected)
     wanted = dict(expected.named_parameters())
     assert params.keys() == wanted.keys()
     found = ((name, unlike(wanted[name].detach(), value)) for name, value in params.items())
@@ -154,10 +155,10 @@ def load(row: ModelRow, folder: Path) -> nn.Module:
 def trained_paged(row: ModelRow, saved: Path, folder: Path) -> tuple[Outcome, list[str]]:
     """Return what training from a folder's weights gives when it is paged, and wrong buffers; export it."""
     outcome = Outcome()
-    with offload(row, folder, weights=saved) as optimizer:
-        wrong = wrong_buffers(optimizer.model, load(row, saved))
-        train(row, optimizer.model, optimizer, outcome)
-        outcome.state = state_on_nvme(optimizer.model, optimizer)
+    with offloaded(row, folder, weights=saved) as (model, optimizer):
+        wrong = wrong_buffers(model, load(row, saved))
+        train(row, model, optimizer, outcome)
+        outcome.state = state_on_nvme(model, optimizer)
         optimizer.commit()
         reader = CommitReader(optimizer.run.folder)
         export_safetensors(reader, folder / "exported", file_bytes=1 << 30)
@@ -174,8 +175,8 @@ def _quiet() -> None:
 def test_a_family(row: ModelRow, tmp_path: Path) -> None:
     """From config: as transformers initialises it. From weights: trains, is exported and loaded, bit for bit."""
     if row.outcome == REFUSED:
-        with pytest.raises(InfinityError, match=row.words):
-            offload(row, tmp_path / "first")
+        with pytest.raises(InfinityError, match=row.words), offloaded(row, tmp_path / "first"):
+            pass
         return
     seed(1)
     source = build(row)

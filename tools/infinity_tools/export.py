@@ -60,10 +60,10 @@ def export(
             )
         if companions is not None and not os.path.isdir(companions):
             raise ConfigError(f"--companions {str(companions)!r} is not a folder")
-        from infinity.checkpoint.dcp import DcpExport
-        from infinity.checkpoint.export import export_safetensors
         from infinity.checkpoint.reader import CommitReader
-        from infinity.fsdp.content import torch_dtype
+        from infinity.content.views import torch_dtype
+        from infinity.formats.dcp import DcpExport
+        from infinity.formats.safetensors import export_safetensors
         from infinity.store.marker import passed_over
         from infinity_tools.runs import stored_runs
 

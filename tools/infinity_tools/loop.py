@@ -25,10 +25,10 @@ import infinity
 from infinity import Config, PagedOptimizer
 from infinity.checkpoint.commit import choose_run
 from infinity.checkpoint.manifest import Published, choose_commit, complete_commits, published_in
-from infinity.checkpoint.reshard import folders_of
 from infinity.config import check_config, runtime_dir
 from infinity.errors import ConfigError, InfinityError
 from infinity.ranks import Ranks
+from infinity.sources.reshard import folders_of
 from infinity.telemetry import read_page
 from infinity.telemetry.page import Snapshot, StatsPageError, page_files
 from infinity.units import format_size
@@ -451,7 +451,7 @@ def _data_facts(options: TrainOptions, settings: Config, corpus: Corpus) -> dict
 
 
 def _heading(name: str, parameters: int, training: Training, settings: Config, corpus: Corpus) -> str:
-    run, layout = training.optimizer.run, training.optimizer.layout
+    run, layout = training.optimizer.run, training.optimizer.run.layout
     arena = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
     share = f" ({arena / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
     if arena >= len(layout.pages) * layout.page_bytes:

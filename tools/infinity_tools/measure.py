@@ -101,15 +101,15 @@ def nvme_totals(optimizer: PagedOptimizer) -> tuple[int, int]:
 def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], ranks: Ranks) -> RankReport:
     """Return what this rank counted. Nothing is in flight any more."""
     read, written = nvme_totals(optimizer)
-    traffic = optimizer.plan.traffic if optimizer.plan is not None else None
+    traffic = optimizer.run.plan.traffic if optimizer.run.plan is not None else None
     bandwidth, seconds = _rates(optimizer)
     page = optimizer.run.stats.snapshot()
     return RankReport(
         node=torchrun.number("GROUP_RANK", 0),
         records=tuple(optimizer.records),
         kernel=tuple(kernel),
-        parameters=optimizer.layout.parameters,
-        state_bytes=optimizer.layout.state_bytes,
+        parameters=optimizer.run.layout.parameters,
+        state_bytes=optimizer.run.layout.state_bytes,
         arena_bytes=int(page.value("tier_capacity_bytes", tier="host")),
         stored_bytes=int(page.value("tier_capacity_bytes", tier="nvme")),
         peak_rss_bytes=peak_rss(),
@@ -133,7 +133,7 @@ def _rates(optimizer: PagedOptimizer) -> tuple[float, float]:
     records = steady(optimizer.records)
     rates = [(r.read_bytes + r.written_bytes) / r.transfer_seconds for r in records if r.transfer_seconds]
     bandwidth = max(rates, default=0.0)
-    if optimizer.plan is None or not bandwidth:
+    if optimizer.run.plan is None or not bandwidth:
         return bandwidth, 0.0
     computation = median(record.seconds - record.stall_seconds for record in records)
     return bandwidth, optimizer.predict_seconds(bandwidth, computation)

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from infinity.checkpoint import transformers_names as names
-from infinity.checkpoint.transformers_names import Conversion
-from infinity.checkpoint.weight_files import WeightFiles, WeightReader, read_json
+from infinity.content.format import MASTER
+from infinity.content.layout import Layout
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.formats import transformers_names as names
+from infinity.formats.transformers_names import Conversion
+from infinity.formats.weight_files import WeightFiles, WeightReader, read_json
 from infinity.fsdp import private
-from infinity.fsdp.first_values import FirstValues, Member, ValueOf, local_bounds, local_slice
-from infinity.layout import MASTER, Layout
+from infinity.fsdp.sharded_model import Member, local_bounds, local_slice
+from infinity.sources.first_values import FirstValues, ValueOf
 
 _log = logging.getLogger(__name__)
 

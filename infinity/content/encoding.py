@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from infinity.layout import SHARD_ALIGNMENT
+from infinity.content.format import SHARD_ALIGNMENT
 
 _MANTISSA = 23 - 3  # bits of fp32 behind the three that an 8-bit code keeps
 _LEAST_SIGNED, _LEAST_UNSIGNED = 2.0**-16, 2.0**-32

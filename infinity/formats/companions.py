@@ -18,9 +18,9 @@ from typing import Any
 from torch import nn
 
 from infinity.access import read_regular
-from infinity.checkpoint import transformers_names as names
 from infinity.checkpoint.durable import sync_folder, write_durably
-from infinity.checkpoint.weight_files import WeightFiles, read_json
+from infinity.formats import transformers_names as names
+from infinity.formats.weight_files import WeightFiles, read_json
 
 _log = logging.getLogger(__name__)
 

@@ -1,45 +1,26 @@
 """Where the first content of a run's pages comes from: what all sources answer, and the values a model has already.
 
-The others are `infinity.fsdp.initialise` (the model's own initialisation), `infinity.checkpoint.pretrained`
-(safetensors), `infinity.checkpoint.dcp` and `infinity.checkpoint.reshard`.
+The others are the modules beside this one: `initialise` (the model's own initialisation), `pretrained` (safetensors),
+`dcp` and `reshard`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.checkpoint.state import ResumedState
+from infinity.content.format import MASTER
+from infinity.content.layout import Layout
 from infinity.fsdp import private
-from infinity.layout import MASTER, Layout
+from infinity.fsdp.sharded_model import Member
 
 ValueOf = Callable[[int, str], torch.Tensor | None]
 """One section (``master`` or a state kind) of a unit's member, given its position: this rank's elements, flat; None for
 zeros."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One parameter of a unit: FSDP2's object, and all names that the model has for it."""
-
-    param: Any
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ResumedState:
-    """How far training has come, besides what is in the pages.
-
-    `scalars` are those of the optimizer by shard, `extra` is the user's, `own` what the optimizer counts on itself.
-    """
-
-    step: int
-    scalars: dict[int, dict[str, Any]]
-    extra: dict[str, Any]
-    own: dict[str, Any] = field(default_factory=dict)
 
 
 class FirstValues:
@@ -72,25 +53,6 @@ class FirstValues:
             None for a run that begins.
         """
         return None
-
-
-def local_bounds(param: Any) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of this rank's slice of a whole parameter, one per dimension."""
-    sizes = list(private.full_shape(param))
-    offsets = [0] * len(sizes)
-    rank, size = private.shard_rank_and_size(param)
-    dim = private.shard_dim(param)
-    rows = -(-sizes[dim] // size)
-    offsets[dim] = min(rank * rows, sizes[dim])
-    sizes[dim] = min(rows, sizes[dim] - offsets[dim])
-    return offsets, sizes
-
-
-def local_slice(param: Any, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's real elements of a whole parameter, flat."""
-    rank, size = private.shard_rank_and_size(param)
-    chunks = torch.chunk(whole, size, dim=private.shard_dim(param))
-    return chunks[rank].reshape(-1) if rank < len(chunks) else whole.new_empty(0)
 
 
 class OwnValues(FirstValues):

@@ -17,12 +17,14 @@ from torch import nn
 from infinity.checkpoint.commit import check_optimizer, committed_buffers, restore
 from infinity.checkpoint.manifest import CommitName, read_manifest
 from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.state import ResumedState
+from infinity.content.layout import Layout, ShardSpec
+from infinity.content.views import dtype_name
 from infinity.errors import CommitError, FolderBusyError
 from infinity.fsdp import private
-from infinity.fsdp.content import dtype_name
-from infinity.fsdp.first_values import FirstValues, Member, ResumedState, ValueOf, local_slice
-from infinity.layout import Layout, ShardSpec
+from infinity.fsdp.sharded_model import Member, local_slice
 from infinity.ranks import Ranks
+from infinity.sources.first_values import FirstValues, ValueOf
 from infinity.store.folder import RunFolder, holder_of
 from infinity.store.marker import look_for_runs
 

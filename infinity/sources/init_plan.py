@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.init_steps import InitFunction, Step, build_again, init_steps, left_out, not_repeated, tie_targets
+from infinity.sources.init_steps import InitFunction, Step, build_again, init_steps, left_out, not_repeated, tie_targets
 
 _FILLS = frozenset(
     ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "log_normal_")

@@ -14,10 +14,6 @@ treated by the same code whether the shard is updated whole or in slices.
 [Note: whole rows] Some optimizers need whole rows of a matrix (`ShardSpec.row`). Such shards have segments of their
 own, in which cuts are where a row ends: at a multiple of the row and of `SHARD_ALIGNMENT` from the shard's start, and
 never before its last row: reductions over a single row may be divided among threads otherwise than over several.
-
-[Note: encodings] A section of the state (the master, a moment) may be stored otherwise than the optimizer sees it. An
-encoding is a list of rows: items of one dtype, one for so many elements. As `SHARD_ALIGNMENT` is a multiple of all of
-these numbers, no item is of two shards. `infinity.fsdp.encoding` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -28,149 +24,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import NamedTuple
 
+from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT, Role, StateFormat
 from infinity.errors import BudgetError
 from infinity.units import align_up
 
-SHARD_ALIGNMENT = 64
 RANGE_ALIGNMENT = 2048
 PAGE_ALIGNMENT = 4096
-MASTER = "master"
-ITEMSIZE = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-    "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
-ENCODINGS: dict[str, tuple[tuple[str, int], ...]] = {
-    "split": (("int16", 1), ("uint8", 8)),  # lower half; a bit where the weight was rounded up
-    "bfloat16": (("bfloat16", 1),),
-    "8bit": (("uint8", 1), ("bfloat16", SHARD_ALIGNMENT)),  # code; the largest of a block
-}
-"""Rows of a section of fp32 elements in an update page, as (dtype, elements per item)."""
-HALVES = ("bfloat16", "int16")
-"""Rows of an fp32 gradient in GRAD pages: its upper half and its lower half.
-
-A gradient that was computed in bf16 and never added to another is its upper half: the pages of the lower one are not
-used.
-"""
-FORMATS = {"fp32": ("", ""), "split": ("split", ""), "bf16-moments": ("split", "bfloat16"), "8bit": ("split", "8bit")}
-"""Encodings of master and moments by `state.format`."""
-
-
-class Role(Enum):
-    """What a page is for."""
-
-    PARAM = "param"
-    UPDATE = "update"
-    GRAD = "grad"
-
-
-class Row(NamedTuple):
-    """A part of a section: an item of `dtype` for every `each` elements, in the pages of `role`.
-
-    In a page of `count` elements it begins at byte `offset` · `count`.
-    """
-
-    role: Role
-    dtype: str
-    each: int
-    offset: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateFormat:
-    """Persistent state of one element; dtypes by their torch names.
-
-    `master` is empty where the parameters are trained in the dtype they are computed in: then the PARAM pages are
-    the master. `kinds` are the optimizer's own element-wise states, in order, as (name, dtype); parameters that are
-    not trained have none, and no gradient. These are the dtypes that the optimizer sees; `encodings` has, as (section,
-    encoding), the sections that are stored otherwise. `grads` are the dtypes of the rows of a gradient: its own, or
-    those of its `HALVES`.
-    """
-
-    param: str
-    master: str = ""
-    kinds: tuple[tuple[str, str], ...] = ()
-    grads: tuple[str, ...] = ()
-    encodings: tuple[tuple[str, str], ...] = ()
-
-    def stored_as(self, name: str) -> StateFormat:
-        """Return this format under a setting of `state.format`, which concerns fp32 sections only.
-
-        A master is split where the weights are its upper half: in bf16.
-        """
-        master, moments = FORMATS[name]
-        chosen = [(kind, moments) for kind, dtype in self.kinds if dtype == "float32"]
-        if (self.param, self.master) == ("bfloat16", "float32"):
-            chosen.insert(0, (MASTER, master))
-        return replace(self, encodings=tuple((section, encoding) for section, encoding in chosen if encoding))
-
-    def check(self) -> None:
-        """Check that a section is there once, and that encodings and halves are of sections that they can be of.
-
-        Raises:
-            ValueError: they are not.
-        """
-        dtypes = {MASTER: self.master, **dict(self.kinds)}
-        if len(dtypes) != 1 + len(self.kinds):
-            raise ValueError("a state is there twice")
-        for section, encoding in self.encodings:
-            if dtypes.pop(section, "") != "float32":
-                raise ValueError(f"{section!r} cannot be stored as {encoding}")
-            if (section == MASTER) != (encoding == "split") or (encoding == "split" and self.param != "bfloat16"):
-                raise ValueError(f"{section!r} cannot be stored as {encoding}")
-        if len(self.grads) > 1 and (self.grads, self.dtypes[MASTER]) != (HALVES, "float32"):
-            raise ValueError(f"a gradient cannot be stored as {self.grads}")
-
-    @cached_property
-    def dtypes(self) -> dict[str, str]:
-        """The dtype of master and states, as they are trained."""
-        return {MASTER: self.master or self.param, **dict(self.kinds)}
-
-    @cached_property
-    def encoded(self) -> dict[str, str]:
-        """The encodings of the sections that have one."""
-        return dict(self.encodings)
-
-    @cached_property
-    def weights(self) -> Row:
-        """The only row of PARAM pages."""
-        return Row(Role.PARAM, self.param, 1, 0.0)
-
-    @cached_property
-    def rows(self) -> dict[str, tuple[Row, ...]]:
-        """The rows of master and states: for a split master, and where there is no other, the weights come first."""
-        rows: dict[str, tuple[Row, ...]] = {}
-        offset = 0.0
-        for name, dtype in (*([(MASTER, self.master)] if self.master else []), *self.kinds):
-            row = []
-            for stored, each in ENCODINGS.get(self.encoded.get(name, ""), ((dtype, 1),)):
-                row.append(Row(Role.UPDATE, stored, each, offset))
-                offset += ITEMSIZE[stored] / each
-            rows[name] = tuple(row)
-        if not self.master or MASTER in self.encoded:
-            rows[MASTER] = (self.weights, *rows.get(MASTER, ()))
-        return rows
-
-    @property
-    def replaces_weights(self) -> bool:
-        """Whether an update writes the weights without having read them: where they are no part of the master."""
-        return self.weights not in self.rows[MASTER]
-
-    @cached_property
-    def update_bytes(self) -> float:
-        """Bytes of one element in an update page."""
-        rows = {row for section in self.rows.values() for row in section if row.role is Role.UPDATE}
-        return sum(ITEMSIZE[row.dtype] / row.each for row in rows)
-
-    @property
-    def state_bytes(self) -> float:
-        """Persistent bytes of one element, gradients left out."""
-        return ITEMSIZE[self.param] + self.update_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

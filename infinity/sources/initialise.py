@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from infinity.content.format import MASTER
+from infinity.content.layout import Layout
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.first_values import FirstValues, Member, ValueOf, local_slice
-from infinity.fsdp.init_plan import InitPlan
-from infinity.fsdp.init_steps import InitFunction
-from infinity.layout import MASTER, Layout
+from infinity.fsdp.sharded_model import Member, local_slice
+from infinity.sources.first_values import FirstValues, ValueOf
+from infinity.sources.init_plan import InitPlan
+from infinity.sources.init_steps import InitFunction
 
 __all__ = ["InitFunction", "ModuleInitialiser"]
 

@@ -13,13 +13,13 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from infinity.checkpoint import transformers_names as names
-from infinity.checkpoint.companions import CONFIG, Companions, companion_files
 from infinity.checkpoint.durable import NewFolder, sync_file
 from infinity.checkpoint.reader import CommitReader
-from infinity.checkpoint.transformers_names import Conversion
-from infinity.checkpoint.weight_files import INDEX, SINGLE
 from infinity.errors import ConfigError
+from infinity.formats import transformers_names as names
+from infinity.formats.companions import CONFIG, Companions, companion_files
+from infinity.formats.transformers_names import Conversion
+from infinity.formats.weight_files import INDEX, SINGLE
 from infinity.fsdp import private
 
 

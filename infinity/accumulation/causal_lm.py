@@ -1,0 +1,126 @@
+"""Head and loss of a causal language model of transformers, slice by slice."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.accumulation.sliced_forward import SlicedForward, replace_forward
+from infinity.accumulation.slicing import Call, Slicing
+from infinity.errors import ConfigError, UnsupportedError
+
+_log = logging.getLogger("infinity")
+
+_OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
+
+
+class SlicedCausalLM(SlicedForward):
+    """The forward of a causal language model of transformers: with labels, head and loss slice by slice."""
+
+    def __init__(self, model: nn.Module, count: int, layers: dict[str, nn.Module]) -> None:
+        """Take over.
+
+        Raises:
+            UnsupportedError: a unit other than the root has a part of the head.
+        """
+        super().__init__(model, count)
+        base: Any = model.base_model
+        self._base: nn.Module = getattr(base, "decoder", base)  # some models call that part of it
+        of_base = set(self._base.modules())
+        for name, layer in layers.items():
+            if layer not in of_base:
+                raise UnsupportedError(f"micro_batches needs the head in the unit of the model, but {name} is a unit")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return loss and no logits where there are labels, else what the model returns.
+
+        Raises:
+            UnsupportedError: the loss is not a sum over labels.
+        """
+        given = inspect.signature(self.whole).bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        labels = given.pop("labels", None)
+        if labels is None:
+            return self.whole(*args, **kwargs)
+        model: Any = self.module
+        if given.get("output_router_logits", getattr(model.config, "output_router_logits", False)):
+            raise UnsupportedError("micro_batches cannot slice the loss of routers; set output_router_logits=False")
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        of_loss = {name: given.pop(name) for name in _OF_THE_LOSS if name in given}
+        targets = of_loss.pop("shift_labels", None)
+        if targets is None:
+            targets = nn.functional.pad(labels, (0, 1), value=of_loss.get("ignore_index", -100))[..., 1:].contiguous()
+        if of_loss.get("num_items_in_batch") is None:
+            of_loss["num_items_in_batch"] = (targets != of_loss.get("ignore_index", -100)).sum()
+        given |= {"use_cache": False, "return_dict": True}
+        outputs = self._base(**given)
+
+        def loss_of(hidden: torch.Tensor, targets: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+            with _answering(self._base, type(outputs)(last_hidden_state=hidden)):
+                logits = self.whole(**given).logits
+            size = logits.shape[-1]
+            loss: torch.Tensor = model.loss_function(
+                logits=logits, labels=targets, shift_labels=targets, vocab_size=size, **of_loss
+            )
+            return loss.reshape(1)
+
+        call = Call.of(loss_of, (outputs.last_hidden_state, targets, given), {})
+        rows = len(targets)
+        if rows % self.count:
+            raise ConfigError(f"a batch of {rows}, which {self.count} micro-batches cannot share equally")
+        slicing = Slicing(
+            tuple(0 if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else None for x in call.leaves), (0,)
+        )
+        losses = self.run(loss_of, call, slicing if self.count > 1 else None)
+        return CausalLMOutputWithPast(loss=losses.sum())
+
+
+@contextmanager
+def _answering(module: nn.Module, answer: Any) -> Iterator[None]:
+    """Let a module return what it has computed before, so that the code around it can run on it.
+
+    Raises:
+        UnsupportedError: the module was not called.
+    """
+    asked = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        asked.append(True)
+        return answer
+
+    before = vars(module).get("forward")
+    replace_forward(module, forward)
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            replace_forward(module, before)
+    if not asked:
+        raise UnsupportedError(f"micro_batches cannot tell the head of this model from its {type(module).__name__}")
+
+
+def is_causal_lm(model: Any) -> bool:
+    """Whether the model is one of transformers whose loss is the sum over labels that are shifted by one."""
+    if not hasattr(model, "loss_function") or "transformers" not in sys.modules:
+        return False
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    calls = inspect.unwrap(type(model).forward).__code__.co_names
+    found = (
+        "loss_function" in calls
+        and model.loss_function is ForCausalLMLoss
+        and model.base_model is not model
+        and not model.config.is_encoder_decoder
+    )
+    if not found:
+        _log.warning("head and loss of %s run on the whole batch at once", type(model).__name__)
+    return found

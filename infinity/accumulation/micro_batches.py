@@ -1,0 +1,66 @@
+"""Layer-major accumulation: each unit runs all slices of the batch before the next unit starts.
+
+FSDP2's hooks stay around the whole: a unit is gathered once in forward and once in backward, and its gradients are
+reduced once, for any number of slices. Kept for backward are the inputs of units; all else is computed again.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from infinity.accumulation.causal_lm import SlicedCausalLM, is_causal_lm
+from infinity.accumulation.sliced_forward import SlicedForward, replace_forward
+from infinity.accumulation.slicing import BatchDim
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.fsdp import private
+
+
+def micro_batches(model: nn.Module, count: int, *, batch_dim: BatchDim = None) -> None:
+    """Let every unit of a sharded model run a batch in `count` slices, so that more slices move no more weights.
+
+    Called after `fully_shard`, before or after `infinity.offload`; a later call changes the number. Batches given to
+    the model are whole. In the first forward each layer is tried with one and two rows of its batch: which arguments
+    are sliced, along which dimension outputs are joined, and whether rows are independent of each other (attention
+    along the batch, `BatchNorm` in training, packed sequences, and scales, ranks, capacities or counts of all rows are
+    refused). It is tried again when it is called with other numbers or strings as arguments: in every call, which costs
+    time, once there have been 64 kinds (a counter of steps). With gradients, each slice is computed again in backward,
+    with the random state that it had (buffers that its forward changes are changed twice). Without, nothing is kept.
+
+    Causal language models of transformers that are given `labels` run head and loss slice by slice too, divide the sum
+    by the number of labels of the whole batch (or `num_items_in_batch`), and return no logits. In other models, put
+    what must be sliced into a layer of its own, which returns one row per sequence.
+
+    Args:
+        model: `fully_shard` was called on its layers, side by side, and on itself.
+        count: slices per batch; it must divide the number of sequences of every batch (`ConfigError` in forward).
+        batch_dim: the dimension of a layer's first tensor argument that is the batch. By default what torch's own
+            layers say (`batch_first`), for all others 0. Where shapes allow several ways to slice the other arguments,
+            the error in forward asks for a mapping: from the names of arguments to their dimension, None for those that
+            are not sliced.
+
+    Raises:
+        ConfigError: `count` is below 1.
+        UnsupportedError: the model is not sharded like that, or recomputes activations already.
+    """
+    if count < 1:
+        raise ConfigError(f"micro_batches needs a number of 1 or more, got {count}")
+    layers = {name: module for name, module in model.named_modules() if name and private.is_sharded_module(module)}
+    if not private.is_sharded_module(model) or not layers:
+        raise UnsupportedError(
+            "micro_batches needs a sharded model: call fully_shard on its layers and on itself first"
+        )
+    for name, module in model.named_modules():
+        if private.recomputes(module):
+            raise UnsupportedError(
+                f"{name or 'the model'} recomputes its activations already, as micro_batches does; leave activation "
+                "checkpointing off"
+            )
+    for name in layers:
+        inner = next((other for other in layers if other.startswith(f"{name}.")), None)
+        if inner is not None:
+            raise UnsupportedError(f"micro_batches needs units side by side, but {name} contains {inner}")
+    forwards = [SlicedForward(layer, count, batch_dim) for layer in layers.values()]
+    if is_causal_lm(model):
+        forwards.append(SlicedCausalLM(model, count, layers))
+    for forward in forwards:
+        replace_forward(forward.module, forward)

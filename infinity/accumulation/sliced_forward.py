@@ -1,0 +1,71 @@
+"""The forward of a module, slice by slice.
+
+[Note: order of summation] In backward autograd runs first what was made last. Slices run last to first in forward, so
+their gradients are added up first to last, as a loop over micro-batches adds them. The reentrant form of checkpointing
+ends the backward of one slice before that of the next, so that each adds its gradients to the others in the reduce
+dtype, as FSDP2 does when it accumulates. The other form would add them up inside of autograd, in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.accumulation.slicing import BatchDim, Call, Slicing, SlicingFinder, flatten
+from infinity.fsdp import private
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Have a module called with another forward."""
+    module.forward = forward
+
+
+class SlicedForward:
+    """The forward of a module, slice by slice."""
+
+    def __init__(self, module: nn.Module, count: int, batch_dim: BatchDim = None) -> None:
+        """Take over from the forward that `module` has."""
+        forward = module.forward
+        self.module, self.count = module, count
+        self.whole: Callable[..., Any] = forward.whole if isinstance(forward, SlicedForward) else forward
+        self._finder = SlicingFinder(module, self.whole, batch_dim)
+        update_wrapper(self, self.whole)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the whole batch gives.
+
+        Raises:
+            ConfigError: the batch cannot be split.
+            UnsupportedError: an argument or an output cannot be.
+        """
+        call = Call.of(self.whole, args, kwargs)
+        slicing = None if self.count == 1 else self._finder.find(self.whole, call, self.count)
+        return self.run(self.whole, call, slicing)
+
+    def run(self, function: Callable[..., Any], call: Call, slicing: Slicing | None) -> Any:
+        """Return what a function returns for all slices; without a slicing, for the whole as one."""
+        rebuilds: list[Callable[[Sequence[Any]], Any]] = []
+
+        def run_slice(anchor: torch.Tensor, *parts: Any) -> tuple[Any, ...]:
+            outputs, rebuild = flatten(call.run(function, parts))
+            rebuilds.append(rebuild)
+            return tuple(outputs)
+
+        if slicing is not None:
+            private.add_up_gradients(self.module)
+        # Without it a slice would not be part of the graph where its inputs need no gradient, but parameters do.
+        anchor = torch.empty(0, requires_grad=any(param.requires_grad for param in self.module.parameters()))
+        recompute = torch.is_grad_enabled() and any(
+            leaf.requires_grad for leaf in (anchor, *call.leaves) if isinstance(leaf, torch.Tensor)
+        )
+        slices = [call.leaves] if slicing is None else slicing.split(call.leaves, self.count)
+        outputs = [
+            checkpoint(run_slice, anchor, *parts, use_reentrant=True) if recompute else run_slice(anchor, *parts)
+            for parts in reversed(slices)  # see [Note: order of summation]
+        ]
+        return rebuilds[0](outputs[0] if slicing is None else slicing.join(outputs[::-1]))

@@ -1,0 +1,189 @@
+"""Content of shards, through the pager: whole shards in and out of their pages."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch.profiler import record_function
+
+from infinity.content.format import MASTER
+from infinity.content.layout import Layout, Page, Placed, overlapping
+from infinity.content.views import put, read_section, section, stored, torch_dtype
+from infinity.errors import InfinityError, UnsupportedError
+from infinity.schedule.pager import Pager
+from infinity.schedule.trace import Mode, Use
+from infinity.telemetry.ledger import Ledger
+from infinity.units import format_size
+
+
+def _copies_issued(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind the copies that the current stream has been given; None where copies are done at once."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+class GatherListener(Protocol):
+    """Who runs steps: is told when shards are used."""
+
+    def gathering(self, shard: int) -> bool:
+        """Note that a shard's pages are about to be copied out for an all-gather; return whether in a training step."""
+
+    def gathered(self, shard: int) -> None:
+        """Note that they have been, in a training step."""
+
+    def look(self, shard: int) -> None:
+        """Let weights and states of a shard be those of the last step: somebody is about to read or write them."""
+
+
+class ShardIO:
+    """Gathers, loads and saves whole shards, through the pager; what a `PagedShard` asks.
+
+    It lives as long as tensors of the model do. After `close` it only says why there is nothing to be had any more.
+    The training thread calls all methods.
+    """
+
+    def __init__(
+        self, layout: Layout, pager: Pager, listener: GatherListener, ledger: Ledger, *, load_limit: int
+    ) -> None:
+        """Listen.
+
+        Args:
+            load_limit: most bytes that `load` may have given away at any moment: memory outside of the arena.
+        """
+        self._layout, self._load_limit = layout, load_limit
+        self._open: tuple[Pager, GatherListener, Ledger] | None = pager, listener, ledger  # None once closed
+        self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
+        self._loaded = 0  # bytes of shards that `load` has returned, and which somebody still has
+
+    def close(self, why: str = "") -> None:
+        """Let go of what it has. Tensors refer to this object, where Python's collector finds no cycles.
+
+        Args:
+            why: what errors say from now on; by default that the optimizer was closed.
+        """
+        self._open = None
+        self._why_closed = why or self._why_closed
+
+    @property
+    def _pager(self) -> Pager:
+        return self._opened[0]
+
+    @property
+    def _listener(self) -> GatherListener:
+        return self._opened[1]
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._opened[2]
+
+    @property
+    def _opened(self) -> tuple[Pager, GatherListener, Ledger]:
+        if self._open is None:
+            raise InfinityError(self._why_closed)
+        return self._open
+
+    def gather_into(self, shard: int, destination: torch.Tensor) -> None:
+        """Copy the compute-dtype elements of a shard, padding included, into a flat tensor."""
+        placed, listener = self._layout.shards[shard], self._listener
+        name = placed.spec.name
+        with self._ledger.part("python", name, name="gather"), record_function(f"infinity::gather ({name})"):
+            planned = listener.gathering(shard)
+            with torch.no_grad():
+                self._copy_param(placed, destination, planned=planned)
+            self._ledger.copied("host", "device", destination.numel() * destination.itemsize)
+            if planned:
+                listener.gathered(shard)
+
+    def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
+        segment = self._layout.segments[placed.segment]
+        for page, first, last in overlapping(segment.param_pages, placed.start, placed.start + placed.spec.padded):
+            use = (Use(page.index, Mode.READ),)
+            leaves = partial(_copies_issued, destination.device)
+            with self._pager.access(use, planned=planned, leaves=leaves) as (content,):
+                source = section(content, page, self._layout, first, last)
+                with self._ledger.part("copy"):
+                    destination[first - placed.start : last - placed.start].copy_(source, non_blocking=True)
+
+    def load(self, shard: int) -> torch.Tensor:
+        """Return a copy of the real elements of a shard in the dtype it is trained in, shape (numel,).
+
+        Raises:
+            UnsupportedError: with what was loaded and is still held, that is more than the limit for loading outside of
+                the plan.
+        """
+        content = self.load_section(shard, MASTER)
+        self._loaded += content.nbytes
+        weakref.finalize(content.untyped_storage(), self._let_go, content.nbytes).atexit = False
+        return content
+
+    def _let_go(self, nbytes: int) -> None:
+        self._loaded -= nbytes
+
+    def load_section(self, shard: int, name: str) -> torch.Tensor:
+        """Return one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
+        placed = self._layout.shards[shard]
+        segment = self._layout.segments[placed.segment]
+        size = placed.spec.numel * torch_dtype(segment.format.dtypes[name]).itemsize
+        if size + self._loaded > self._load_limit:
+            gc.collect()  # what was loaded before an error may hang on its traceback
+        if size + self._loaded > self._load_limit:
+            held = f", and {format_size(self._loaded)} are loaded already" if self._loaded else ""
+            raise UnsupportedError(
+                f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena{held} "
+                f"(limit {format_size(self._load_limit)}); to save the model use optimizer.commit(), and `infinity "
+                "export` makes safetensors of a commit"
+            )
+        self._listener.look(shard)
+
+        def visit(page: Page, copy: Callable[[memoryview], None]) -> None:
+            with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
+                copy(content)
+
+        return read_section(segment, name, placed.start, placed.start + placed.spec.numel, visit)
+
+    def save(self, shard: int, content: torch.Tensor) -> None:
+        """Replace the real elements of a shard: its master, and the weights in the compute dtype."""
+        self.save_section(shard, MASTER, content)
+
+    def save_section(self, shard: int, name: str, content: torch.Tensor) -> None:
+        """Replace one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
+        placed = self._layout.shards[shard]
+        segment = self._layout.segments[placed.segment]
+        if content.numel() != placed.spec.numel:
+            raise UnsupportedError(
+                f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
+            )
+        self._listener.look(shard)
+        for row, items in stored(segment.format, name, content.detach().cpu()):
+            for page, _, _ in overlapping(segment.pages(row.role), placed.start, placed.start + placed.spec.numel):
+                with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
+                    put(held, page, row, placed.start, items)
+
+    def initialise(self, unit: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
+        """Write the first content of a unit's pages.
+
+        Args:
+            value_of: returns one section (``master`` or a state kind) of the real elements of a shard, given its
+                position in the unit, shape (numel,); the master in the dtype that is trained; None for zeros.
+        """
+        first = self._layout.unit_shards[unit][0]
+        for segment in self._layout.segments:
+            if segment.unit != unit:
+                continue
+            parts = [
+                (self._layout.shards[shard].start, row, items)
+                for shard in segment.shards
+                for name in segment.format.dtypes
+                if (value := value_of(shard - first, name)) is not None
+                for row, items in stored(segment.format, name, value)
+            ]
+            for page in (*segment.param_pages, *segment.update_pages):
+                with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
+                    torch.frombuffer(content, dtype=torch.uint8).zero_()
+                    for start, row, items in parts:
+                        if row.role is page.role:
+                            put(content, page, row, start, items)

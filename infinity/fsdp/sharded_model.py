@@ -1,0 +1,165 @@
+"""What `fully_shard` has made of a model: its units, their parameters, and this rank's slices of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.content.format import HALVES, StateFormat
+from infinity.content.layout import ShardSpec, UnitSpec
+from infinity.content.views import dtype_name
+from infinity.errors import UnsupportedError
+from infinity.fsdp import private
+from infinity.fsdp.shard import PagedShard
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of a unit: FSDP2's object, and all names that the model has for it."""
+
+    param: Any
+    names: tuple[str, ...]
+
+
+_OTHER_WRAPPERS = {"FullyShardedDataParallel", "DistributedDataParallel"}
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """What `fully_shard` left behind: units, their parameters, and what each looks like on this rank."""
+
+    model: nn.Module
+    names: tuple[str, ...]
+    groups: tuple[Any, ...]
+    members: tuple[tuple[Member, ...], ...]
+    device: torch.device
+    on_meta: bool
+
+    @classmethod
+    def inspect(cls, model: nn.Module) -> ShardedModel:
+        """Find the units of a model.
+
+        Raises:
+            UnsupportedError: the model is not sharded, or a parameter is outside of all units; or this release of
+                torch lacks what is needed of FSDP2.
+        """
+        if not isinstance(model, nn.Module):
+            raise UnsupportedError(f"the model is of type {type(model).__name__}, which is no torch.nn.Module")
+        if wrappers := _OTHER_WRAPPERS & {type(module).__name__ for module in model.modules()}:
+            raise UnsupportedError(
+                f"the model is wrapped in {min(wrappers)}, which keeps its weights in memory; leave that out and call "
+                "fully_shard(…, mesh=infinity.mesh()) of torch.distributed.fsdp on its layers and on itself"
+            )
+        private.require_names(model)
+        found = list(private.parameter_groups(model))
+        if not found:
+            raise UnsupportedError("the model is not sharded: call fully_shard on its layers and on itself first")
+        names_of: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(id(param), []).append(name)
+            check_gradient_dtype(name, param)
+        members = []
+        for name, group in found:
+            if private.uses_cpu_offload(group):
+                raise UnsupportedError(
+                    f"unit {name} was sharded with CPUOffloadPolicy; leave offload_policy out, infinity pages instead"
+                )
+            if private.reshards_to_fewer_ranks(group):
+                raise UnsupportedError(
+                    f"unit {name} was sharded with a number for reshard_after_forward, which keeps a part of all "
+                    "gathered weights in memory until backward; infinity reads them again from NVMe: pass True (or "
+                    "False for units whose weights are to stay)"
+                )
+            members.append(
+                tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in private.fsdp_params(group))
+            )
+        if names_of:
+            left = sorted(name for names in names_of.values() for name in names)
+            raise UnsupportedError(f"parameters outside of all units: {', '.join(left)}; call fully_shard(model) too")
+        if any(isinstance(private.local_tensor(member.param), PagedShard) for unit in members for member in unit):
+            raise UnsupportedError("the model is offloaded already; build it anew to offload it again")
+        devices = {member.param.sharded_param.device.type for unit in members for member in unit}
+        return cls(
+            model=model,
+            names=tuple(name for name, _ in found),
+            groups=tuple(group for _, group in found),
+            members=tuple(members),
+            device=found[0][1].device,
+            on_meta="meta" in devices,
+        )
+
+    def parameters(self) -> list[list[nn.Parameter]]:
+        """Return the sharded parameters, unit by unit."""
+        return [[member.param.sharded_param for member in unit] for unit in self.members]
+
+    def describe(
+        self,
+        format_of: Callable[[nn.Parameter, str], StateFormat],
+        row_of: Callable[[Member], int] = lambda _: 1,
+    ) -> tuple[list[UnitSpec], dict[str, StateFormat]]:
+        """Return the units and state formats from which pages are laid out.
+
+        Args:
+            format_of: state format of a trainable parameter, given the dtype it is gathered in.
+            row_of: elements of a row of a trainable parameter that no page may cut; 1 where there is none.
+        """
+        units: list[UnitSpec] = []
+        formats: dict[str, StateFormat] = {}
+        for name, members in zip(self.names, self.members, strict=True):
+            shards = []
+            for member in members:
+                param = member.param.sharded_param
+                gather = dtype_name(private.compute_dtype(member.param))
+                own = dtype_name(param.dtype)
+                fmt = format_of(param, gather) if param.requires_grad else StateFormat(param=gather)
+                # Alone, a rank gets each gradient in the dtype in which it was computed: its lower half may be zero.
+                halves = (gather, own) == (HALVES[0], "float32") and not private.reduces(member.param)
+                grads = (HALVES if halves else (own,)) if param.requires_grad else ()
+                fmt = replace(fmt, master="" if own == gather else own, grads=grads)
+                key = f"{'trained' if param.requires_grad else 'frozen'} {own} {fmt}"
+                row = row_of(member) if param.requires_grad else 1
+                key += " rows" if row > 1 else ""
+                formats[key] = fmt
+                shards.append(
+                    ShardSpec(
+                        name=member.names[0],
+                        numel=private.local_tensor(member.param).numel(),
+                        padded=private.padded_shape(member.param).numel(),
+                        segment_key=key,
+                        trainable=param.requires_grad,
+                        row=row,
+                    )
+                )
+            units.append(UnitSpec(name=name, shards=tuple(shards)))
+        return units, formats
+
+
+def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
+    if private.has_gradient_dtype(param):
+        raise UnsupportedError(
+            f"{name} has grad_dtype = {param.grad_dtype}, but the gradients of offloaded parameters are kept in the "
+            f"dtype of the parameter: set {name}.grad_dtype = {param.dtype}, or leave it"
+        )
+
+
+def local_bounds(param: Any) -> tuple[list[int], list[int]]:
+    """Return offsets and sizes of this rank's slice of a whole parameter, one per dimension."""
+    sizes = list(private.full_shape(param))
+    offsets = [0] * len(sizes)
+    rank, size = private.shard_rank_and_size(param)
+    dim = private.shard_dim(param)
+    rows = -(-sizes[dim] // size)
+    offsets[dim] = min(rank * rows, sizes[dim])
+    sizes[dim] = min(rows, sizes[dim] - offsets[dim])
+    return offsets, sizes
+
+
+def local_slice(param: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's real elements of a whole parameter, flat."""
+    rank, size = private.shard_rank_and_size(param)
+    chunks = torch.chunk(whole, size, dim=private.shard_dim(param))
+    return chunks[rank].reshape(-1) if rank < len(chunks) else whole.new_empty(0)

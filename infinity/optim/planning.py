@@ -1,0 +1,125 @@
+"""Where updates run, and the plan that is followed: decided from what steps show."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Literal
+
+from infinity.content.layout import Layout
+from infinity.errors import InfinityError
+from infinity.schedule.pager import Pager
+from infinity.schedule.placement import Placement, eligible_for_backward, expand, expand_pending
+from infinity.schedule.planner import Plan, make_plan, predict_seconds, preferred, prepend
+from infinity.schedule.trace import Access, Event
+from infinity.telemetry.ledger import Ledger
+
+Start = Literal["pending", "nothing", "settling"]
+"""What a plan begins with: updates that wait in forward, none, or those that wait run first, before the step."""
+
+
+class StepPlanner:
+    """Chooses the update placement, and lets the pager follow a plan for it.
+
+    The first step is served on demand and shows what steps look like (*recording*). At its end the candidates for the
+    placement are fixed once. A step that looks otherwise than the one before is planned anew, with the best of them.
+    """
+
+    def __init__(self, layout: Layout, pager: Pager, ledger: Ledger, *, frames: int, wanted: str, beside: bool) -> None:
+        """Plan nothing yet.
+
+        Args:
+            frames: of the arena.
+            wanted: the setting `update.placement`.
+            beside: whether updates have a thread of their own.
+        """
+        self._layout, self._pager, self._ledger = layout, pager, ledger
+        self._frames, self._wanted, self._beside = frames, wanted, beside
+        # Names of placements that are possible; empty while recording.
+        self._candidates: tuple[str, ...] = (wanted,) if wanted in ("in_forward", "after_backward") else ()
+        self.placement = Placement()
+        """Where updates run in the step that is running; changes between steps only."""
+        self.placed = wanted if self._candidates else "recording"
+        """The name of that, or ``recording``."""
+        self.events: tuple[Event, ...] = ()
+        """What the last step that was planned for looked like."""
+        self.plan: Plan | None = None
+        """The plan of steps that look like it; None until the first step has been recorded."""
+        self._plans: dict[Start, Plan] = {}  # for `events` and `placement`, made when they are first needed
+
+    @property
+    def recording(self) -> bool:
+        """Whether the placement is still to be chosen."""
+        return not self._candidates
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the placement is chosen by what the first step shows."""
+        return self._wanted == "auto"
+
+    def choose(self, events: tuple[Event, ...], late: bool) -> None:
+        """Choose the candidates once, after the first step; of those, the best one for a step of other events.
+
+        Args:
+            late: updates in backward would be too early: something has looked at gradients or weights, or changed
+                settings, between backward and step.
+
+        Raises:
+            InfinityError: the placement that is set is impossible.
+        """
+        if not self._candidates:
+            early = frozenset() if late else eligible_for_backward(events)
+            if self._wanted in ("in_backward", "in_both") and not early:
+                raise InfinityError(
+                    f'update.placement = "{self._wanted}" is impossible here: the step clips, or uses gradients '
+                    'otherwise, or every unit has several gradients per step; set "auto", "in_forward" or '
+                    '"after_backward"'
+                )
+            automatic = ("in_backward", "in_both") if early else ("in_forward",)
+            self._candidates = automatic if self.automatic else (self._wanted,)
+        if events != self.events:
+            choices: dict[tuple[Access, ...], tuple[str, Placement]] = {}
+            for name, beside in itertools.product(self._candidates, (True, False) if self._beside else (False,)):
+                choice = replace(Placement.of(name, events, self._layout), beside=beside)
+                choices.setdefault(expand(events, self._layout, choice), (name, choice))
+            plans = [make_plan(trace, self._layout, self._frames, beside=self._beside) for trace in choices]
+            plan = preferred(plans, self._layout, beside=self._beside)
+            self.placed, self.placement = choices[plan.trace]
+            self._plans = {"pending": plan}
+
+    def follow(self, events: tuple[Event, ...], *, pending: bool) -> None:
+        """Let the pager go on with the next step; where this one looked otherwise, plan the next one like it.
+
+        Args:
+            pending: whether updates wait for the next forward.
+        """
+        if events != self.events:
+            self.events = events
+            self.plan = self._plan_from("pending")
+            self._pager.install(self.plan)
+            self._ledger.predicted(self.plan.traffic.read_bytes, self.plan.traffic.written_bytes)
+        if self.placement.in_forward and not pending:
+            self._pager.install(self._plan_from("nothing"))
+        else:
+            self._pager.begin_step()
+
+    def settling(self) -> None:
+        """Have the pages of updates that wait read ahead, before they are run between two steps."""
+        if self._pager.between_steps:
+            self._pager.install(self._plan_from("settling"))
+
+    def _plan_from(self, start: Start) -> Plan:
+        """Return the plan from the end of a step on."""
+        if start not in self._plans:
+            prefix = expand_pending(self.events, self._layout, self.placement) if start == "settling" else ()
+            prefix += expand(self.events, self._layout, self.placement, pending=False)
+            self._plans[start] = prepend(prefix, self._plans["pending"])
+        return self._plans[start]
+
+    def predict_seconds(self, bandwidth: float, computation: float) -> float:
+        """Return how many seconds the plan predicts for a step; see `PagedOptimizer.predict_seconds`."""
+        if self.plan is None:
+            raise InfinityError("there is no plan before the first step: take a step first")
+        return predict_seconds(
+            self.plan, self._layout, bandwidth=bandwidth, computation=computation, beside=self._beside
+        )

@@ -1,0 +1,41 @@
+"""What a training step shows of itself, from which the next ones are planned."""
+
+from __future__ import annotations
+
+from infinity.schedule.trace import Event, EventKind
+
+
+class Recording:
+    """The events of the step that is running, in order; the training thread alone adds to them."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def gather(self, unit: int) -> None:
+        """Note that a training pass gathers a unit."""
+        self._events.append(Event(EventKind.GATHER, unit))
+
+    def gradients(self, unit: int, rows: int) -> None:
+        """Note that gradients of a unit have come in: `rows` rows are stored of them, unless they are used at once."""
+        self._events.append(Event(EventKind.GRADIENTS, unit, rows))
+
+    def widen(self, unit: int, rows: int) -> None:
+        """Note that what is stored of a unit's gradients has more rows than was noted."""
+        self._events[:] = [
+            event._replace(rows=rows) if event.kind is EventKind.GRADIENTS and event.unit == unit else event
+            for event in self._events
+        ]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients have come in, whatever became of them."""
+        return any(event.kind is EventKind.GRADIENTS for event in self._events)
+
+    def end(self) -> tuple[Event, ...]:
+        """Note `step()`, and return the events of the whole step."""
+        self._events.append(Event(EventKind.STEP))
+        return tuple(self._events)
+
+    def clear(self) -> None:
+        """Begin anew: with the next step, or where all gradients of this one were dropped."""
+        self._events.clear()

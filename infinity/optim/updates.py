@@ -1,0 +1,228 @@
+"""The updates of units: in backward as soon as gradients are reduced, or left to the next forward (`Placement`).
+
+[Note: updates in backward] When the gradients of a unit have come in, the next unit is gathered first, where that costs
+few bytes: the training thread needs it at once, and can compute with it while the update runs.
+
+[Note: updates in forward] `finish` only fixes what an update needs: which shards have gradients, what is still to be
+done to them, and the settings of their groups. Each unit is updated in the next forward, before it is gathered. Whoever
+wants to see the state in between calls `settle`.
+
+Of a unit that is updated in both passes, the first ranges are updated in backward, and the gradients of the others are
+stored; it is one `Update`, which has ended when the last range has.
+
+[Note: updates on another thread] An update takes its place in the plan, page by page, when it is due (a lease); the
+arithmetic runs on the worker's thread, in the same order. Whoever needs one of the pages earlier waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.profiler import record_function
+
+from infinity.content.layout import Layout, Page, Segment
+from infinity.fsdp.gradient import Edit
+from infinity.optim.given import GivenOptimizer
+from infinity.optim.kernel import Scalars
+from infinity.optim.planning import StepPlanner
+from infinity.optim.update import Opened, Update
+from infinity.optim.worker import UpdateWorker
+from infinity.schedule.pager import Lease, Pager
+from infinity.schedule.trace import Event, range_access, update_order
+from infinity.telemetry.ledger import Ledger
+
+_TOGETHER = 4
+"""Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
+
+What has to be decoded takes several calls for each range, so there is nothing to share.
+"""
+
+
+class _Range(NamedTuple):
+    """A range of a segment that is to be updated, and the lease of its pages."""
+
+    segment: Segment
+    item: Page
+    lease: Lease
+
+
+class Updates:
+    """What is being updated, and what is left to be.
+
+    An update begins when the gradients of its unit are there: in backward (`begin_in_backward`) or in `step()`
+    (`finish`). It is *run* at once, behind the next gather, or when the next forward comes to its unit, range by range;
+    it has ended when the worker has updated its last range. The training thread calls all methods; the worker's thread
+    alone writes `scalars` and `elements` while an update runs.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        pager: Pager,
+        planner: StepPlanner,
+        given: GivenOptimizer,
+        worker: UpdateWorker,
+        ledger: Ledger,
+    ) -> None:
+        self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
+        self._given, self._worker = given, worker
+        self.scalars: dict[int, Scalars] = {}
+        """By shard, what the optimizer keeps of it besides tensors of its size: step counts; none if never updated."""
+        self.elements = 0
+        """Elements updated so far."""
+        self.step = 0
+        """How many steps were taken, those before a resumed commit too."""
+        self.begun: dict[int, Update] = {}
+        """By unit, its update in backward of the step that is running."""
+        self._reduced = -1  # unit whose gradients came in last, and whose update in backward is still to be run; or -1
+        self._pending: dict[int, Update] = {}  # by unit, what is left of its update after the step
+        self._due: dict[int, int] = {}  # by unit that is gathered, the pending one to be updated then
+
+    # In backward #
+
+    def begin_in_backward(self, unit: int, grads: Mapping[int, torch.Tensor], arrived: torch.cuda.Event | None) -> None:
+        """Begin to update a unit with gradients that have just come in.
+
+        Args:
+            grads: by shard, flat, on the device.
+            arrived: where the device has them.
+        """
+        self.begun[unit] = Update(
+            self._layout,
+            self._given.kernel,
+            self._given.settings_of(grads),
+            self.scalars,
+            self.step,
+            grads,
+            arrived,
+            own=self._given.kernel.own(),
+        )
+        self._reduced = unit
+        if not self._planner.placement.beside:
+            self.run_reduced()
+
+    def run_reduced(self) -> None:
+        """Run the update in backward that waits for the next gather, if one does."""
+        unit, self._reduced = self._reduced, -1
+        if unit >= 0:
+            self._run(unit, self.begun[unit], self._planner.placement.division(unit))
+
+    # In step() and in the next forward #
+
+    def finish(
+        self,
+        stored: Mapping[int, Mapping[int, Sequence[Edit]]],
+        rows: Mapping[int, int],
+        events: Sequence[Event],
+    ) -> None:
+        """End a step: run what was not updated in backward, or leave it to the next forward, as the placement says.
+
+        Args:
+            stored: by unit in the order in which gradients came, by shard, what is still to be done to its gradient.
+            rows: by unit, of its stored gradients.
+            events: of the step.
+        """
+        self._due = self._planner.placement.due(events)
+        settings = self._given.settings_of(shard for edits in stored.values() for shard in edits)
+        for unit, edits in stored.items():
+            update = self.begun.get(unit) or Update(
+                self._layout,
+                self._given.kernel,
+                {shard: settings[shard] for shard in edits},
+                self.scalars,
+                self.step,
+                edits=edits,
+                own=self._given.kernel.own(),
+            )
+            update.rows = rows[unit]
+            self._pending[unit] = update
+        self._end_step()
+        self._given.kernel.advance()
+        # Divided otherwise than the next steps will be, if this one was the first of its kind.
+        if any(update.begun != self._planner.placement.division(unit) for unit, update in self._pending.items()):
+            self._due = {}
+        for unit in update_order(self._pending):
+            if unit not in self._due.values():
+                self.run_pending(unit)
+
+    def skip(self) -> None:
+        """End a step that updates nothing."""
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self.step += 1
+        self.forget_begun()
+
+    def forget_begun(self) -> None:
+        """Note that no unit counts as updated in backward any more."""
+        self.begun = {}
+        self._reduced = -1
+
+    @property
+    def waiting(self) -> bool:
+        """Whether updates wait for the next forward."""
+        return bool(self._pending)
+
+    def run_pending(self, unit: int) -> None:
+        """Run the update of a unit that was left to the next forward, if it still waits."""
+        update = self._pending.pop(unit, None)
+        if update is not None:
+            self._run(unit, update, len(self._layout.unit_ranges[unit]))
+
+    def run_due(self, gathered: int) -> None:
+        """Run the update that was left to the moment at which a unit has been gathered."""
+        self.run_pending(self._due.get(gathered, -1))
+
+    def run_left(self) -> None:
+        """Run the updates that wait, in the order in which steps left them: what this step did not gather."""
+        for unit in list(self._pending):
+            self.run_pending(unit)
+
+    def settle(self) -> None:
+        """Run the updates that wait for the next forward, in the order in which it would; wait until all have run."""
+        for unit in self._due.values():
+            self.run_pending(unit)
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait until everything that was run has been updated."""
+        self._worker.drain()
+
+    # One of them #
+
+    def _run(self, unit: int, update: Update, stop: int) -> None:
+        """Give the worker a unit's ranges up to `stop` that are still to be updated; their leases are taken here."""
+        unit_ranges, name = self._layout.unit_ranges[unit], self._layout.units[unit].name
+        ranges: deque[_Range] = deque()
+        with self._ledger.phase("update", name), torch.no_grad():
+            for segment, position in unit_ranges[update.begun : stop]:
+                lease = self._pager.lease(range_access(segment, position, rows=update.rows), beside=self._worker.beside)
+                ranges.append(_Range(segment, segment.ranges[position], lease))
+            update.begun = stop
+            self._worker.submit(partial(self._update, name, update, ranges, stop == len(unit_ranges)))
+
+    def _update(self, name: str, update: Update, ranges: deque[_Range], ends: bool) -> None:
+        """Update ranges in order: one that is waited for, and with it those behind it that are there."""
+        with record_function(f"infinity::update ({name})"):
+            while ranges:
+                with ExitStack() as held:
+                    contents: list[memoryview] | None = held.enter_context(ranges[0].lease)
+                    opened: list[Opened] = []
+                    while contents is not None:
+                        segment, item, lease = ranges.popleft()
+                        opened.append(Opened(self._layout, segment, item, lease.uses, contents))
+                        more = ranges and len(opened) < _TOGETHER and not segment.format.encoded
+                        contents = ranges[0].lease.hold_at_once() if more else None
+                        if contents is not None:
+                            held.push(ranges[0].lease)
+                    update.run(opened)
+            update.grads = None
+            if ends:
+                update.run_empty()
+                self.scalars.update(update.after)
+                self.elements += update.elements

@@ -1,0 +1,1 @@
+"""A run from `infinity.offload` to `close`: everything below, composed."""

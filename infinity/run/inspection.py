@@ -1,0 +1,106 @@
+"""What is looked at and decided before anything is opened: the optimizer, the layout of pages, the memory budget."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import torch
+from torch import nn
+
+from infinity.budget import Budget, choose_budget
+from infinity.config import Config
+from infinity.content.format import StateFormat
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.fsdp import private
+from infinity.fsdp.sharded_model import Member, ShardedModel
+from infinity.memory.limits import available_memory
+from infinity.optim.kernel import UpdateKernel
+from infinity.optim.probe import view_shape
+from infinity.ranks import Ranks
+
+
+def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Check, before it is tried out, that an optimizer is over the parameters of a model that are to be trained.
+
+    Raises:
+        ConfigError: a setting of a group is no finite number.
+        UnsupportedError: it is none of torch's, has parameters of another model, or lacks some of this one.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedError(f"the optimizer is of type {type(optimizer).__name__}, no torch.optim.Optimizer")
+    # Some have infinity as a default, such as for the growth of an estimate, which is no limit then.
+    defaults = inspect.signature(type(optimizer).__init__).parameters
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            standard = name in defaults and defaults[name].default == value
+            if isinstance(value, float) and not math.isfinite(value) and not standard:
+                raise ConfigError(f"{name} of the optimizer is {value}; give it a finite number")
+    known = {id(param) for unit in sharded.parameters() for param in unit}
+    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if foreign := len(given - known):
+        raise UnsupportedError(
+            f"{foreign} parameters of the optimizer do not belong to the model; make the optimizer after fully_shard"
+        )
+    for members in sharded.members:
+        for member in members:
+            param = member.param.sharded_param
+            if param.requires_grad and id(param) not in given:
+                raise UnsupportedError(
+                    f"{member.names[0]} requires a gradient but is not in the optimizer; add it, or freeze it with "
+                    "requires_grad_(False)"
+                )
+
+
+def plan_memory(
+    settings: Config, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel, ranks: Ranks
+) -> Budget:
+    """Lay out the pages of this rank, and divide its share of host memory into frames.
+
+    Raises:
+        BudgetError: the arena is too small.
+        ConfigError: `state.format` would change nothing. UnsupportedError: pages cannot be cut as the optimizer needs.
+    """
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+
+    def format_of(param: nn.Parameter, gather: str) -> StateFormat:
+        return StateFormat(param=gather, kinds=kernel.discover(param, group_of[id(param)]).kinds)
+
+    def row_of(member: Member) -> int:
+        param = member.param.sharded_param
+        if kernel.discover(param, group_of[id(param)]).slices != "rows":
+            return 1
+        why = ""
+        if private.shard_dim(member.param) or private.is_tensor_parallel(member.param):
+            why = f"{member.names[0]} is not cut along its first dimension only"
+        elif settings.state.format != "fp32":
+            why = 'it needs state.format = "fp32"'
+        if why:
+            raise UnsupportedError(
+                f"{kernel.name} updates whole rows (it centralises gradients, or divides by norms of rows), which is "
+                f"not possible here: {why}; use an element-wise optimizer such as AdamW"
+            )
+        return math.prod(private.local_tensor(member.param).shape[1:])
+
+    units, found = sharded.describe(format_of, row_of)
+    formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
+    if settings.state.format != "fp32" and not any(fmt.encodings for fmt in formats.values()):
+        raise ConfigError(
+            f'state.format = "{settings.state.format}" would change nothing: "split" is for bf16 weights with an fp32 '
+            "master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model), the others also for fp32 "
+            'states of the optimizer; set "fp32"'
+        )
+    host = settings.memory.host_bytes or available_memory() // 4 // ranks.local_world_size
+    return choose_budget(units, formats, host, settings.memory.page_bytes)
+
+
+def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Tell the kernel the shape of slices, by shard, where the optimizer needs another than (n,)."""
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    for shard, member in enumerate(member for unit in sharded.members for member in unit):
+        param = member.param.sharded_param
+        if param.requires_grad:
+            slices = kernel.discover(param, group_of[id(param)]).slices
+            shape = view_shape(slices, private.local_tensor(member.param).shape)
+            if shape is not None:
+                kernel.shapes[shard] = shape

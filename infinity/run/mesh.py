@@ -1,0 +1,54 @@
+"""The device mesh that models are sharded over."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from infinity import torchrun
+from infinity.errors import ConfigError
+from infinity.fsdp import private
+
+
+def mesh(device_type: str | None = None) -> DeviceMesh:
+    """Return a mesh over all ranks for `fully_shard(..., mesh=infinity.mesh())`.
+
+    Under torchrun the process group is made from its environment; under plain `python` one of a single rank is
+    made, without any network. A process group that exists already is used.
+
+    Args:
+        device_type: ``cuda`` or ``cpu``; by default ``cuda`` where there is a GPU.
+
+    Raises:
+        ConfigError: there is no such device, the environment is not that of torchrun, or the ranks do not find each
+            other.
+    """
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    launched = not dist.is_initialized() and torchrun.launched()
+    _take_device(device_type)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        if launched:
+            try:
+                dist.init_process_group(backend)
+            except (RuntimeError, ValueError) as error:
+                place = f"MASTER_ADDR={os.environ['MASTER_ADDR']!r}, MASTER_PORT={os.environ['MASTER_PORT']}"
+                reason = str(error).partition("\n")[0]
+                raise ConfigError(f"the ranks do not find each other at {place}: {reason}") from error
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return private.default_mesh(device_type)
+
+
+def _take_device(device_type: str) -> None:
+    if device_type not in ("cuda", "cpu"):
+        raise ConfigError(f"infinity.mesh({device_type!r}): the devices are 'cuda' and 'cpu'")
+    if device_type == "cuda":
+        index, there = torchrun.number("LOCAL_RANK", 0), torch.cuda.device_count()
+        if index >= there:
+            raise ConfigError(f"local rank {index} has no GPU: there are {there} here; start as many ranks as GPUs")
+        torch.cuda.set_device(index)

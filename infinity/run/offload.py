@@ -1,0 +1,163 @@
+"""`infinity.offload`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity import live
+from infinity.budget import Budget
+from infinity.config import Config, check_config, load_config
+from infinity.ending import end_all
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.fsdp.attach import Attachment
+from infinity.fsdp.shard_io import ShardIO
+from infinity.fsdp.sharded_model import ShardedModel
+from infinity.optim.given import GivenOptimizer
+from infinity.optim.kernel import UpdateKernel
+from infinity.optim.probe import make_kernel
+from infinity.optim.states import StateReader
+from infinity.optim.step import StepRunner
+from infinity.ranks import Ranks
+from infinity.run.commits import Checkpointer, make_committer
+from infinity.run.fill import Filling
+from infinity.run.inspection import check_optimizer, give_shapes, plan_memory
+from infinity.run.optimizer import PagedOptimizer
+from infinity.run.place import RunPlace
+from infinity.run.run import Run
+from infinity.sources.dcp import DcpFolder
+from infinity.sources.initialise import InitFunction
+from infinity.units import MIB
+
+_log = logging.getLogger("infinity")
+_LOAD_LIMIT = 256 * MIB
+
+
+def offload(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    strict: bool = True,
+    init: InitFunction | None = None,
+) -> PagedOptimizer:
+    """Move a sharded model's parameters and optimizer state to NVMe; return the optimizer to train with.
+
+    Args:
+        model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
+        optimizer: of any class, over its parameters, without state yet. What it does must not depend on how parameters
+            are cut into pages; that is tried out on small copies of it before anything is written.
+        config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
+        weights: folder to load a model on the meta device from, as a stream. Either of safetensors, as
+            `save_pretrained` writes it (or one such file or index, to name a variant): names are found, and tensors
+            renamed, fused or split, as `from_pretrained` of transformers does; those of other models must be equal.
+            Or one that `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of
+            model and optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken
+            over. A run that resumes does not read it.
+        strict: refuse `weights` of safetensors that lack tensors of the model or have others. Otherwise the former are
+            initialised as without `weights`, the latter passed over; a warning names both. Another shape is refused.
+        init: sets, in place, what the own code of a model on the meta device does not: called with every module after
+            its `_init_weights`, `reset_parameters` and what else the model begins with in memory.
+
+    Raises:
+        ConfigError: a setting is wrong, or `weights` are not those of the model, with a list of what differs.
+        BudgetError: the arena or the space on NVMe is too small.
+        UnsupportedError: the model or the optimizer cannot be paged, with the reason.
+        FolderBusyError: another live run owns a path. CommitError: there is nothing to resume from, or `weights`
+            cannot be read.
+    """
+    settings = load_config(config)
+    check_config(settings)
+    sharded = ShardedModel.inspect(model)
+    if isinstance(optimizer, PagedOptimizer):
+        raise UnsupportedError("the model is offloaded already")
+    check_optimizer(sharded, optimizer)
+    _check_sources(sharded, weights, strict, init)
+    kernel = make_kernel(optimizer)
+    if kernel.has_progress(optimizer):
+        raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
+    ranks = Ranks.current()
+    ranks.together("closing earlier runs of this process", lambda: live.make_way(settings.storage.paths))
+    budget = ranks.together("planning memory", lambda: plan_memory(settings, sharded, optimizer, kernel, ranks))
+    give_shapes(kernel, sharded, optimizer)
+    run = _open_run(settings, ranks, budget, type(optimizer).__name__, sharded.device)
+    try:
+        paged = _attach(run, sharded, optimizer, kernel, Filling(run, sharded, weights, strict, init))
+        live.add(paged, model)
+    except BaseException as error:
+        run.abandon(error)
+        raise
+    return paged
+
+
+def _check_sources(
+    sharded: ShardedModel, weights: str | os.PathLike[str] | None, strict: bool, init: InitFunction | None
+) -> None:
+    if (weights or init) and not sharded.on_meta:
+        raise ConfigError("weights and init are for models on the meta device; this model has values already")
+    if not strict and (weights is None or DcpFolder.is_at(weights)):
+        raise ConfigError("strict=False is for weights of safetensors; a folder of DCP must have the whole model")
+
+
+def _open_run(settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device) -> Run:
+    """Take the NVMe paths, and open what pages in them."""
+    place = RunPlace.take(settings, ranks, budget.layout, optimizer)
+    try:
+        return Run(settings, ranks, budget, place, device)
+    except BaseException as error:
+        end_all(partial(place.give_up, remove=place.found is None), cause=error)
+        raise
+
+
+def _attach(
+    run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel, filling: Filling
+) -> PagedOptimizer:
+    """Fill the pages of a run, give the model paged shards, and return its optimizer: each part with all it needs."""
+    members = [member for unit in sharded.members for member in unit]
+    parameters = [member.param.sharded_param for member in members]
+    made_with_state = kernel.builds  # the optimizer in memory has states before its first step
+    given = GivenOptimizer(optimizer, parameters, kernel)
+    runner = StepRunner(run.layout, run.pager, run.planner, run.worker, given, run.ledger, run.freed, parameters)
+    run.undo.push(runner.close)
+    load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
+    shards = ShardIO(run.layout, run.pager, runner, run.ledger, load_limit=load_limit)
+    run.undo.push(shards.close)
+    run.refuse_in_child += [runner.end, shards.close]
+    committer = make_committer(run, sharded, optimizer)
+    resumed = filling.fill(optimizer, shards)
+    attachment = run.ranks.together("attaching to the model", partial(_listen, run, sharded, shards, runner))
+    checkpointer = Checkpointer(run, sharded.model, given, runner, attachment, committer)
+    optimizer.state.clear()
+    if resumed is not None:
+        runner.resume(resumed.step, resumed.scalars)
+        kernel.restore_own(resumed.own)
+    if run.place.found is not None:
+        checkpointer.forget_others()
+    numbers = {id(param): shard for shard, param in enumerate(parameters)}
+    names = {name: shard for shard, member in enumerate(members) for name in member.names}
+    of_model = {param: numbers[id(param)] for param in sharded.model.parameters()}
+    states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=made_with_state)
+    paged = PagedOptimizer(given, run, runner, states, checkpointer, resumed)
+    if run.place.source is not None:  # the new run is one to resume from before the old one is no longer needed
+        paged.commit(paged.resumed_extra)
+        if run.ranks.rank == 0:
+            old = run.place.source.reader
+            _log.warning(
+                "step %d of run %s (world size %d) goes on as run %s; the old one still takes its space, free it with "
+                "`infinity store rm`", old.step, old.folder.run_id, old.world_size, run.folder.run_id,
+            )  # fmt: skip
+    run.ledger.restart_step()
+    return paged
+
+
+def _listen(run: Run, sharded: ShardedModel, shards: ShardIO, runner: StepRunner) -> Attachment:
+    attachment = Attachment(sharded, shards, runner, run.ledger)
+    run.undo.push(attachment.detach)
+    return attachment

@@ -1,0 +1,359 @@
+"""The optimizer that users hold: a real `torch.optim.Optimizer` whose state is paged."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+from infinity.checkpoint.state import ResumedState
+from infinity.errors import InfinityError, UnsupportedError
+from infinity.fsdp import private
+from infinity.optim.given import NO_ENTRIES, GivenOptimizer, refuse_group, refuse_loading
+from infinity.optim.states import NO_COPIES, PagedStates, StateReader
+from infinity.optim.step import StepRunner
+from infinity.run.commits import Checkpointer
+from infinity.run.run import Run
+from infinity.telemetry.ledger import StepRecord
+
+_KEPT_RECORDS = 10_000
+_log = logging.getLogger("infinity")
+
+
+class PagedOptimizer(torch.optim.Optimizer):
+    """Shares `param_groups` with the optimizer it was made from; made by `infinity.offload`.
+
+    A training step is forward, backward, optionally `clip_grad_norm_`, `step`, `zero_grad`. Several backward
+    passes before a step accumulate. `commit` makes the state after the last step durable.
+    """
+
+    def __init__(
+        self,
+        given: GivenOptimizer,
+        run: Run,
+        runner: StepRunner,
+        states: StateReader,
+        checkpointer: Checkpointer,
+        resumed: ResumedState | None,
+    ) -> None:
+        self._made = False  # whether this constructor has come to its end
+        self._closed = False  # whether `close` was called
+        self._own, self._run, self._runner = given, run, runner
+        self._given = given.optimizer  # where torch looks for everything that is asked of this one
+        self._reader, self._checkpointer = states, checkpointer
+        self._states = PagedStates(states)  # what `state` is
+        self._extra = resumed.extra if resumed else {}  # of the commit that the run resumed from
+        # The step of the newest commit; None where there is none.
+        self._committed = resumed.step if resumed is not None and run.place.found is not None else None
+        self.records: list[StepRecord] = []
+        """What the last steps took, the newest last; bounded."""
+        super().__init__(self._given.param_groups, self._given.defaults)
+        del vars(self)["defaults"]  # those of the given optimizer, as its other attributes
+        given.hand_over(self, self._states)
+        self._made = True
+
+    # The torch.optim.Optimizer interface #
+
+    @property  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The param groups of the given optimizer, so that schedulers made before still work."""
+        return self._given.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._made:
+            self._given.param_groups = groups
+
+    @property  # type: ignore[override]
+    def state(self) -> PagedStates:  # type: ignore[override]
+        """The states by parameter, read when they are asked for, kept when they are written to."""
+        return self._states
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._made:
+            raise UnsupportedError(NO_ENTRIES)
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **named: Any) -> Any:  # type: ignore[override]
+        """Apply the gradients that have arrived since the last step.
+
+        Raises:
+            StorageError, CorruptPageError, StallError: a page could not be moved; the last commit is intact.
+            LostRankError: another rank failed; its reason is named.
+            InfinityError: settings changed, or gradients were dropped, after updates had already run in backward; or
+                gradients are those of the step before.
+            UnsupportedError: parameters were added to a param group, the state was replaced, a gradient was assigned
+                that is no DTensor, further arguments were given, or a closure whose loss the updates would depend on.
+        """
+        runner = self._runner
+        runner.check_open()
+        self._own.check()
+        if args or named or (closure is not None and self._own.kernel.uses_closure):
+            what = "a closure" if not (args or named) else "arguments besides a closure"
+            raise UnsupportedError(f"step() of {self._own.name} with {what}: updates of pages run without; call step()")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._given.__dict__["_opt_called"] = True  # a scheduler made on that one looks there for steps
+        runner.reconcile()
+        runner.check_new()
+        self._unscale()
+        record = runner.step()
+        if record is not None:
+            self.records.append(record)
+            del self.records[:-_KEPT_RECORDS]
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that have arrived and were not used by a step, or set them to zeros.
+
+        Raises:
+            InfinityError: updates with them have already run in backward.
+        """
+        self._runner.check_open()
+        self._runner.check_drop()
+        super().zero_grad(set_to_none)
+        self._runner.reconcile()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the global norm of all gradients over all ranks; return the norm before, a scalar tensor.
+
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, but that the step will update nothing where the
+        norm is not finite, as under `torch.amp.GradScaler`.
+
+        Raises:
+            InfinityError: updates run in backward, so the gradients are gone (set ``update.placement``).
+            RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        """
+        self._runner.check_open()
+        ledger, parameters = self._run.ledger, self._reader.parameters
+        with ledger.phase("update", "norm"), record_function("infinity::clip"):
+            self._runner.close_arrivals()
+            grads = [param.grad for param in parameters if param.grad is not None]
+            with ledger.part("collective" if self._run.ranks.world_size > 1 else "update"):
+                total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+                norm = total.full_tensor() if isinstance(total, DTensor) else total
+        if not bool(torch.isfinite(norm)):
+            self._runner.skip()
+        return norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after `infinity.offload`: there is no room for more.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        if self._made:  # before, the constructor of the base class asks for those that are there already
+            refuse_group()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: the state lies on NVMe.
+
+        Raises:
+            UnsupportedError: always; `commit` saves the state, `read_state` reads that of one parameter.
+        """
+        raise UnsupportedError(
+            "the optimizer's state is on NVMe and would not fit in memory: optimizer.commit() saves it, "
+            "run.resume continues from it, optimizer.read_state(name) reads one parameter's"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused; see `state_dict`.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        refuse_loading()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refused. Raises `UnsupportedError`."""
+        raise UnsupportedError(NO_COPIES)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: neither `copy.copy` nor `pickle`. Raises `UnsupportedError`."""
+        raise UnsupportedError(NO_COPIES)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the optimizer that was passed in, of those that torch's optimizers do not have.
+
+        Its methods are refused when they are called: they would have to change weights and states on NVMe. Only `train`
+        and `eval` may be called where the optimizer is in that mode already.
+        """
+        given = vars(self).get("_given")
+        if given is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = getattr(given, name)
+        return partial(self._call, name) if inspect.ismethod(value) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the optimizer that was passed in, where it has it: updates from the next step on use it.
+
+        Raises:
+            UnsupportedError: updates would not know of it.
+        """
+        there = vars(self)
+        if not there.get("_made") or name in there or hasattr(type(self), name) or _is_left_by_torch(name, value):
+            super().__setattr__(name, value)
+        else:
+            self._own.set_attribute(name, value)
+
+    def _call(self, name: str, *args: Any, **named: Any) -> None:
+        self._runner.check_open()
+        self._own.check_method(name, *args, **named)
+
+    # What paging adds #
+
+    def commit(self, extra: dict[str, Any] | None = None) -> None:
+        """Make the state after the last step durable: weights, moments, step counts, random state, `extra`.
+
+        Nothing is copied: modified pages that are still in the arena are written, then a manifest is
+        published. All ranks call it together.
+
+        Args:
+            extra: plain data of your own, such as a scheduler's `state_dict` or the data position: numbers (NaN and
+                infinities too), texts, None, and lists, tuples and dicts of them. A resumed run finds it in
+                `resumed_extra`, equal. What would come back as something else is refused.
+
+        Raises:
+            CommitError: `extra` is not such data; the place is named. Nothing is written.
+            InfinityError: gradients are pending (call it after `step`), or another rank failed.
+            UnsupportedError: parameters were added to a param group, or the state was replaced.
+            StorageError: a device or the folder refused; the commit before is intact.
+        """
+        self._runner.check_open()
+        self._own.check()
+        self._runner.reconcile()
+        if self._runner.has_gradients:
+            raise InfinityError("commit() between backward and step(): call it after step()")
+        started = time.perf_counter()
+        self._checkpointer.commit({} if extra is None else extra)
+        self._committed = self.steps
+        self._run.ledger.committed(time.perf_counter() - started)
+        self._run.ledger.restart_step()
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken, those before a resumed commit too."""
+        return self._runner.updates.step
+
+    @property
+    def resumed_extra(self) -> dict[str, Any]:
+        """The `extra` of the commit that this run resumed from; empty for a new run."""
+        return self._extra
+
+    @property
+    def update_placement(self) -> str:
+        """``in_backward``, ``in_both``, ``in_forward`` or ``after_backward``; ``recording`` in the first step."""
+        return self._runner.planner.placed
+
+    def predict_seconds(self, bandwidth: float, computation: float) -> float:
+        """Return how many seconds the plan predicts for a step.
+
+        Args:
+            bandwidth: of the drives, for this rank, bytes per second of reads and writes together.
+            computation: seconds per step that are no stalls.
+
+        Raises:
+            InfinityError: there is no plan before the first step has been taken.
+        """
+        return self._runner.planner.predict_seconds(bandwidth, computation)
+
+    @property
+    def run(self) -> Run:
+        """The run that this optimizer belongs to: its folder, layout of pages, plan and counters, to be looked at."""
+        return self._run
+
+    def read_state(self, name: str) -> dict[str, torch.Tensor]:
+        """Return this rank's master and optimizer states of one parameter, each of shape (local elements,).
+
+        Raises:
+            InfinityError: there is no trained parameter of that name.
+        """
+        return self._reader.read(name)
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight, so that the byte counters stand still. Training cannot go on then: `close`.
+
+        Raises:
+            InfinityError: it was closed.
+        """
+        self._runner.check_open()
+        self._runner.drain()
+        self._runner.end("drain() was called, after which there is only close(): call it when training has ended")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait for what is in flight and release files, memory and the folder lock. Idempotent.
+
+        Args:
+            error: why the run ends early; by default the exception that is being handled. It ends the other ranks, and
+                what fails while this one closes is only logged then.
+
+        Raises:
+            StallError: a device does not answer; the folder stays locked until this process ends.
+            Exception: the first thing that could not be closed or removed; the rest is released all the same.
+        """
+        if not self._closed and self._run.is_here:
+            self._closed = True
+            self._runner.end("this optimizer was closed")
+            cause = error or sys.exception()
+            self._tell_lost_steps()
+            self._run.close(cause, committed=self._committed is not None)
+
+    def _tell_lost_steps(self) -> None:
+        """Say which steps end with this object, where that was not asked for; before it is too late to see it."""
+        first, steps, run = (self._committed or 0) + 1, self.steps, self._run
+        if steps >= first and run.ranks.rank == 0 and run.settings.run.keep != "never":
+            which = f"step {first} is" if first == steps else f"steps {first} to {steps} are"
+            kept = "the run was never committed" if self._committed is None else "it is in no commit"
+            _log.warning(
+                '%s thrown away: %s; call optimizer.commit() before it is closed, or set run.keep = "never"',
+                which,
+                kept,
+            )
+
+    def __enter__(self) -> PagedOptimizer:
+        """Close at the end of a `with` block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Close.
+
+        Raises:
+            LostRankError: a collective failed because another rank did; in place of torch's error.
+        """
+        reason = self._run.peers.explain(error) if not self._closed else None
+        self.close(error)
+        if reason is not None and reason is not error:
+            raise reason from error
+
+    def _unscale(self) -> None:
+        """Do what `torch.amp.GradScaler` leaves to optimizers that are fused: divide gradients, or skip the step."""
+        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found is not None and bool(found):
+            self._runner.skip()
+        elif scale is not None:
+            for param in self._reader.parameters:
+                if param.grad is not None:
+                    param.grad.div_(scale)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `torch.amp.GradScaler` leaves unscaling to `step`, as it does for the optimizer in memory."""
+        return bool(getattr(self._given, "_step_supports_amp_scaling", False))
+
+
+def _is_left_by_torch(name: str, value: Any) -> bool:
+    """Whether an attribute is one that torch's schedulers or `torch.amp.GradScaler` leave on an optimizer."""
+    return private.is_bookkeeping(name, value) or name in ("found_inf", "grad_scale")

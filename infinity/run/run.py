@@ -1,0 +1,288 @@
+"""A run: the parts that page, from the arena up to the pager, and the other ranks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import infinity
+from infinity.budget import Budget
+from infinity.config import Config, runtime_dir
+from infinity.content.format import Role
+from infinity.content.layout import Layout, Page
+from infinity.ending import Undo, end_all
+from infinity.errors import ConfigError, InfinityError, StallError
+from infinity.io import Engine, Ticket, open_engine
+from infinity.memory.arena import Arena
+from infinity.memory.heap import FreedMemory
+from infinity.optim.planning import StepPlanner
+from infinity.optim.worker import UpdateWorker
+from infinity.peers import Peers
+from infinity.ranks import Ranks
+from infinity.run.place import RunPlace
+from infinity.schedule.pager import Pager
+from infinity.schedule.planner import Plan
+from infinity.store.extents import file_sizes, plan_slots, spread
+from infinity.store.folder import RunFolder, reserve
+from infinity.store.pages import PageStore
+from infinity.telemetry import Stats
+from infinity.telemetry.ledger import Ledger
+from infinity.telemetry.timeline import Timeline
+
+_log = logging.getLogger("infinity")
+_SPARE_SLOTS = 16
+_NOT_HERE = (
+    "this process was forked from the one that trains, and weights and states are that one's alone: give workers what "
+    "they need as plain tensors, made before they start"
+)
+
+
+class _Opened(NamedTuple):
+    """What pages a rank's state, from the bottom up."""
+
+    arena: Arena
+    engine: Engine
+    stats: Stats
+    timeline: Timeline | None
+    ledger: Ledger
+    store: PageStore
+    pager: Pager
+    worker: UpdateWorker
+    planner: StepPlanner
+
+
+class Run:
+    """Everything that lives from `offload` to `close`.
+
+    It is *opened* by all ranks together, each part with all that it needs, and noted with what releases it. The parts
+    above it (what listens to the model) are noted too (`undo`). `close`, or a start that fails (`abandon`), releases
+    all of it, the latest first.
+
+    To be looked at: `folder`, `layout`, `host_bytes`, `plan`, `stats` (counters), `ledger` (time and bytes of steps).
+    """
+
+    def __init__(self, settings: Config, ranks: Ranks, budget: Budget, place: RunPlace, device: torch.device) -> None:
+        """Open.
+
+        Raises:
+            BudgetError, StorageError: there is no room. ConfigError: the engine cannot be used, or files be opened.
+            InfinityError: that of another rank. Nothing is left open then; `place` is the caller's.
+        """
+        self.settings, self.ranks, self.place = settings, ranks, place
+        self.layout: Layout = budget.layout
+        """The pages of this rank."""
+        self.undo = Undo()
+        """What releases the parts."""
+        self.refuse_in_child: list[Callable[[str], object]] = []
+        """What is told, in a child that was forked, why nothing can be done there."""
+        self._process = os.getpid()
+        self._stalled = False  # a device does not answer: a write may still arrive, so memory and folders are kept
+        self.freed = FreedMemory()
+        """Bounds what the C library keeps."""
+        self.peers = Peers(ranks)
+        """The other ranks: what ends one ends all."""
+        try:
+            opened = ranks.together("opening the run", partial(self._open, budget, device))
+        except BaseException as error:
+            end_all(partial(self.peers.leave, None), *self.undo.take(), cause=error)
+            raise
+        self.arena, self.engine, self.stats, self.timeline, self.ledger, self.store, self.pager = opened[:7]
+        self.worker, self.planner = opened.worker, opened.planner
+        self.peers.tell(self.pager.fail)
+
+    @property
+    def folder(self) -> RunFolder:
+        """The id of the run, and its folders on the NVMe paths."""
+        return self.place.folder
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed; None until the first step has been recorded."""
+        return self.planner.plan
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host arena of this rank, in bytes."""
+        return self.arena.nbytes
+
+    def _open(self, budget: Budget, device: torch.device) -> _Opened:
+        """Reserve the space, allocate the arena, open engine, counters and files."""
+        settings, layout, folder, commits = self.settings, self.layout, self.folder, self.place.commits
+        with _naming_limit():
+            folder.create()
+            homes = spread(layout.pages, self.place.shares)
+            retained = settings.run.retained_commits
+            # Commits beyond the retained ones stay until the next one is published, where they are.
+            slots = plan_slots(layout.pages, homes, _SPARE_SLOTS, max(retained, len(commits)))
+            sizes = file_sizes(slots, len(folder.roots))
+            files = [folder.data_file(index, self.ranks.rank) for index in range(len(sizes))]
+            for file, size in zip(files, sizes, strict=True):
+                reserve(file, size)
+            arena = Arena(budget.frames, layout.page_bytes, device=device)
+            self.undo.push(partial(self._close_arena, arena))
+            engine, _ = open_engine(settings.storage)
+            self.undo.push(partial(self._close_engine, engine))
+            stats = _stats_page(settings, self.ranks, folder.run_id, engine.name, self.place.paths)
+            self.undo.push_under(partial(stats.close, remove=True))  # counted until the engine has ended
+            timeline = _timeline(settings, self.ranks, layout)
+            ledger = Ledger(stats, timeline)
+            engine.register(arena.memory)
+            store = PageStore(
+                layout.pages,
+                homes,
+                files,
+                slots,
+                engine,
+                name_of=layout.page_name,
+                moved=partial(_book_transfer, ledger, timeline),
+                timeout=settings.storage.timeout_seconds,
+                retries=settings.storage.retries,
+                committed={commit.step: commit.pages for commit in commits},
+                retained=retained,
+            )
+            self.undo.push(store.close)
+            timeout = settings.storage.timeout_seconds
+            pager = Pager(layout, arena, store, ledger, timeout=timeout, failed=self.peers.report)
+            self.undo.push(pager.drain)
+            worker = UpdateWorker(settings.update.cores_beside(device.type, _idle_cores(self.ranks)), pager.fail)
+            self.undo.push(worker.close)
+        planner = StepPlanner(
+            layout, pager, ledger, frames=arena.frames, wanted=settings.update.placement, beside=worker.beside
+        )
+        for role in Role:
+            stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
+        stats.gauge("tier_capacity_bytes", tier="host").set(arena.nbytes)
+        stats.gauge("tier_capacity_bytes", tier="nvme").set(sum(sizes))
+        return _Opened(arena, engine, stats, timeline, ledger, store, pager, worker, planner)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that opened the run: one that was forked from it ends nothing."""
+        return os.getpid() == self._process
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: have nothing to close any more, and refuse all else.
+
+        Threads, drives and counters are the parent's: this process could only wait for ever, or disturb that one.
+        """
+        self.pager.leave_to_parent(InfinityError(_NOT_HERE))
+        for refuse in self.refuse_in_child:
+            refuse(_NOT_HERE)
+
+    def abandon(self, error: BaseException) -> None:
+        """End a run that did not come to its start because of `error`: what it has made goes, what was there stays."""
+        if self.is_here:
+            self._release(error, remove=self.place.found is None)
+
+    def close(self, cause: BaseException | None, *, committed: bool) -> None:
+        """Release files, memory and lock; remove the run when nothing of it is to be kept.
+
+        Args:
+            cause: why it ends early, if it does. It ends the other ranks.
+            committed: whether there is something to go on from.
+
+        Raises:
+            StallError: a device does not answer; the folder stays locked until this process ends.
+            Exception: the first thing that could not be released, if there is no `cause`.
+        """
+        keep = self.settings.run.keep
+        self._release(cause, remove=keep == "auto" and not committed, always=keep == "never")
+
+    def _release(self, cause: BaseException | None, *, remove: bool, always: bool = False) -> None:
+        def give_up() -> None:
+            if not self._stalled:
+                self.place.give_up(remove=remove, always=always)
+
+        end_all(partial(self.peers.leave, cause), *self.undo.take(), self._write_timeline, give_up, cause=cause)
+
+    def _close_engine(self, engine: Engine) -> None:
+        try:
+            engine.close()
+        except StallError:
+            self._stalled = True
+            raise
+
+    def _close_arena(self, arena: Arena) -> None:
+        if not self._stalled:
+            arena.close()
+
+    def _write_timeline(self) -> None:
+        if self.timeline is not None:
+            try:
+                self.timeline.write()
+            except OSError as error:
+                _log.warning("no timeline in %s: %s", self.timeline.file, error.strerror)
+
+
+def _book_transfer(
+    ledger: Ledger,
+    timeline: Timeline | None,
+    page: Page,
+    ticket: Ticket,
+    path: int,
+    retries: int,
+    error: Exception | None,
+) -> None:
+    started, ended = ticket.submitted, ticket.completed
+    ledger.moved(ticket.op.value, page.role.value, path, ticket.length, ended - started, retries, error)
+    if timeline is not None and error is None:
+        timeline.moved(ticket.op.value, path, page.index, ticket.length, started, ended)
+
+
+@contextmanager
+def _naming_limit() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise ConfigError(
+            f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open, which is too few; "
+            "raise the limit (ulimit -n)"
+        ) from error
+
+
+def _timeline(settings: Config, ranks: Ranks, layout: Layout) -> Timeline | None:
+    wanted = settings.telemetry
+    if not wanted.timeline:
+        return None
+    return Timeline(Path(wanted.timeline), rank=ranks.rank, limit=wanted.timeline_events, page_name=layout.page_name)
+
+
+def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folders: Sequence[str]) -> Stats:
+    """Make the rank's stats page; without a usable folder, one that only this process sees: training goes on."""
+    paths = [str(Path(path).resolve()) for path in folders]
+    create = partial(
+        Stats.create,
+        run_id=run_id,
+        rank=ranks.rank,
+        local_rank=ranks.local_rank,
+        world_size=ranks.world_size,
+        devices=[f"nvme{index}" for index in range(len(paths))],
+        info={
+            "version": infinity.__version__,
+            "torch_version": torch.__version__,
+            "io_engine": engine,
+            "paths": json.dumps(paths),
+        },
+    )
+    try:
+        return create(runtime_dir(settings.telemetry))
+    except ConfigError as error:
+        _log.warning("this rank's counters will not reach the daemon: %s", error)
+        return create(None)
+
+
+def _idle_cores(ranks: Ranks) -> int:
+    """Return how many cores of this rank's share of the node torch does not compute on."""
+    return len(os.sched_getaffinity(0)) // ranks.local_world_size - torch.get_num_threads()

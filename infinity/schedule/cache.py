@@ -1,0 +1,349 @@
+"""The arena as a cache of pages: acquire, release, prefetch, write back, evict. All under the one lock.
+
+[Note: who gets a frame] First who waits for one now (`acquire`), then prefetches, in the order of the plan. A frame
+comes free when a clean page that nothing keeps is evicted. If there is none, dirty pages that nothing keeps are
+written back. Where that gives none either, as may be off the plan, pages are evicted that the plan wants later and
+will have to read again: first those that stream, last those that are resident.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import Protocol
+
+from infinity.errors import InfinityError
+from infinity.schedule.frames import Frames, PageState
+from infinity.schedule.trace import Access, Mode, Use
+from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
+
+_AT_ONCE = 4
+"""Dirty pages that are written back at once where a frame is wanted: one would do, more keep the drive busy."""
+
+
+class DeviceEvent(Protocol):
+    """A point on a device stream, such as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it."""
+
+
+class Cache:
+    """Moves pages between frames and the store. Everything is called, read and changed under the lock.
+
+    Between `acquire` and `release` the pages of an access are pinned: their content is there, and nobody else moves it.
+    `claim` and `release_claim` say what the window of a plan wants in memory; `prefetch` reads it.
+    """
+
+    def __init__(self, frames: Frames, transfers: Transfers, store: PageReaderWriter, observer: PagerObserver) -> None:
+        self._frames, self._transfers, self._store, self._observer = frames, transfers, store, observer
+        self.eager = False
+        """Whether pages are evicted as soon as nothing keeps them, as a plan wants it; else they stay until their frame
+        is wanted. The pager sets it when a plan is installed."""
+        self._held_leases = 0
+        """Leases whose pages are pinned; their frames come back without anything that the training thread does."""
+        self._returned = 0
+        """Transfers and held leases that have ended, ever: each may have left a frame."""
+        self._wanted: deque[int] = deque()
+        """Pages that the window wants and that had no frame, in the plan's order; `claim` adds, `prefetch` takes."""
+        self._awaited = 0
+        """Threads that wait for a frame in `acquire`: as many free frames are not for prefetches."""
+        self._copies: deque[tuple[DeviceEvent, Access]] = deque()
+        """Pages that are being copied to a device, in order, and the event behind each copy; pinned meanwhile."""
+
+    # Uses #
+
+    def acquire(self, uses: Access, *, beside: bool) -> None:
+        """Pin pages in frames; wait until they are read, and those to be modified are not being written.
+
+        Args:
+            uses: distinct pages.
+            beside: whether this is not the training thread.
+
+        Raises:
+            InfinityError: there are not enough frames for what is in use at once.
+            CorruptPageError, StorageError, StallError: as for `Transfers.wait`; nothing is pinned then.
+        """
+        self._transfers.check()
+        pages = self._frames.pages
+        for use in uses:
+            pages[use.page].pins += 1
+        try:
+            for use in uses:  # all are on their way before the first one is waited for
+                self._fetch(use, beside=beside)
+            for use in uses:
+                page, state = use.page, pages[use.page]
+                if state.reading:
+                    self._transfers.wait(partial(_is_read, state), "read", page, beside=beside)
+                # What is being written is hashed and read by other threads: a change would tear it. Nobody else can
+                # begin to write it from here on, since it is pinned (`flush` is of this thread).
+                if state.writing and use.mode.modifies:
+                    self._transfers.wait(partial(_is_written, state), "write", page, beside=beside)
+        except BaseException:
+            for use in uses:
+                pages[use.page].pins -= 1
+            raise
+
+    def can_acquire(self, uses: Access) -> bool:
+        """Whether `acquire` would not wait for anything."""
+        for use in uses:
+            state = self._frames.pages[use.page]
+            if state.frame < 0 or state.reading or (state.writing and use.mode.modifies):
+                return False
+        return True
+
+    def _fetch(self, use: Use, *, beside: bool) -> None:
+        """Give a page a frame, and start to read it if its content is needed and not there."""
+        page, state, fetches = use.page, self._frames.pages[use.page], use.mode.fetches
+        reads = fetches and state.frame < 0 and self._store.has(page)
+        if fetches:
+            self._observer.fetched("miss" if reads else "late" if state.reading else "hit")
+        if state.frame < 0:
+            self._acquire_frame(page, beside=beside)
+        if state.frame < 0:  # while waiting, a completion may have prefetched this very page
+            self._frames.assign(page)
+            if reads:
+                self._read(page)
+
+    def release(self, uses: Access, event: DeviceEvent | None = None) -> None:
+        """Note what an access that has ended means for the content of its pages; unpin them.
+
+        Args:
+            event: behind copies of the pages to a device; they stay pinned until it has passed.
+        """
+        if event is not None:
+            self._copies.append((event, uses))
+        for use in uses:
+            state = self._frames.pages[use.page]
+            state.pins -= event is None
+            if use.mode.modifies:
+                state.dirty = True
+            elif use.mode is Mode.CONSUME:
+                state.dirty = False
+                self._store.discard(use.page)
+
+    def acquire_lease(self, uses: Access, *, beside: bool) -> None:
+        """Do as `acquire` for a lease, whose frames come back by themselves."""
+        self.acquire(uses, beside=beside)
+        self._held_leases += 1
+
+    def release_lease(self, uses: Access) -> None:
+        """Release what `acquire_lease` has acquired."""
+        self._held_leases -= 1
+        self._returned += 1
+        self.release(uses)
+
+    def release_copied(self, *, wait: bool = False) -> bool:
+        """Unpin what has been copied to a device, oldest first; return whether there was anything.
+
+        Args:
+            wait: whether to wait for the oldest copy.
+        """
+        found = False
+        while self._copies and (self._copies[0][0].query() or (wait and not found)):
+            event, uses = self._copies.popleft()
+            event.synchronize()
+            found = True
+            for use in uses:
+                self._frames.pages[use.page].pins -= 1
+                if self.eager:
+                    self.evict(use.page)
+        return found
+
+    def discard(self, page: int) -> None:
+        """Drop the content of a page that nobody will read again. Nothing of it is in flight, and no lease needs it."""
+        state = self._frames.pages[page]
+        state.dirty = False
+        if state.frame >= 0 and not state.pins:
+            self._release_frame(page)
+        self._store.discard(page)
+
+    # What the window of a plan wants #
+
+    def claim(self, use: Use, *, kept: bool) -> None:
+        """Count a use that enters the window, and queue its page to be read if it is not in memory.
+
+        Args:
+            kept: whether the plan has kept the page since its last use, which has left its claim for this one.
+        """
+        state = self._frames.pages[use.page]
+        state.claims += not kept
+        if state.claims == 1 and use.mode.fetches:
+            if state.frame < 0:
+                self._wanted.append(use.page)
+            elif state.writing:
+                self._observer.spared(self._frames.nbytes(use.page))
+
+    def release_claim(self, page: int) -> None:
+        """Count a use that leaves the window."""
+        state = self._frames.pages[page]
+        state.claims = max(0, state.claims - 1)
+
+    def drop_claims(self) -> None:
+        """Forget what the window wanted."""
+        for state in self._frames.pages:
+            state.claims = 0
+        self._wanted.clear()
+
+    def prefetch(self) -> None:
+        """Start the reads that the window wants, in its order, as far as there are frames that nobody waits for."""
+        frames = self._frames
+        while self._wanted:
+            page = self._wanted[0]
+            state = frames.pages[page]
+            if state.frame < 0 and state.claims and self._store.has(page):
+                while len(frames.free) <= self._awaited:
+                    if not self._evict_clean():
+                        return
+                frames.assign(page)
+                self._read(page)
+            self._wanted.popleft()
+
+    # Eviction #
+
+    def evict(self, page: int, *, consumed: bool = False) -> None:
+        """Evict a page that has a frame and that nothing keeps; if it is dirty, write it back first.
+
+        Args:
+            consumed: whether its content is dead. Then it does not stay for being resident, and keeps its frame only
+                where the window wants to write it anew.
+        """
+        state = self._frames.pages[page]
+        if state.frame < 0 or state.pins or state.reading or state.writing:
+            return
+        if not consumed and (state.claims or state.resident):
+            return
+        if state.dirty:
+            self._write(page)
+        elif not (consumed and state.claims):
+            self._release_frame(page)
+
+    def evict_all(self) -> None:
+        """Evict every page that nothing keeps."""
+        for page in self._frames.holders():
+            self.evict(page)
+
+    def flush(self) -> None:
+        """Write every dirty page back, and wait until nothing is being written. Raises as `Transfers.wait` does."""
+        while self.release_copied(wait=True):
+            pass
+        while True:
+            self._transfers.check()
+            for page in self._frames.holders():
+                state = self._frames.pages[page]
+                if state.dirty and not state.writing:
+                    self._write(page)
+            if not self._transfers.writes:
+                return
+            self._transfers.wait(self._nothing_is_written, "write", -1)
+
+    def forget(self) -> None:
+        """Let go of what nobody will use any more: claims, and copies that will not be waited for."""
+        self.drop_claims()
+        self._copies.clear()
+
+    def _nothing_is_written(self) -> bool:
+        return not self._transfers.writes
+
+    def _evict_clean(self) -> bool:
+        """Evict some page that is clean and that nothing keeps; return whether there was one."""
+        for page in self._frames.holders():
+            state = self._frames.pages[page]
+            if not (state.pins or state.claims or state.dirty or state.reading or state.writing or state.resident):
+                self._release_frame(page)
+                return True
+        return False
+
+    def _evict_kept(self) -> bool:
+        """Evict some page that the plan wants later, or else one that it always keeps; return whether there was one."""
+        for resident in (False, True):
+            for page in reversed(self._frames.holders()):
+                state = self._frames.pages[page]
+                if state.pins or state.reading or state.writing or state.resident is not resident:
+                    continue
+                if state.dirty:
+                    self._write(page)
+                else:
+                    self._release_frame(page)
+                return True
+        return False
+
+    def _write_back_some(self) -> None:
+        """Start to write a few dirty pages back that nothing keeps."""
+        started = 0
+        for page in self._frames.holders():
+            state = self._frames.pages[page]
+            if state.dirty and not (state.pins or state.claims or state.writing or state.resident):
+                self._write(page)
+                started += 1
+                if started == _AT_ONCE:
+                    return
+
+    def _acquire_frame(self, page: int, *, beside: bool) -> None:
+        """Wait until there is a free frame, or the page has one. [Note: who gets a frame]"""
+        frames, transfers = self._frames, self._transfers
+        state = frames.pages[page]
+        while state.frame < 0 and not frames.free and not self._evict_clean():
+            transfers.check()
+            if self.release_copied(wait=not transfers.writes and not transfers.reads):
+                continue
+            if not transfers.writes:
+                self._write_back_some()
+            idle = not (transfers.writes or self._held_leases)  # frames that come back by themselves are waited for
+            if idle and not self._evict_kept() and not transfers.reads:
+                raise InfinityError(
+                    f"all {frames.count} frames of the arena are in use at once; set memory.host_bytes higher"
+                )
+            if not frames.free:
+                self._awaited += 1
+                try:
+                    transfers.wait(partial(self._may_have_frame, self._returned), "arena", page, beside=beside)
+                finally:
+                    self._awaited -= 1
+
+    def _may_have_frame(self, returned: int) -> bool:
+        """Whether a frame is free, or something has ended since `returned` that may leave one."""
+        return bool(self._frames.free) or self._returned != returned
+
+    def _release_frame(self, page: int) -> None:
+        self._frames.release(page)
+        self._transfers.lock.notify_all()
+
+    # Transfers #
+
+    def _read(self, page: int) -> None:
+        state = self._frames.pages[page]
+        state.reading, state.dirty = True, False
+
+        def ended(_: Exception | None) -> None:
+            state.reading = False
+            self._returned += 1
+            self.evict(page)  # the window may have moved on, or been given up
+
+        self._transfers.read(page, self._frames.content(page), ended)
+
+    def _write(self, page: int) -> None:
+        state = self._frames.pages[page]
+        state.writing, state.dirty = True, False
+
+        def ended(error: Exception | None) -> None:
+            state.writing = False
+            self._returned += 1
+            if error is not None:
+                state.dirty = True  # the frame still has the only copy
+            elif self.eager:
+                self.evict(page)
+            self.prefetch()
+
+        self._transfers.write(page, self._frames.content(page), ended)
+
+
+def _is_read(state: PageState) -> bool:
+    return not state.reading
+
+
+def _is_written(state: PageState) -> bool:
+    return not state.writing

@@ -1,0 +1,194 @@
+"""Reads and writes of pages that are in flight, what waits for them, and the first thing that went wrong.
+
+[Note: the one lock] All that the pager knows (here and in `Frames`, `Cache`, `Cursor`, leases) is read and changed
+under one lock, `Transfers.lock`. Who takes it: the training thread, the thread of updates, and the store's threads when
+a transfer ends. A thread may take it again: a read may have ended before `read` of the store returns. Content is never
+copied under it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Condition
+from typing import Protocol
+
+from infinity.errors import StallError
+
+_LAST_SECONDS = 5.0
+"""How long `drain` waits after a failure, in seconds."""
+_WAITS = {
+    "read": "a page to be read",
+    "write": "a page to be written",
+    "arena": "a free frame of the arena",
+    "update": "the update of a page",
+}
+
+
+class PageReaderWriter(Protocol):
+    """What the pager needs of a store."""
+
+    def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
+        """Fetch and verify a page, then call `done` from any thread."""
+
+    def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
+        """Store a page, then call `done` from any thread."""
+
+    def discard(self, page: int) -> None:
+        """Forget the stored version of a page."""
+
+    def has(self, page: int) -> bool:
+        """Whether a version is stored."""
+
+    def oldest_request(self) -> str:
+        """Describe the request that has been in flight longest."""
+
+
+class PagerObserver(Protocol):
+    """Who is told what the pager did (telemetry); always under the lock."""
+
+    def stalled(self, cause: str, page: int, seconds: float) -> None:
+        """The training thread waited.
+
+        Args:
+            cause: ``read``, ``write``, ``arena`` or ``update``.
+            page: what it needed, or -1.
+        """
+
+    def fetched(self, result: str) -> None:
+        """A page was needed; `result` is ``hit``, ``late`` or ``miss``."""
+
+    def moving(self, seconds: float) -> None:
+        """Pages have been on their way for so much longer; from any thread, one at a time."""
+
+    def spared(self, nbytes: int) -> None:
+        """A planned read was not needed: the page comes back while it is still being written."""
+
+    def diverged(self, detail: str) -> None:
+        """The step departed from the plan's trace."""
+
+    def gave_up(self, op: str, error: Exception) -> None:
+        """A transfer (`op` is ``read`` or ``write``) was waited for longer than the time limit; from any thread."""
+
+
+class Transfers:
+    """Starts and counts transfers, and waits for whatever a completion can bring about.
+
+    Every attribute is read and changed under `lock`, by any thread. Life cycle: it works until the first error, which
+    `failed` is told once, from any thread. From then on `check` and `wait` raise that error, and what waits does so at
+    once; transfers in flight still end, so that frames are not used again under them.
+
+    Args:
+        store: reads and writes pages.
+        observer: is told of waits and of the time in which something is in flight.
+        timeout: seconds after which a wait is an error.
+        failed: is told of the first error.
+    """
+
+    def __init__(
+        self,
+        store: PageReaderWriter,
+        observer: PagerObserver,
+        *,
+        timeout: float,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._store, self._observer, self._timeout, self._failed = store, observer, timeout, failed
+        self.lock = Condition()
+        """The one lock; notified whenever something ends that may be waited for."""
+        self.reads = 0
+        """Pages that are being read."""
+        self.writes = 0
+        """Pages that are being written."""
+        self._moving_since = 0.0
+        """When the time was last reported in which something is in flight, in seconds of `time.perf_counter`."""
+        self._failure: Exception | None = None
+        """The first error; never cleared."""
+
+    def read(self, page: int, memory: memoryview, then: Callable[[Exception | None], None]) -> None:
+        """Start reading a page; `then` is called under the lock when that has ended, with what went wrong."""
+        self._report_moving()
+        self.reads += 1
+
+        def done(error: Exception | None) -> None:
+            with self.lock:
+                self._report_moving()
+                self.reads -= 1
+                self._end(error, then)
+
+        self._store.read(page, memory, done)
+
+    def write(self, page: int, memory: memoryview, then: Callable[[Exception | None], None]) -> None:
+        """Start writing a page; `then` is called under the lock when that has ended, with what went wrong."""
+        self._report_moving()
+        self.writes += 1
+
+        def done(error: Exception | None) -> None:
+            with self.lock:
+                self._report_moving()
+                self.writes -= 1
+                self._end(error, then)
+
+        self._store.write(page, memory, done)
+
+    def _end(self, error: Exception | None, then: Callable[[Exception | None], None]) -> None:
+        if error is not None:
+            self.fail(error)
+        then(error)
+        self.lock.notify_all()
+
+    def _report_moving(self) -> None:
+        """Report for how long pages have been on their way, before their number changes."""
+        now = time.perf_counter()
+        if self.reads or self.writes:
+            self._observer.moving(now - self._moving_since)
+        self._moving_since = now
+
+    def check(self) -> None:
+        """Raise the first error, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self, ready: Callable[[], bool], cause: str, page: int, *, beside: bool = False) -> None:
+        """Wait until `ready()`, which is asked under the lock after every notification.
+
+        Args:
+            cause: what is waited for: ``read``, ``write``, ``arena`` or ``update``.
+            page: what is needed, or -1.
+            beside: whether this is not the training thread, so that it is no stall.
+
+        Raises:
+            StallError: it took longer than the time limit.
+            Exception: the first error, if there was one, before or meanwhile.
+        """
+        if ready():
+            return
+        started = time.perf_counter()
+        finished = self.lock.wait_for(lambda: ready() or self._failure is not None, self._timeout)
+        if not beside:
+            self._observer.stalled(cause, page, time.perf_counter() - started)
+        self.check()
+        if not finished:
+            error = StallError(f"waited {self._timeout:.0f} s for {_WAITS[cause]}; {self._store.oldest_request()}")
+            if self.reads or self.writes:
+                self._observer.gave_up("read" if cause == "read" or not self.writes else "write", error)
+            self.fail(error)
+            self.check()
+
+    def fail(self, error: Exception) -> None:
+        """Note the first error, and let everything that waits raise it."""
+        if self._failure is None:
+            self._failure = error
+            self._failed(error)
+        self.lock.notify_all()
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight, after a failure a moment only; raises nothing."""
+        timeout = self._timeout if self._failure is None else min(self._timeout, _LAST_SECONDS)
+        self.lock.wait_for(lambda: not self.writes and not self.reads, timeout)
+
+    def leave_to_parent(self, error: Exception) -> None:
+        """In a child that was forked: take a new lock, and let every call raise `error`. Not under the lock."""
+        # A thread of the parent may have held the lock when it forked; it is not here to give it back.
+        self.lock = Condition()
+        self._failure = error
