@@ -14,7 +14,8 @@ VERSIONS ?= 2.11 2.13 newest
 # Tests of parts, without processes of their own: what `make quick` runs.
 QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry tests/store/test_store.py \
   tests/store/test_shares.py tests/schedule/test_pager.py tests/schedule/test_planner.py tests/content/test_layout.py \
-  tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_settings_page.py
+  tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
+  tests/docs/test_settings_page.py tests/docs/test_site.py
 
 .PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-formats docs docs-site install clean
 

@@ -70,8 +70,8 @@ def offload(
         ConfigError: a setting is wrong, or `weights` are not those of the model, with a list of what differs.
         BudgetError: the arena or the space on NVMe is too small.
         UnsupportedError: the model or the optimizer cannot be paged, with the reason.
-        FolderBusyError: another live run owns a path. CommitError: there is nothing to resume from, or `weights`
-            cannot be read.
+        FolderBusyError: another live run owns a path.
+        CommitError: there is nothing to resume from, or `weights` cannot be read.
     """
     settings = load_config(config)
     check_config(settings)

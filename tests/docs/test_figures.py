@@ -129,8 +129,18 @@ def test_every_claim_names_a_test_that_there_is() -> None:
         assert f"def {found[0]}(" in (ROOT / found[1]).read_text(), claim
 
 
-def test_tests_that_documents_name_are_there() -> None:
-    """Paths in README, CONTRIBUTING and docs/ lead to files."""
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
-        for path in re.findall(r"`(tests/[\w/*]+\.py)`", page.read_text()):
-            assert list(ROOT.glob(path)), f"{page.name} names {path}"
+def test_files_that_documents_name_are_there() -> None:
+    """Sources and tests in README, CONTRIBUTING, docs/ and examples/; `optim/update.py` is one of the package."""
+    roots = (ROOT, ROOT / "infinity", ROOT / "tests")
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {(page.name, path) for page in pages for path in re.findall(r"`([\w/*]+/[\w*]+\.py)[`:]", page.read_text())}
+    assert len(named) > 20
+    assert not [(page, path) for page, path in sorted(named) if not any(list(root.glob(path)) for root in roots)]
+
+
+def test_folders_of_contributing_are_there() -> None:
+    """The table that says where to look."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for row in re.findall(r"^\| .+? \| (`infinity/.+?) \|$", text, re.MULTILINE):
+        for path in re.findall(r"`([\w./]+)`", row):
+            assert any((root / path).exists() for root in (ROOT, ROOT / "infinity")), path
