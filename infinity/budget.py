@@ -71,7 +71,7 @@ def widest_access(layout: Layout) -> int:
     """Return the largest number of pages that are needed at the same moment."""
     return max(
         (
-            len(range_access(segment, position, rows=len(segment.grad_pages)))
+            len(range_access(segment, position, components=len(segment.grad_pages)))
             for segment in layout.segments
             if segment.trainable
             for position in range(len(segment.ranges))

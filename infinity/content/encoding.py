@@ -30,7 +30,7 @@ _EXPONENT = 0x7F800000
 
 
 def encode(values: torch.Tensor, encoding: str, step: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Return the rows of fp32 values; for ``split``, the bf16 weights come first.
+    """Return the components of fp32 values; for ``split``, the bf16 weights come first.
 
     Args:
         values: fp32, shape (n,).
@@ -46,13 +46,13 @@ def encode(values: torch.Tensor, encoding: str, step: int | None = None) -> tupl
     return (((bits + _noise(bits, 16, step)) >> 16).to(torch.int16).view(torch.bfloat16),)
 
 
-def decode(rows: Sequence[torch.Tensor], encoding: str) -> torch.Tensor:
+def decode(components: Sequence[torch.Tensor], encoding: str) -> torch.Tensor:
     """Return fp32 values, a new tensor of shape (n,), from what `encode` returned."""
     if encoding == "split":
-        return _joined(*rows)
+        return _joined(*components)
     if encoding == "8bit":
-        return _from_codes(*rows)
-    return rows[0].float()
+        return _from_codes(*components)
+    return components[0].float()
 
 
 def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,13 +65,13 @@ def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return upper.view(torch.bfloat16), lower
 
 
-def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(components: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return fp32 values, a new tensor of shape (n,), from their upper halves and, unless all are zero, their lower."""
-    if len(rows) == 1:
-        return rows[0].float()
-    values = torch.empty(len(rows[0]))
-    for row, half in zip(rows, halves(values), strict=True):
-        half.copy_(row)
+    if len(components) == 1:
+        return components[0].float()
+    values = torch.empty(len(components[0]))
+    for component, half in zip(components, halves(values), strict=True):
+        half.copy_(component)
     return values
 
 

@@ -1,7 +1,8 @@
 """State formats: what is kept of one element of a parameter, in which dtypes and encodings. No I/O, no torch.
 
 [Note: encodings] A section of the state (the master, a moment) may be stored otherwise than the optimizer sees it. An
-encoding is a list of rows: items of one dtype, one for so many elements. As `SHARD_ALIGNMENT` is a multiple of all of
+encoding is a list of components: items of one dtype, one for so many elements. For example a master that is *split* is
+the bf16 weight, 16 bits for every element, and 8 more for every 8 elements. As `SHARD_ALIGNMENT` is a multiple of all of
 these numbers, no item is of two shards. `infinity.content.encoding` has the arithmetic.
 """
 
@@ -43,7 +44,7 @@ class Role(Enum):
     GRAD = "grad"
 
 
-class Row(NamedTuple):
+class Component(NamedTuple):
     """A part of a section: an item of `dtype` for every `each` elements, in the pages of `role`.
 
     In a page of `count` elements it begins at byte `offset` · `count`.
@@ -62,8 +63,8 @@ class StateFormat:
     `master` is empty where the parameters are trained in the dtype they are computed in: then the PARAM pages are
     the master. `kinds` are the optimizer's own element-wise states, in order, as (name, dtype); parameters that are
     not trained have none, and no gradient. These are the dtypes that the optimizer sees; `encodings` has, as (section,
-    encoding), the sections that are stored otherwise. `grads` are the dtypes of the rows of a gradient: its own, or
-    those of its `HALVES`.
+    encoding), the sections that are stored otherwise. `grads` are the dtypes of the components of a gradient: its own,
+    or those of its `HALVES`.
     """
 
     param: str
@@ -111,35 +112,37 @@ class StateFormat:
         return dict(self.encodings)
 
     @cached_property
-    def weights(self) -> Row:
-        """The only row of PARAM pages."""
-        return Row(Role.PARAM, self.param, 1, 0.0)
+    def weights(self) -> Component:
+        """The only component of PARAM pages."""
+        return Component(Role.PARAM, self.param, 1, 0.0)
 
     @cached_property
-    def rows(self) -> dict[str, tuple[Row, ...]]:
-        """The rows of master and states: for a split master, and where there is no other, the weights come first."""
-        rows: dict[str, tuple[Row, ...]] = {}
+    def components(self) -> dict[str, tuple[Component, ...]]:
+        """The components of master and states. The weights come first of a master that is split, or is the weights."""
+        components: dict[str, tuple[Component, ...]] = {}
         offset = 0.0
         for name, dtype in (*([(MASTER, self.master)] if self.master else []), *self.kinds):
-            row = []
+            component = []
             for stored, each in ENCODINGS.get(self.encoded.get(name, ""), ((dtype, 1),)):
-                row.append(Row(Role.UPDATE, stored, each, offset))
+                component.append(Component(Role.UPDATE, stored, each, offset))
                 offset += ITEMSIZE[stored] / each
-            rows[name] = tuple(row)
+            components[name] = tuple(component)
         if not self.master or MASTER in self.encoded:
-            rows[MASTER] = (self.weights, *rows.get(MASTER, ()))
-        return rows
+            components[MASTER] = (self.weights, *components.get(MASTER, ()))
+        return components
 
     @property
     def replaces_weights(self) -> bool:
         """Whether an update writes the weights without having read them: where they are no part of the master."""
-        return self.weights not in self.rows[MASTER]
+        return self.weights not in self.components[MASTER]
 
     @cached_property
     def update_bytes(self) -> float:
         """Bytes of one element in an update page."""
-        rows = {row for section in self.rows.values() for row in section if row.role is Role.UPDATE}
-        return sum(ITEMSIZE[row.dtype] / row.each for row in rows)
+        components = {
+            component for section in self.components.values() for component in section if component.role is Role.UPDATE
+        }
+        return sum(ITEMSIZE[component.dtype] / component.each for component in components)
 
     @property
     def state_bytes(self) -> float:

@@ -3,8 +3,8 @@
 A unit's shards are grouped into *segments*: shards that share dtype and state format. A segment is one
 element space, shards back to back, each starting at a multiple of `SHARD_ALIGNMENT` elements. Its UPDATE
 pages cut that space evenly, and hold for their range of elements master and moments one after the other; its
-PARAM pages cut it again, and its GRAD pages, once for each row of the gradient. All join pieces of the finest of these
-cuts, so that an update can be divided where no page is on both sides.
+PARAM pages cut it again, and its GRAD pages, once for each component of the gradient. All join pieces of the finest of
+these cuts, so that an update can be divided where no page is on both sides.
 
 [Note: alignment and bits] Vectorised kernels treat the last few elements of a tensor with scalar code.
 Because every cut is a multiple of `RANGE_ALIGNMENT` elements from the segment's start, and every shard starts
@@ -82,7 +82,7 @@ class Placed:
 class Page:
     """Elements [start, start + count) of a segment in one role; `nbytes` is a multiple of PAGE_ALIGNMENT.
 
-    A GRAD page holds those of one `row` of the gradient.
+    A GRAD page holds one `component` of the gradient.
     """
 
     index: int
@@ -92,7 +92,7 @@ class Page:
     start: int
     count: int
     nbytes: int
-    row: int = 0
+    component: int = 0
 
     @property
     def stop(self) -> int:
@@ -104,7 +104,7 @@ class Page:
 class Segment:
     """One element space of a unit and the pages over it, each tuple in element order.
 
-    `grad_pages` has one such tuple for each row of the gradient; all rows are cut alike.
+    `grad_pages` has one such tuple for each component of the gradient; all are cut alike.
     """
 
     unit: int
@@ -280,7 +280,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
             def cut(
                 role: Role,
                 size: float,
-                row: int = 0,
+                component: int = 0,
                 *,
                 unit: int = unit_index,
                 segment: int = segment,
@@ -297,7 +297,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                         start=start,
                         count=stop - start,
                         nbytes=align_up(int((stop - start) * size), PAGE_ALIGNMENT),
-                        row=row,
+                        component=component,
                     )
                     for position, (start, stop) in enumerate(joined)
                 )
@@ -313,7 +313,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                     shards=tuple(members[key]),
                     param_pages=cut(Role.PARAM, ITEMSIZE[fmt.param]),
                     update_pages=cut(Role.UPDATE, fmt.update_bytes) if fmt.update_bytes else (),
-                    grad_pages=tuple(cut(Role.GRAD, ITEMSIZE[dtype], row) for row, dtype in enumerate(fmt.grads)),
+                    grad_pages=tuple(cut(Role.GRAD, ITEMSIZE[dtype], number) for number, dtype in enumerate(fmt.grads)),
                 )
             )
     return Layout(tuple(units), tuple(segments), tuple(shards), tuple(pages), page_bytes)

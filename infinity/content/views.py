@@ -1,4 +1,4 @@
-"""The bytes of pages as tensors: views of what a page holds, and sections of the state from and to their rows."""
+"""The bytes of pages as tensors: views of what a page holds, and sections of the state from and to their components."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from infinity.content.encoding import decode, encode, halves, joined
-from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Role, Row, StateFormat
+from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Component, Role, StateFormat
 from infinity.content.layout import Layout, Page, Segment, overlapping
 from infinity.units import align_down, align_up
 
@@ -31,7 +31,11 @@ def section(content: memoryview, page: Page, layout: Layout, start: int, stop: i
     """Return elements [start, stop) of the segment, of a PARAM or GRAD page: a view."""
     fmt = layout.segments[page.segment].format
     return _items(
-        content, fmt.param if page.role is Role.PARAM else fmt.grads[page.row], 0, start - page.start, stop - page.start
+        content,
+        fmt.param if page.role is Role.PARAM else fmt.grads[page.component],
+        0,
+        start - page.start,
+        stop - page.start,
     )
 
 
@@ -44,24 +48,28 @@ def _items(content: memoryview, dtype: str, offset: int, low: int, high: int) ->
     return torch.frombuffer(content, dtype=kind, count=high - low, offset=offset + low * kind.itemsize)
 
 
-def row_of(content: memoryview, page: Page, row: Row, start: int, stop: int) -> torch.Tensor:
-    """Return the items of a row for elements [start, stop) of the segment, of a page: a view."""
-    low, high = (start - page.start) // row.each, (stop - page.start) // row.each
-    return _items(content, row.dtype, int(row.offset * page.count), low, high)
+def component_of(content: memoryview, page: Page, component: Component, start: int, stop: int) -> torch.Tensor:
+    """Return the items of a component for elements [start, stop) of the segment, of a page: a view."""
+    low, high = (start - page.start) // component.each, (stop - page.start) // component.each
+    return _items(content, component.dtype, int(component.offset * page.count), low, high)
 
 
-def put(content: memoryview, page: Page, row: Row, start: int, items: torch.Tensor) -> None:
-    """Write what a page holds of the items of a row that begin with element `start` of the segment."""
-    low, high = max(start, page.start), min(start + len(items) * row.each, page.stop)
+def put(content: memoryview, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
+    """Write what a page holds of the items of a component that begin with element `start` of the segment."""
+    low, high = max(start, page.start), min(start + len(items) * component.each, page.stop)
     if low < high:
-        row_of(content, page, row, low, high).copy_(items[(low - start) // row.each : (high - start) // row.each])
+        component_of(content, page, component, low, high).copy_(
+            items[(low - start) // component.each : (high - start) // component.each]
+        )
 
 
-def take(content: memoryview, page: Page, row: Row, start: int, items: torch.Tensor) -> None:
-    """Read what a page holds of the items of a row that begin with element `start` of the segment."""
-    low, high = max(start, page.start), min(start + len(items) * row.each, page.stop)
+def take(content: memoryview, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
+    """Read what a page holds of the items of a component that begin with element `start` of the segment."""
+    low, high = max(start, page.start), min(start + len(items) * component.each, page.stop)
     if low < high:
-        items[(low - start) // row.each : (high - start) // row.each] = row_of(content, page, row, low, high)
+        items[(low - start) // component.each : (high - start) // component.each] = component_of(
+            content, page, component, low, high
+        )
 
 
 def read_section(
@@ -72,16 +80,18 @@ def read_section(
     Args:
         visit: calls the function that it is given with the content of a page.
     """
-    rows, encoding = segment.format.rows[name], segment.format.encoded.get(name)
+    components, encoding = segment.format.components[name], segment.format.encoded.get(name)
     low, high = (align_down(start, SHARD_ALIGNMENT), align_up(stop, SHARD_ALIGNMENT)) if encoding else (start, stop)
-    items = [torch.empty((high - low) // row.each, dtype=torch_dtype(row.dtype)) for row in rows]
-    for role in dict.fromkeys(row.role for row in rows):
+    items = [
+        torch.empty((high - low) // component.each, dtype=torch_dtype(component.dtype)) for component in components
+    ]
+    for role in dict.fromkeys(component.role for component in components):
         for page, _, _ in overlapping(segment.pages(role), low, high):
 
             def copy(content: memoryview, page: Page = page) -> None:
-                for row, part in zip(rows, items, strict=True):
-                    if row.role is page.role:
-                        take(content, page, row, low, part)
+                for component, part in zip(components, items, strict=True):
+                    if component.role is page.role:
+                        take(content, page, component, low, part)
 
             visit(page, copy)
     return decode(items, encoding)[start - low : stop - low] if encoding else items[0]
@@ -89,26 +99,26 @@ def read_section(
 
 def stored(
     fmt: StateFormat, name: str, values: torch.Tensor, step: int | None = None
-) -> list[tuple[Row, torch.Tensor]]:
-    """Return the items of a section's rows; with the master also the weights.
+) -> list[tuple[Component, torch.Tensor]]:
+    """Return the items of a section's components; with the master also the weights.
 
     Args:
         values: flat, of a shard from a multiple of `SHARD_ALIGNMENT` on.
         step: see `encode`.
     """
     if name not in fmt.encoded:
-        rows = [*fmt.rows[name], *([fmt.weights] if name == MASTER and fmt.replaces_weights else [])]
-        return [(row, values) for row in rows]
+        components = [*fmt.components[name], *([fmt.weights] if name == MASTER and fmt.replaces_weights else [])]
+        return [(component, values) for component in components]
     padding = align_up(len(values), SHARD_ALIGNMENT) - len(values)
     padded = torch.nn.functional.pad(values, (0, padding))
-    return list(zip(fmt.rows[name], encode(padded, fmt.encoded[name], step), strict=True))
+    return list(zip(fmt.components[name], encode(padded, fmt.encoded[name], step), strict=True))
 
 
-def gradient_rows(fmt: StateFormat, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the rows of a gradient as GRAD pages hold them: views of `values`, shape (n,)."""
+def gradient_components(fmt: StateFormat, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the components of a gradient as GRAD pages hold them: views of `values`, shape (n,)."""
     return halves(values) if fmt.grads == HALVES else (values,)
 
 
-def gradient_of(fmt: StateFormat, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a gradient, shape (n,), from the rows of it that are stored."""
-    return joined(rows) if fmt.grads == HALVES else rows[0]
+def gradient_of(fmt: StateFormat, components: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a gradient, shape (n,), from the components of it that are stored."""
+    return joined(components) if fmt.grads == HALVES else components[0]

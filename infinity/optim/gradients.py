@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from infinity.content.encoding import halves
 from infinity.content.format import HALVES, MASTER
 from infinity.content.layout import Layout, Page, overlapping
-from infinity.content.views import gradient_of, gradient_rows, section, torch_dtype
+from infinity.content.views import gradient_components, gradient_of, section, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.gradient import Edit, PagedGradient
@@ -147,7 +147,7 @@ class Gradients:
             int, OneGradient
         ] = {}  # by shard, that of `p.grad`; used up by `step()` until it is another
         self._stored: dict[int, dict[int, OneGradient]] = {}  # by unit, in the order in which they came, and shard
-        self._rows: dict[int, int] = {}  # by unit, how many rows are stored: as many as were ever needed
+        self._components: dict[int, int] = {}  # by unit, how many components are stored: as many as were ever needed
         self.looked_at = False
         """Whether anybody but the update needed a gradient since the last step."""
         self.changed = False
@@ -237,7 +237,7 @@ class Gradients:
                     torch.cuda.current_stream().wait_event(self._arrived)
                 self._store(unit, arrivals, early)
             else:
-                self._recording.gradients(unit, self._rows.get(unit, 1))
+                self._recording.gradients(unit, self._components.get(unit, 1))
             if early:
                 for gradient in arrivals.values():
                     gradient.end(USED_IN_BACKWARD)
@@ -286,16 +286,16 @@ class Gradients:
         device = self._parameters[gradient.shard].device
         if gradient.zero:
             return torch.zeros(placed.spec.numel, dtype=torch_dtype(segment.format.dtypes[MASTER]), device=device)
-        pages = segment.grad_pages[: self._rows[placed.unit]]
-        rows = [
+        pages = segment.grad_pages[: self._components[placed.unit]]
+        components = [
             torch.empty(placed.spec.numel, dtype=torch_dtype(dtype)) for dtype in segment.format.grads[: len(pages)]
         ]
-        for row, of_row in zip(rows, pages, strict=True):
-            for page, first, last in overlapping(of_row, placed.start, placed.start + placed.spec.numel):
+        for component, of_component in zip(components, pages, strict=True):
+            for page, first, last in overlapping(of_component, placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
                     part = section(content, page, self._layout, first, last)
-                    row[first - placed.start : last - placed.start] = part
-        flat = gradient_of(segment.format, rows)
+                    component[first - placed.start : last - placed.start] = part
+        flat = gradient_of(segment.format, components)
         for edit in gradient.edits:
             edit(flat)
         return flat.to(device)
@@ -414,9 +414,9 @@ class Gradients:
                 self._write(gradient, self.load(gradient))
 
     @property
-    def rows(self) -> Mapping[int, int]:
-        """By unit, how many rows of its gradients are stored."""
-        return self._rows
+    def components(self) -> Mapping[int, int]:
+        """By unit, how many components of its gradients are stored."""
+        return self._components
 
     def use_up(self) -> dict[int, dict[int, tuple[Edit, ...]]]:
         """End all gradients: a step uses them.
@@ -442,7 +442,7 @@ class Gradients:
 
     def _discard(self, unit: int) -> None:
         for segment in self._layout.unit_segments[unit]:
-            for pages in self._layout.segments[segment].grad_pages[: self._rows[unit]]:
+            for pages in self._layout.segments[segment].grad_pages[: self._components[unit]]:
                 self._pager.discard([page.index for page in pages])
 
     # Pages #
@@ -452,11 +452,15 @@ class Gradients:
         self._updates.run_pending(unit)
         stored = self._stored.pop(unit, {})
         totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
-        before = self._rows.get(unit, 1)
-        rows = max(before, self._rows_of(unit, totals, start, added=any(shard in stored for shard in totals)))
-        self._recording.gradients(unit, rows)
-        self._rows[unit] = rows
-        accesses = store_gradient_accesses(self._layout, unit, start=start, stored=before if stored else 0, rows=rows)
+        before = self._components.get(unit, 1)
+        components = max(
+            before, self._components_of(unit, totals, start, added=any(shard in stored for shard in totals))
+        )
+        self._recording.gradients(unit, components)
+        self._components[unit] = components
+        accesses = store_gradient_accesses(
+            self._layout, unit, start=start, stored=before if stored else 0, components=components
+        )
         with self._ledger.part("copy"):
             self._walk(accesses, stored, totals)
         norms: Sequence[torch.Tensor | None] = [None] * len(totals)
@@ -468,11 +472,11 @@ class Gradients:
             gradient.held, gradient.stored, gradient.length, gradient.edits = None, True, norm, []
         self._stored[unit] = stored | {shard: arrivals[shard] for shard in totals}  # at the end: arrival order
 
-    def _rows_of(self, unit: int, values: Mapping[int, torch.Tensor], start: int, *, added: bool) -> int:
-        """Return how many rows hold the gradients of a unit's ranges; a sum of two is taken to need all there are."""
+    def _components_of(self, unit: int, values: Mapping[int, torch.Tensor], start: int, *, added: bool) -> int:
+        """Return how many components hold gradients of a unit's ranges; a sum of two is taken to need all there are."""
         pages = [
             self._layout.pages[access[0].page]
-            for access in store_gradient_accesses(self._layout, unit, start=start, stored=0, rows=1)
+            for access in store_gradient_accesses(self._layout, unit, start=start, stored=0, components=1)
         ]
         divided = [
             part
@@ -494,23 +498,25 @@ class Gradients:
             pages = [self._layout.pages[use.page] for use in access]
             old = sum(use.mode.fetches for use in access)
             with self._pager.access(access) as contents:
-                rows = [
+                components = [
                     section(content, page, self._layout, page.start, page.stop)
                     for content, page in zip(contents, pages, strict=True)
                 ]
-                for row in rows[old:] if old else ():
-                    row.zero_()  # of shards that have none this time
+                for component in components[old:] if old else ():
+                    component.zero_()  # of shards that have none this time
                 for shard, held, part in self._slices(pages[0], totals):
                     fmt = self._layout.format_of(shard)
                     if shard in stored:
-                        before = gradient_of(fmt, [row[held] for row in rows[:old]])
+                        before = gradient_of(fmt, [component[held] for component in components[:old]])
                         if stored[shard].edits:
                             before = before.clone()
                             for edit in stored[shard].edits:
                                 edit(before)
                         part.add_(before.to(part.device))
-                    for row, values in zip(rows, gradient_rows(fmt, part), strict=False):  # those that are stored
-                        row[held].copy_(values)
+                    for component, values in zip(
+                        components, gradient_components(fmt, part), strict=False
+                    ):  # those that are stored
+                        component[held].copy_(values)
 
     def _write(self, gradient: OneGradient, values: torch.Tensor) -> None:
         """Store the elements of one gradient, flat, in place of what is stored of it."""
@@ -524,28 +530,28 @@ class Gradients:
             self._store(unit, {shard: gradient})
             return
         self._updates.run_pending(unit)
-        self._add_rows(unit, self._rows_of(unit, {shard: values}, 0, added=False))
-        rows = gradient_rows(segment.format, values)
-        for pages, row in zip(segment.grad_pages[: self._rows[unit]], rows, strict=False):
+        self._add_components(unit, self._components_of(unit, {shard: values}, 0, added=False))
+        components = gradient_components(segment.format, values)
+        for pages, component in zip(segment.grad_pages[: self._components[unit]], components, strict=False):
             for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (content,):
-                    part = row[first - placed.start : last - placed.start]
+                    part = component[first - placed.start : last - placed.start]
                     section(content, page, self._layout, first, last).copy_(part)
         gradient.zero, gradient.stored, gradient.edits, gradient.length = False, True, [], None
         self._stored[unit][shard] = gradient
 
-    def _add_rows(self, unit: int, rows: int) -> None:
-        """Let the gradients of a unit have more rows, which are zero so far."""
-        before = self._rows[unit]
-        if rows <= before:
+    def _add_components(self, unit: int, components: int) -> None:
+        """Let the gradients of a unit have more components, which are zero so far."""
+        before = self._components[unit]
+        if components <= before:
             return
         for segment in self._layout.unit_segments[unit]:
-            for pages in self._layout.segments[segment].grad_pages[before:rows]:
+            for pages in self._layout.segments[segment].grad_pages[before:components]:
                 for page in pages:
                     with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
                         section(content, page, self._layout, page.start, page.stop).zero_()
-        self._rows[unit] = rows
-        self._recording.widen(unit, rows)
+        self._components[unit] = components
+        self._recording.widen(unit, components)
 
     def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, slice, torch.Tensor]]:
         """Yield (shard, slice of the page, slice of the shard's flat tensor) for every overlap."""

@@ -15,14 +15,14 @@ class Recording:
         """Note that a training pass gathers a unit."""
         self._events.append(Event(EventKind.GATHER, unit))
 
-    def gradients(self, unit: int, rows: int) -> None:
-        """Note that gradients of a unit have come in: `rows` rows are stored of them, unless they are used at once."""
-        self._events.append(Event(EventKind.GRADIENTS, unit, rows))
+    def gradients(self, unit: int, components: int) -> None:
+        """Note that gradients of a unit have come in. So many `components` of each are stored, unless it is used at once."""
+        self._events.append(Event(EventKind.GRADIENTS, unit, components))
 
-    def widen(self, unit: int, rows: int) -> None:
-        """Note that what is stored of a unit's gradients has more rows than was noted."""
+    def widen(self, unit: int, components: int) -> None:
+        """Note that what is stored of a unit's gradients has more components than was noted."""
         self._events[:] = [
-            event._replace(rows=rows) if event.kind is EventKind.GRADIENTS and event.unit == unit else event
+            event._replace(components=components) if event.kind is EventKind.GRADIENTS and event.unit == unit else event
             for event in self._events
         ]
 

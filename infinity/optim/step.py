@@ -245,7 +245,7 @@ class StepRunner:
                 updates.skip()
                 self._ledger.skipped()
             else:
-                updates.finish(gradients.use_up(), gradients.rows, events)
+                updates.finish(gradients.use_up(), gradients.components, events)
             self._begin()
             self.planner.follow(events, pending=updates.waiting)
             self._given.forget_settings()

@@ -12,7 +12,7 @@ import torch
 
 from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Role
 from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Segment
-from infinity.content.views import gradient_of, put, read_section, row_of, section, stored, torch_dtype
+from infinity.content.views import component_of, gradient_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import UnsupportedError
 from infinity.fsdp.gradient import Edit
 from infinity.optim import copies
@@ -83,22 +83,24 @@ class Opened:
 
     def state(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop), of one page, of a section that is stored as the optimizer sees it: a view."""
-        (row,) = self.segment.format.rows[name]
-        page, content = next(held for held in self.pages(row.role) if held[0].start <= start < held[0].stop)
-        return row_of(content, page, row, start, stop)
+        (component,) = self.segment.format.components[name]
+        page, content = next(held for held in self.pages(component.role) if held[0].start <= start < held[0].stop)
+        return component_of(content, page, component, start, stop)
 
     def gradient(self, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of the gradient that is stored: a copy.
 
         Optimizers may change what they are given, while the page is being written, or read by another range's update.
         """
-        rows: dict[int, list[torch.Tensor]] = {}
+        components: dict[int, list[torch.Tensor]] = {}
         for page, content in self.pages(Role.GRAD):
             low, high = max(start, page.start), min(stop, page.stop)
             if low < high:
-                rows.setdefault(page.row, []).append(section(content, page, self._layout, low, high))
+                components.setdefault(page.component, []).append(section(content, page, self._layout, low, high))
         halved = self.segment.format.grads == HALVES  # what is joined from halves is a copy anyway
-        whole = [parts[0] if len(parts) == 1 and halved else torch.cat(parts) for _, parts in sorted(rows.items())]
+        whole = [
+            parts[0] if len(parts) == 1 and halved else torch.cat(parts) for _, parts in sorted(components.items())
+        ]
         return gradient_of(self.segment.format, whole)
 
     def decode(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -108,9 +110,9 @@ class Opened:
 
     def encode(self, name: str, start: int, values: torch.Tensor, step: int) -> None:
         """Store elements from `start` on of such a section."""
-        for row, items in stored(self.segment.format, name, values, step):
-            for page, content in self.pages(row.role):
-                put(content, page, row, start, items)
+        for component, items in stored(self.segment.format, name, values, step):
+            for page, content in self.pages(component.role):
+                put(content, page, component, start, items)
 
     def replace_weights(self) -> None:
         """Write the weights that the updated master makes, where they are no part of it."""
@@ -146,8 +148,8 @@ class Update:
     """Elements updated so far."""
     begun: int = 0
     """How many of the unit's ranges, the first ones, were given to be updated."""
-    rows: int = 0
-    """How many rows of gradients are stored, of the ranges that are still to be updated; 0 for those in `grads`."""
+    components: int = 0
+    """How many components of its gradients are stored, for the ranges still to be updated; 0 for those in `grads`."""
 
     def run(self, ranges: Sequence[Opened]) -> None:
         """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""

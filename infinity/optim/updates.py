@@ -117,14 +117,14 @@ class Updates:
     def finish(
         self,
         stored: Mapping[int, Mapping[int, Sequence[Edit]]],
-        rows: Mapping[int, int],
+        components: Mapping[int, int],
         events: Sequence[Event],
     ) -> None:
         """End a step: run what was not updated in backward, or leave it to the next forward, as the placement says.
 
         Args:
             stored: by unit in the order in which gradients came, by shard, what is still to be done to its gradient.
-            rows: by unit, of its stored gradients.
+            components: by unit, of its stored gradients.
             events: of the step.
         """
         self._due = self._planner.placement.due(events)
@@ -139,7 +139,7 @@ class Updates:
                 edits=edits,
                 own=self._given.kernel.own(),
             )
-            update.rows = rows[unit]
+            update.components = components[unit]
             self._pending[unit] = update
         self._end_step()
         self._given.kernel.advance()
@@ -201,7 +201,9 @@ class Updates:
         ranges: deque[_Range] = deque()
         with self._ledger.phase("update", name), torch.no_grad():
             for segment, position in unit_ranges[update.begun : stop]:
-                lease = self._pager.lease(range_access(segment, position, rows=update.rows), beside=self._worker.beside)
+                lease = self._pager.lease(
+                    range_access(segment, position, components=update.components), beside=self._worker.beside
+                )
                 ranges.append(_Range(segment, segment.ranges[position], lease))
             update.begun = stop
             self._worker.submit(partial(self._update, name, update, ranges, stop == len(unit_ranges)))

@@ -14,7 +14,7 @@ from infinity.schedule.trace import (
     EventKind,
     gather_accesses,
     store_gradient_accesses,
-    stored_rows,
+    stored_components,
     update_accesses,
     update_order,
 )
@@ -68,7 +68,7 @@ class Placement:
         is no computation to hide it behind. A unit is divided between pages; what is too much or too little of one
         unit, the next one makes up for.
         """
-        rows = stored_rows(events)
+        components = stored_components(events)
         order = list(dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER))
         weights = updates = gradients = whole = 0
         for segment in (layout.segments[index] for unit in order for index in layout.unit_segments[unit]):
@@ -76,7 +76,7 @@ class Placement:
             weights += size
             if segment.unit in self.in_backward:
                 updates += 2 * sum(page.nbytes for page in segment.update_pages) + size
-                stored = segment.grad_pages[: rows[segment.unit]]
+                stored = segment.grad_pages[: components[segment.unit]]
                 gradients += sum(page.nbytes for pages in stored for page in pages)
                 whole += segment.numel
         divisible = [unit for unit in order[1:] if unit in self.in_backward]
@@ -153,8 +153,8 @@ def expand(
         pending: whether the units that are updated in forward come with gradients of the step before.
     """
     accesses: list[Access] = []
-    arrived: dict[int, int] = {}  # unit -> rows of its gradient that are stored
-    rows = stored_rows(events)
+    arrived: dict[int, int] = {}  # unit -> components of its gradient that are stored
+    components = stored_components(events)
     due = placement.due(events)
     later = set(due.values())
     waiting = dict(due) if pending else {}
@@ -168,7 +168,9 @@ def expand(
     def update_waiting(gathered: int) -> None:
         unit = waiting.pop(gathered, None)
         if unit is not None:
-            accesses.extend(update_accesses(layout, unit, start=placement.division(unit), rows=rows.get(unit, 1)))
+            accesses.extend(
+                update_accesses(layout, unit, start=placement.division(unit), components=components.get(unit, 1))
+            )
 
     for event in events:
         if event.kind is EventKind.GATHER:
@@ -182,9 +184,9 @@ def expand(
             first = placement.division(event.unit)
             if first < len(layout.unit_ranges[event.unit]):
                 stored = arrived.pop(event.unit, 0)
-                arrived[event.unit] = event.rows  # at the end: arrival order
+                arrived[event.unit] = event.components  # at the end: arrival order
                 accesses.extend(
-                    store_gradient_accesses(layout, event.unit, start=first, stored=stored, rows=event.rows)
+                    store_gradient_accesses(layout, event.unit, start=first, stored=stored, components=event.components)
                 )
             if first:
                 reduced.append(event.unit)
@@ -194,15 +196,17 @@ def expand(
             update_reduced()
             for unit in update_order(arrived):
                 if unit not in later:
-                    accesses.extend(update_accesses(layout, unit, start=placement.division(unit), rows=arrived[unit]))
+                    accesses.extend(
+                        update_accesses(layout, unit, start=placement.division(unit), components=arrived[unit])
+                    )
     return tuple(accesses)
 
 
 def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
     """Return the accesses of all updates that wait for the next forward, when they are not to wait any longer."""
-    rows = stored_rows(events)
+    components = stored_components(events)
     return tuple(
         access
         for unit in placement.due(events).values()
-        for access in update_accesses(layout, unit, start=placement.division(unit), rows=rows[unit])
+        for access in update_accesses(layout, unit, start=placement.division(unit), components=components[unit])
     )

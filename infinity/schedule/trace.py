@@ -30,8 +30,8 @@ class Event(NamedTuple):
     kind: EventKind
     unit: int = -1
     """Number of the unit; -1 for STEP."""
-    rows: int = 1
-    """GRADIENTS: how many rows of each gradient of the unit are stored from then on, unless it is updated at once."""
+    components: int = 1
+    """GRADIENTS: how many components of each gradient of the unit are stored, unless it is updated at once."""
 
 
 class Mode(Enum):
@@ -65,9 +65,9 @@ Access = tuple[Use, ...]
 """Distinct pages that are needed in memory at the same moment."""
 
 
-def stored_rows(events: Iterable[Event]) -> dict[int, int]:
-    """Return how many rows of each unit's gradient are stored at the end of a step."""
-    return {event.unit: event.rows for event in events if event.kind is EventKind.GRADIENTS}
+def stored_components(events: Iterable[Event]) -> dict[int, int]:
+    """Return how many components of each unit's gradient are stored at the end of a step."""
+    return {event.unit: event.components for event in events if event.kind is EventKind.GRADIENTS}
 
 
 def update_order(arrived: Iterable[int]) -> tuple[int, ...]:
@@ -84,32 +84,36 @@ def gather_accesses(layout: Layout, unit: int) -> Iterator[Access]:
             yield (Use(page.index, Mode.READ),)
 
 
-def store_gradient_accesses(layout: Layout, unit: int, *, stored: int, rows: int, start: int = 0) -> Iterator[Access]:
-    """Yield the GRAD pages of `rows` rows to which an arriving gradient is added, or written where none is `stored`.
+def store_gradient_accesses(
+    layout: Layout, unit: int, *, stored: int, components: int, start: int = 0
+) -> Iterator[Access]:
+    """Yield the GRAD pages that an arriving gradient is added to, or written to where none is stored.
 
     Args:
+        stored: how many components of it are stored already.
+        components: how many are stored then.
         start: the first of the unit's ranges whose gradient is stored.
     """
     for segment, ranges in itertools.groupby(layout.unit_ranges[unit][start:], key=lambda item: item[0]):
         first = segment.ranges[next(ranges)[1]].start
-        for pages in zip(*segment.grad_pages[:rows], strict=True):
+        for pages in zip(*segment.grad_pages[:components], strict=True):
             if pages[0].start >= first:
-                yield tuple(Use(page.index, Mode.UPDATE if page.row < stored else Mode.WRITE) for page in pages)
+                yield tuple(Use(page.index, Mode.UPDATE if page.component < stored else Mode.WRITE) for page in pages)
 
 
 def update_accesses(
-    layout: Layout, unit: int, *, start: int = 0, stop: int | None = None, rows: int = 0
+    layout: Layout, unit: int, *, start: int = 0, stop: int | None = None, components: int = 0
 ) -> Iterator[Access]:
-    """Yield one access for each range of a unit's update, or for some, of which `rows` rows of gradient are stored."""
+    """Yield one access for each range of a unit's update, or for some, with so many stored components of its gradient."""
     for segment, position in layout.unit_ranges[unit][start:stop]:
-        yield range_access(segment, position, rows=rows)
+        yield range_access(segment, position, components=components)
 
 
-def range_access(segment: Segment, position: int, *, rows: int = 0) -> Access:
+def range_access(segment: Segment, position: int, *, components: int = 0) -> Access:
     """Return the pages that the update of one range needs: stored gradients, master and moments, weights."""
     item = segment.ranges[position]
     uses: list[Use] = []
-    for pages in segment.grad_pages[:rows]:
+    for pages in segment.grad_pages[:components]:
         for page, _, stop in overlapping(pages, item.start, item.stop):
             uses.append(Use(page.index, Mode.CONSUME if stop == page.stop else Mode.READ))
     if segment.update_pages:

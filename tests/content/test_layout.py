@@ -31,24 +31,24 @@ def element_bytes(layout: Layout, page: Page) -> float:
     """Return the bytes of one element in a page."""
     fmt = layout.segments[page.segment].format
     if page.role is Role.UPDATE:
-        rows = [row for section in fmt.rows.values() for row in section if row.role is Role.UPDATE]
-        return sum(ITEMSIZE[row.dtype] / row.each for row in rows)
-    return ITEMSIZE[fmt.param if page.role is Role.PARAM else fmt.grads[page.row]]
+        parts = [part for section in fmt.components.values() for part in section if part.role is Role.UPDATE]
+        return sum(ITEMSIZE[part.dtype] / part.each for part in parts)
+    return ITEMSIZE[fmt.param if page.role is Role.PARAM else fmt.grads[page.component]]
 
 
 @given(layouts())
 def test_every_element_is_in_exactly_one_page_per_role(layout: Layout) -> None:
     """The pages of a role tile the segment's elements; no page is in two segments."""
     seen: list[int] = []
-    for number, segment in enumerate(layout.segments):
+    for index, segment in enumerate(layout.segments):
         fmt = segment.format
         wanted = {
             (Role.PARAM, 0): (segment.param_pages, True),
             (Role.UPDATE, 0): (segment.update_pages, bool(fmt.master or fmt.kinds)),
-            **{(Role.GRAD, row): (pages, True) for row, pages in enumerate(segment.grad_pages)},
+            **{(Role.GRAD, number): (pages, True) for number, pages in enumerate(segment.grad_pages)},
         }
         assert len(segment.grad_pages) == len(fmt.grads)
-        for (role, row), (pages, exists) in wanted.items():
+        for (role, component), (pages, exists) in wanted.items():
             covered = [n for page in pages for n in (page.start, page.stop)]
             if exists:
                 assert covered[0] == 0
@@ -56,7 +56,7 @@ def test_every_element_is_in_exactly_one_page_per_role(layout: Layout) -> None:
                 assert all(a.stop == b.start for a, b in pairwise(pages))
             else:
                 assert pages == ()
-            assert all((page.role, page.row) == (role, row) and page.segment == number for page in pages)
+            assert all((page.role, page.component) == (role, component) and page.segment == index for page in pages)
             assert all(page.unit == segment.unit for page in pages)
             seen += [page.index for page in pages]
     assert sorted(seen) == list(range(len(layout.pages)))
@@ -154,7 +154,7 @@ def test_an_update_is_divided_between_pages(layout: Layout) -> None:
         assert {0, len(ranges)} <= set(places)
         for place in places:
             before, behind = (
-                {use.page for access in update_accesses(layout, unit, rows=2, **part) for use in access}
+                {use.page for access in update_accesses(layout, unit, components=2, **part) for use in access}
                 for part in ({"stop": place}, {"start": place})
             )
             assert not before & behind

@@ -14,7 +14,7 @@ from infinity.content.encoding import halves, joined
 from infinity.content.format import Role
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.update import Opened, Update, snapshot
-from infinity.schedule.trace import EventKind, range_access, stored_rows
+from infinity.schedule.trace import EventKind, range_access, stored_components
 from support import models
 from support.layouts import transformer
 from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded
@@ -66,7 +66,7 @@ def test_one_backward_stores_the_upper_half(tmp_path: Path) -> None:
         def of_one_step(micro: int) -> tuple[set[int], float]:
             step(model, optimizer, micro=micro)
             moved = optimizer.run.plan.traffic.written[Role.GRAD] / parameters
-            return set(stored_rows(optimizer.run.planner.events).values()), moved
+            return set(stored_components(optimizer.run.planner.events).values()), moved
 
         rows, moved = of_one_step(1)
         assert rows == {1}
@@ -96,7 +96,7 @@ def test_an_update_leaves_stored_gradients_as_they_are(key: str, scale: float | 
     optimizer = Spoiling([torch.zeros(2)], lr=0.1)
     kernel, settings = UpdateKernel(optimizer), {0: snapshot(optimizer.param_groups[0])}
     for position, item in enumerate(segment.ranges):
-        access = range_access(segment, position, rows=len(segment.grad_pages))
+        access = range_access(segment, position, components=len(segment.grad_pages))
         pages = [layout.pages[use.page] for use in access]
         contents = [memoryview(bytearray(b"\x3f" * page.nbytes)) for page in pages]
         stored = [bytes(content) for page, content in zip(pages, contents, strict=True) if page.role is Role.GRAD]
@@ -115,7 +115,7 @@ def test_a_gradient_that_is_not_finite_changes_no_plan(tmp_path: Path) -> None:
             step(model, optimizer, scale=scale)
         gradients = [event for event in optimizer.run.planner.events if event.kind is EventKind.GRADIENTS]
         assert gradients
-        assert all(event.rows == 1 for event in gradients)
+        assert all(event.components == 1 for event in gradients)
 
 
 def test_without_bf16_there_is_one_row(tmp_path: Path) -> None:
