@@ -16,7 +16,7 @@ class Recording:
         self._events.append(Event(EventKind.GATHER, unit))
 
     def gradients(self, unit: int, components: int) -> None:
-        """Note that gradients of a unit have come in. So many `components` of each are stored, unless it is used at once."""
+        """Note that gradients of a unit have come in, of which so many `components` are stored unless used at once."""
         self._events.append(Event(EventKind.GRADIENTS, unit, components))
 
     def widen(self, unit: int, components: int) -> None:

@@ -104,7 +104,7 @@ def store_gradient_accesses(
 def update_accesses(
     layout: Layout, unit: int, *, start: int = 0, stop: int | None = None, components: int = 0
 ) -> Iterator[Access]:
-    """Yield one access for each range of a unit's update, or for some, with so many stored components of its gradient."""
+    """Yield one access for each range of a unit's update, or for some; with so many components of its gradient."""
     for segment, position in layout.unit_ranges[unit][start:stop]:
         yield range_access(segment, position, components=components)
 
