@@ -9,7 +9,7 @@ from infinity.hugepages import use_for_tensors
 
 if TYPE_CHECKING:
     from infinity.accumulation.micro_batches import micro_batches
-    from infinity.live import close_all
+    from infinity.run.live import close_all
     from infinity.run.mesh import mesh
     from infinity.run.offload import offload
     from infinity.run.optimizer import PagedOptimizer
@@ -22,7 +22,7 @@ use_for_tensors()
 # Loaded at first use: the daemon and the telemetry import this package and must not pay for torch.
 _HOMES = {
     "PagedOptimizer": "infinity.run.optimizer",
-    "close_all": "infinity.live",
+    "close_all": "infinity.run.live",
     "mesh": "infinity.run.mesh",
     "micro_batches": "infinity.accumulation.micro_batches",
     "offload": "infinity.run.offload",

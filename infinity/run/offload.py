@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity import live
 from infinity.budget import Budget
 from infinity.config import Config, check_config, load_config
 from infinity.ending import end_all
@@ -25,6 +24,7 @@ from infinity.optim.probe import make_kernel
 from infinity.optim.states import StateReader
 from infinity.optim.step import StepRunner
 from infinity.ranks import Ranks
+from infinity.run import live
 from infinity.run.commits import Checkpointer, make_committer
 from infinity.run.fill import Filling
 from infinity.run.inspection import check_optimizer, give_shapes, plan_memory

@@ -17,7 +17,7 @@ LEVELS = {
     "io": 1, "memory": 1, "telemetry": 1, "content": 1, "ranks": 1, "peers": 1,
     "store": 2, "schedule": 2, "budget": 2, "checkpoint": 2,
     "fsdp": 3, "accumulation": 3, "optim": 3, "formats": 3, "sources": 3,
-    "run": 4, "live": 4,
+    "run": 4,
     "": 5,
 }  # fmt: skip
 NO_TORCH = (

@@ -108,7 +108,7 @@ def test_a_command_without_its_extra(command: str, extra: str, rank: str) -> Non
     ("code", "extra"),
     [
         ("import infinity.telemetry.exporter", "daemon"),
-        ("from infinity.checkpoint.transformers_names import outgoing; outgoing({'architectures': ['Gpt']})", "hf"),
+        ("from infinity.formats.transformers_names import outgoing; outgoing({'architectures': ['Gpt']})", "hf"),
     ],
     ids=["exporter", "export"],
 )
