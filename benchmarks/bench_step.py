@@ -392,11 +392,18 @@ def machine() -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw all devices and bytes; and, for README, the first device and bytes alone."""
+    draw_devices(result, result["devices"], file)
+    if "bytes" in result and len(result["devices"]) > 1:
+        name, found = next(iter(result["devices"].items()))
+        draw_devices(result, {name: found}, file.with_stem(f"{file.stem}-overview"))
+
+
+def draw_devices(result: dict[str, Any], devices: dict[str, Any], file: Path) -> None:
     """Draw step time against tokens with its limits, and bytes against the arena with the bound."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    devices = result["devices"]
     number = len(devices) + ("bytes" in result)
     columns = min(number, 3)
     rows = -(-number // columns)
@@ -502,7 +509,7 @@ def publish(
 
 
 def main() -> None:
-    """Measure, write results/step.json and step.png."""
+    """Measure, write results/step.json and its pictures; `--no-time --no-bytes` draws them anew from stored results."""
     sys.path.insert(0, str(ROOT))
     from infinity.units import parse_size
     from infinity_tools.presets import best_dtype
