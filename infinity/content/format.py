@@ -1,8 +1,8 @@
 """State formats: what is kept of one element of a parameter, in which dtypes and encodings. No I/O, no torch.
 
 [Note: encodings] A section of the state (the master, a moment) may be stored otherwise than the optimizer sees it. An
-encoding is a list of components: items of one dtype, one for so many elements. A master that is *split*, for example, is
-the bf16 weight, 16 bits for every element, and 8 for every 8 elements. As `SHARD_ALIGNMENT` is a multiple of all of
+encoding is a list of components: items of one dtype, one for so many elements. A master that is *split*, for example,
+is the bf16 weight, 16 bits for every element, and 8 for every 8 elements. As `SHARD_ALIGNMENT` is a multiple of all of
 these numbers, no item is of two shards. `infinity.content.encoding` has the arithmetic.
 """
 
