@@ -9,11 +9,12 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from infinity.access import read_own, write_own
 from infinity.errors import ConfigError
 from infinity.io.drives import Drive
+from infinity.schema import Mismatch, record, table, text
 from infinity_daemon.log import event
 
 FILE_NAME: Final = "bandwidth.json"
@@ -28,6 +29,16 @@ class Bandwidth:
     read: float
     write: float
     measured: float
+
+
+def rate(value: Any) -> float:
+    """Bytes per second, or another finite number above 0."""
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise Mismatch(value, "must be bytes per second above 0")
+    return float(value)
+
+
+_FILE = record(more=True, drives=table(text(), record(Bandwidth, more=True, read=rate, write=rate, measured=rate)))
 
 
 class BandwidthProfile:
@@ -46,10 +57,10 @@ class BandwidthProfile:
         """Read the file; one that is missing or malformed leaves the profile empty, and is said."""
         try:
             tree = json.loads(await asyncio.to_thread(read_own, self._file, _MAX_FILE))
-            self._known = {str(name): _bandwidth(entry) for name, entry in tree["drives"].items()}
+            self._known = _FILE(tree)["drives"]
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except (OSError, ValueError, OverflowError, RecursionError) as error:
             event(logging.WARNING, "bandwidth.unreadable", file=self._file, reason=error)
 
     async def record(self, drive: Drive, *, read: float, write: float) -> Bandwidth:
@@ -70,11 +81,3 @@ class BandwidthProfile:
     async def _save(self) -> None:
         text = json.dumps({"drives": {name: asdict(entry) for name, entry in self._known.items()}}, indent=1)
         await asyncio.to_thread(write_own, self._file, f"{text}\n".encode())
-
-
-def _bandwidth(entry: dict[str, object]) -> Bandwidth:
-    numbers = {key: entry[key] for key in ("read", "write", "measured")}
-    checked = {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
-    if len(checked) != 3 or not all(0 < value < math.inf for value in checked.values()):
-        raise ValueError(f"{entry!r:.200} is no bandwidth")
-    return Bandwidth(**checked)

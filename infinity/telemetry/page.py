@@ -24,7 +24,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ from typing import Any, Final, Literal
 
 from infinity.access import open_own, open_regular
 from infinity.errors import ConfigError, InfinityError
+from infinity.schema import Mismatch, distinct, integer, printable, record, sequence, table, text
 from infinity.telemetry.cells import CLOSED_CELL, check_values, layout_of
 from infinity.telemetry.metrics import BY_NAME, Metric
 from infinity.units import KIB, MIB, align_up
@@ -45,8 +45,6 @@ MAX_DEVICES: Final = 64
 _PREAMBLE = struct.Struct("<8sII")
 _MAX_HEADER = 64 * KIB
 _MAX_PAGE = 4 * MIB
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-_MAX_RANKS = 1 << 24
 
 Status = Literal["live", "dead"]
 
@@ -155,7 +153,7 @@ def encode_head(header: PageHeader) -> bytes:
     if len(body) > _MAX_HEADER:
         raise ConfigError(f"the texts of the stats page take {len(body)} bytes, {_MAX_HEADER} at most")
     try:
-        _header_from(json.loads(body))
+        _parse_header(body)
     except ValueError as error:
         raise ConfigError(f"stats page: {error}") from error
     head = _PREAMBLE.pack(MAGIC, VERSION, len(body)) + body
@@ -178,10 +176,9 @@ def read_page(path: str | os.PathLike[str]) -> Snapshot:
     try:
         # Root reads the pages of all users.
         descriptor = open_own(name, os.O_RDONLY) if os.geteuid() else open_regular(name, os.O_RDONLY)
-    except OSError as error:
-        raise StatsPageError(f"{name}: cannot be opened: {error.strerror}") from error
-    except ValueError as error:
-        raise StatsPageError(f"{name}: cannot be opened: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StatsPageError(f"{name}: cannot be opened: {reason}") from error
     try:
         return _read_open_page(descriptor)
     except (OSError, ValueError) as error:
@@ -233,67 +230,41 @@ def _cells(data: bytes) -> array.array[float]:
     return array.array("d", data)
 
 
-def _parse_header(data: bytes) -> PageHeader:
-    try:
-        tree = json.loads(data.decode())
-    except RecursionError as error:
-        raise ValueError("header is nested too deep") from error
-    if not isinstance(tree, dict):
-        raise ValueError("header is not an object")
-    return _header_from(tree)
-
-
-def _header_from(tree: Mapping[str, Any]) -> PageHeader:
-    """Return the header from its JSON tree. Raises ValueError, naming the field."""
-    devices, info = tree.get("devices"), tree.get("info")
-    if not isinstance(devices, list) or not len(set(map(str, devices))) == len(devices) <= MAX_DEVICES:
-        raise ValueError(f"devices must be a list of at most {MAX_DEVICES} different names")
-    if not isinstance(info, dict):
-        raise ValueError("info must be an object of texts")
-    header = PageHeader(
-        run_id=_name(tree, "run_id"),
-        rank=_number(tree, "rank", _MAX_RANKS),
-        local_rank=_number(tree, "local_rank", _MAX_RANKS),
-        world_size=_number(tree, "world_size", _MAX_RANKS),
-        pid=_number(tree, "pid", 1 << 31),
-        process_started=_number(tree, "process_started", 1 << 63),
-        pid_namespace=_number(tree, "pid_namespace", 1 << 63),
-        started=_seconds(tree, "started"),
-        devices=tuple(_name({"devices": device}, "devices") for device in devices),
-        info={_text(key, "info"): _text(value, "info") for key, value in info.items()},
-        fingerprint=_name(tree, "fingerprint"),
-    )
-    if not header.rank < header.world_size or header.local_rank > header.rank:
-        raise ValueError(f"rank {header.rank} (local {header.local_rank}) of {header.world_size} cannot be")
-    return header
-
-
-def _name(tree: Mapping[str, Any], key: str) -> str:
-    value = tree.get(key)
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise ValueError(f"{key} {value!r:.80} must be 1 to 128 letters, digits, '_', '.' and '-'")
-    return value
-
-
-def _number(tree: Mapping[str, Any], key: str, limit: int) -> int:
-    value = tree.get(key)
-    if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"{key} {value!r:.80} must be a whole number from 0 to {limit - 1}")
-    return value
-
-
-def _seconds(tree: Mapping[str, Any], key: str) -> float:
-    value = tree.get(key)
+def _seconds(value: Any) -> float:
+    """A Unix time."""
     if not isinstance(value, int | float) or not 0 <= value < 1 << 40:
-        raise ValueError(f"{key} {value!r:.80} must be a Unix time")
+        raise Mismatch(value, "must be a Unix time")
     return float(value)
 
 
-def _text(value: object, key: str) -> str:
-    # Printable excludes lone surrogates, which pass JSON but not the encoder of the exporter.
-    if not isinstance(value, str) or not value.isprintable():
-        raise ValueError(f"{key} {value!r:.80} must be printable text")
-    return value
+_NAME = text("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_RANK = integer(0, (1 << 24) - 1)
+_HEADER = record(
+    PageHeader,
+    more=True,
+    run_id=_NAME,
+    rank=_RANK,
+    local_rank=_RANK,
+    world_size=_RANK,
+    pid=integer(0, (1 << 31) - 1),
+    process_started=integer(0),
+    pid_namespace=integer(0),
+    started=_seconds,
+    devices=distinct(sequence(_NAME, most=MAX_DEVICES)),
+    info=table(printable(), printable()),
+    fingerprint=_NAME,
+)
+
+
+def _parse_header(data: bytes) -> PageHeader:
+    """Return the header that these bytes are. Raises ValueError, naming the field."""
+    try:
+        header: PageHeader = _HEADER(json.loads(data.decode()))
+    except RecursionError as error:
+        raise ValueError("header is nested too deep") from error
+    if not header.rank < header.world_size or header.local_rank > header.rank:
+        raise ValueError(f"rank {header.rank} (local {header.local_rank}) of {header.world_size} cannot be")
+    return header
 
 
 def process_start(pid: int) -> int:

@@ -9,7 +9,6 @@ the lock that protects what is counted. Readers: see [Note: torn reads] in `tele
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
 import math
 import mmap
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from infinity.access import own_folder
 from infinity.errors import ConfigError
+from infinity.schema import nearest
 from infinity.telemetry.cells import CLOSED_CELL, layout_of
 from infinity.telemetry.metrics import BY_NAME, Kind, Metric
 from infinity.telemetry.page import (
@@ -208,7 +208,7 @@ class Stats:
                 value = labels[label.name]
                 raise ConfigError(
                     f"metric {metric.name!r}: {label.name} = {value!r} is not one of "
-                    f"{', '.join(choices) or 'none'}{_nearest(value, choices)}"
+                    f"{', '.join(choices) or 'none'}{nearest(value, choices, 0.3)}"
                 )
         return self._layout.cells[metric.name, tuple(labels[key] for key in known)]
 
@@ -217,15 +217,10 @@ def _metric(name: str, kind: Kind) -> Metric:
     metric = BY_NAME.get(name)
     if metric is None or metric.server != "rank":
         names = [known.name for known in BY_NAME.values() if known.server == "rank"]
-        raise ConfigError(f"unknown metric {name!r}{_nearest(name, names)}")
+        raise ConfigError(f"unknown metric {name!r}{nearest(name, names, 0.3)}")
     if metric.kind != kind:
         raise ConfigError(f"metric {name!r} is of kind {metric.kind}, not {kind}")
     return metric
-
-
-def _nearest(value: object, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.3)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mmap.mmap, Path]:

@@ -90,10 +90,10 @@ def test_anonymous_page_has_no_file():
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (lambda s: s.counter("io_byte_total"), "did you mean 'io_bytes_total'"),
+        (lambda s: s.counter("io_byte_total"), "did you mean io_bytes_total?"),
         (
             lambda s: s.counter("io_bytes_total", op="raed", state="param", device="nvme0"),
-            "did you mean 'read'",
+            "did you mean read?",
         ),
         (
             lambda s: s.counter("io_bytes_total", op="read", state="master", device="nvme0"),
