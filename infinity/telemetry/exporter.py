@@ -226,9 +226,8 @@ class ExporterServer:
 def serve(port: int, source: Source, host: str = LOOPBACK) -> ExporterServer:
     """Serve the pages that `source` gives, from a thread of this process.
 
-    `source` is called for every scrape: ``lambda: [stats.snapshot()]`` serves this rank,
-    ``lambda: read_pages(folder)`` every rank of the node. Port 0 takes any free one. Whoever reaches `host` may read;
-    empty means all addresses.
+    `source` is called for every scrape: ``lambda: [stats.snapshot()]`` serves this rank.
+    Port 0 takes any free one. Whoever reaches `host` may read; empty means all addresses.
 
     Raises:
         ConfigError: the port is taken or may not be used.

@@ -22,10 +22,9 @@ from __future__ import annotations
 import array
 import fcntl
 import json
-import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -89,21 +88,15 @@ class PageHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class HistogramValue:
-    """A histogram: upper bounds, observations per bucket (not cumulative, the infinite one last), sum."""
+    """A histogram: observations per bucket (not cumulative, the infinite one last), and their sum."""
 
-    bounds: tuple[float, ...]
     counts: tuple[float, ...]
     sum: float
-
-    @property
-    def count(self) -> float:
-        """Number of observations."""
-        return math.fsum(self.counts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A page at one moment. `closed` is the Unix time at which the rank closed it, or 0."""
+    """A page at one moment: its header, and the values of its cells (`cells.py`)."""
 
     header: PageHeader
     values: tuple[float, ...]
@@ -114,20 +107,10 @@ class Snapshot:
         """Whether the rank still runs and has not closed its page."""
         return self.status == "live"
 
-    @property
-    def closed(self) -> float:
-        """Unix time at which the rank closed its page; 0 while it is open."""
-        return self.values[CLOSED_CELL]
-
     def value(self, name: str, **labels: str) -> float:
         """Return a counter or a gauge. Raises KeyError for an unknown metric or label set."""
         metric = BY_NAME[name]
         return self.values[self._index(metric, tuple(labels[key] for key in metric.label_names))]
-
-    def histogram(self, name: str, **labels: str) -> HistogramValue:
-        """Return a histogram. Raises KeyError for an unknown metric or label set."""
-        metric = BY_NAME[name]
-        return self.histogram_at(metric, tuple(labels[key] for key in metric.label_names))
 
     def value_at(self, metric: Metric, values: tuple[str, ...]) -> float:
         """Return the counter or gauge of a metric at label values in the order of the table."""
@@ -137,7 +120,7 @@ class Snapshot:
         """Return the histogram of a metric at label values in the order of the table."""
         first = self._index(metric, values)
         last = first + len(metric.buckets) + 1
-        return HistogramValue(bounds=metric.buckets, counts=self.values[first:last], sum=self.values[last])
+        return HistogramValue(counts=self.values[first:last], sum=self.values[last])
 
     def _index(self, metric: Metric, values: tuple[str, ...]) -> int:
         return layout_of(self.header.devices).cells[metric.name, values]
@@ -308,12 +291,3 @@ def page_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 def _is_page_name(name: str) -> bool:
     return name.endswith(SUFFIX) and not name.startswith(".")
-
-
-def read_pages(folder: str | os.PathLike[str]) -> Iterable[Snapshot]:
-    """Yield a snapshot of every readable stats page in a folder; others are passed over."""
-    for path in page_files(folder):
-        try:
-            yield read_page(path)
-        except StatsPageError:
-            continue

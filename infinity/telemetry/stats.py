@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import mmap
 import os
 import time
@@ -46,11 +45,6 @@ class Counter:
         """Add `amount`, which must not be negative (unchecked: this is called for every request)."""
         self._cells[self._index] += amount
 
-    @property
-    def value(self) -> float:
-        """The sum of what was added."""
-        return self._cells[self._index]
-
 
 class Gauge:
     """A cell that goes up and down."""
@@ -63,11 +57,6 @@ class Gauge:
     def set(self, value: float) -> None:
         """Replace the value."""
         self._cells[self._index] = value
-
-    @property
-    def value(self) -> float:
-        """The value last set."""
-        return self._cells[self._index]
 
 
 class Histogram:
@@ -83,16 +72,6 @@ class Histogram:
         """Count one observation, in the unit of the metric's name."""
         self._cells[self._first + bisect_left(self._bounds, value)] += 1
         self._cells[self._last] += value
-
-    @property
-    def count(self) -> float:
-        """Number of observations."""
-        return math.fsum(self._cells[self._first : self._last])
-
-    @property
-    def sum(self) -> float:
-        """Sum of the observations."""
-        return self._cells[self._last]
 
 
 class Stats:
