@@ -174,7 +174,11 @@ class Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def with_values(self, **dotted: Any) -> Config:
-        """Return a copy with settings replaced, ``with_values(**{"memory.host_bytes": "2GiB"})``."""
+        """Return a copy with settings replaced, ``with_values(**{"memory.host_bytes": "2GiB"})``.
+
+        Raises:
+            ConfigError: an unknown setting, or a value of the wrong type or range.
+        """
         tree: dict[str, Any] = {}
         for name, value in dotted.items():
             section, dot, key = name.partition(".")

@@ -76,7 +76,7 @@ def anything(value: Any) -> Any:
 
 
 def flag(value: Any) -> bool:
-    """True or false."""
+    """True or false. Raises `Mismatch`."""
     if not isinstance(value, bool):
         raise Mismatch(value, "must be true or false")
     return value

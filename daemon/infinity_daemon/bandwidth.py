@@ -23,7 +23,7 @@ _MAX_FILE: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bandwidth:
+class Profile:
     """Bytes per second of a drive, and the Unix time at which a rank measured them."""
 
     read: float
@@ -32,24 +32,25 @@ class Bandwidth:
 
 
 def rate(value: Any) -> float:
-    """Bytes per second, or another finite number above 0."""
+    """Bytes per second, or another finite number above 0. Raises `Mismatch`."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise Mismatch(value, "must be bytes per second above 0")
     return float(value)
 
 
-_FILE = record(more=True, drives=table(text(), record(Bandwidth, more=True, read=rate, write=rate, measured=rate)))
+_FILE = record(more=True, drives=table(text(), record(Profile, more=True, read=rate, write=rate, measured=rate)))
 
 
-class BandwidthProfile:
+class Profiles:
     """The profiles by identity of the drive. Changed only on the event loop, read from any thread."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE_NAME
-        self._known: dict[str, Bandwidth] = {}
-        self._writing = asyncio.Lock()
+        self._known: dict[str, Profile] = {}
+        """By identity of the drive. Never changed in place but replaced, so that threads read it without a lock."""
+        self._writing = asyncio.Lock()  # one write of the file at a time; the last has the newest
 
-    def of(self, drive: Drive) -> Bandwidth | None:
+    def of(self, drive: Drive) -> Profile | None:
         """Return the profile of a drive, or None if it was never measured."""
         return self._known.get(drive.identity)
 
@@ -63,7 +64,7 @@ class BandwidthProfile:
         except (OSError, ValueError, OverflowError, RecursionError) as error:
             event(logging.WARNING, "bandwidth.unreadable", file=self._file, reason=error)
 
-    async def record(self, drive: Drive, *, read: float, write: float) -> Bandwidth:
+    async def record(self, drive: Drive, *, read: float, write: float) -> Profile:
         """Keep what a rank measured and write the file.
 
         Raises:
@@ -72,7 +73,7 @@ class BandwidthProfile:
         """
         if drive.identity not in self._known and len(self._known) >= _MAX_DRIVES:
             raise ConfigError(f"profiles of {_MAX_DRIVES} drives are kept already; remove {self._file}")
-        found = Bandwidth(read=read, write=write, measured=time.time())
+        found = Profile(read=read, write=write, measured=time.time())
         self._known = {**self._known, drive.identity: found}
         async with self._writing:
             await self._save()

@@ -21,10 +21,10 @@ from typing import Any, Final
 from infinity.errors import ConfigError, InfinityError
 from infinity.io.drives import locate, space
 from infinity.schema import Mismatch, Rule, at, integer, one_of, printable, record, sequence
-from infinity_daemon.bandwidth import BandwidthProfile, rate
+from infinity_daemon.bandwidth import Profiles, rate
 from infinity_daemon.log import event
-from infinity_daemon.pages import Pages
-from infinity_daemon.reservations import Ledger, Owner
+from infinity_daemon.pages import StatsPages
+from infinity_daemon.reservations import Owner, Reservations
 
 Answer = Mapping[str, object]
 
@@ -38,15 +38,16 @@ class Requests:
     def __init__(
         self,
         *,
-        pages: Pages,
-        profile: BandwidthProfile,
-        ledger: Ledger,
+        pages: StatsPages,
+        profile: Profiles,
+        reservations: Reservations,
         known_paths: Callable[[], tuple[str, ...]],
         is_alive: Callable[[Owner], bool],
         about: Callable[[], Mapping[str, object]],
     ) -> None:
-        self._pages, self._profile, self._ledger = pages, profile, ledger
+        self._pages, self._profile, self._reservations = pages, profile, reservations
         self._known_paths, self._is_alive, self._about = known_paths, is_alive, about
+        # By op: what its keys must look like, and the method that is called with them.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
             "status": (record(), self._status),
             "bandwidth": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS)), self._bandwidth),
@@ -97,7 +98,7 @@ class Requests:
                     "bytes": entry.size,
                     "pid": entry.owner.pid,
                 }
-                for entry in self._ledger.entries()
+                for entry in self._reservations.entries()
             ],
         }
 
@@ -116,13 +117,13 @@ class Requests:
     async def _reserve(self, owner: Owner, path: str, bytes: int, run_id: str) -> Answer:
         place = await asyncio.to_thread(locate, path)
         free = (await asyncio.to_thread(space, place.path)).free
-        self._ledger.expire(self._is_alive)
-        remaining = self._ledger.reserve(owner, run_id, place, bytes, free)
+        self._reservations.expire(self._is_alive)
+        remaining = self._reservations.reserve(owner, run_id, place, bytes, free)
         event(logging.INFO, "space.reserved", run=run_id, device=place.drive.name, bytes=bytes, pid=owner.pid)
         return {"device": place.drive.name, "remaining_bytes": remaining}
 
     async def _release(self, owner: Owner, path: str, run_id: str) -> Answer:
-        return {"released_bytes": self._ledger.release(owner, run_id, path)}
+        return {"released_bytes": self._reservations.release(owner, run_id, path)}
 
 
 _TEXT = printable(1, 4096)

@@ -136,11 +136,23 @@ class Published:
 class Manifest:
     """Everything that a rank needs to continue, except the bytes of the pages.
 
-    `identity` is that of the commit [Note: the identity of a commit]; `description` says what the pages hold; `weights`
-    are the shares of the paths, from which the slots follow; `pages` maps page index to version; `scalars` shard index
-    to the optimizer's scalars; `groups` are parameters and settings of the param groups; `random` the states of
-    Python's and NumPy's generators; the tensors (buffers, torch's generators) are in the state file beside the
-    manifest; `extra` is the user's own; `own` is what the optimizer counts on itself.
+    Attributes:
+        run_id: of the run, and the name of its folders.
+        step: optimizer steps that were done.
+        identity: of the commit [Note: the identity of a commit].
+        rank: whose part of the commit this is.
+        world_size: number of ranks.
+        created: Unix time in seconds.
+        description: what the pages hold.
+        optimizer: name of its class.
+        weights: shares of the paths, from which the slots follow; the name is that of the field on disk.
+        pages: version by index of the page, gradients left out.
+        scalars: of the optimizer, plain data by index of the shard.
+        groups: of the optimizer: indices of shards (`params`) and `settings`, plain data.
+        random: states of Python's and NumPy's generators. Tensors (buffers, torch's generators) are in the state file.
+        state_checksum: of the state file, 16 hexadecimal digits.
+        extra: the user's own.
+        own: what the optimizer counts on itself.
     """
 
     run_id: str
@@ -361,7 +373,11 @@ def check_pages(manifest: Manifest, folder: RunFolder) -> None:
 
 @contextmanager
 def using(file: Path) -> Iterator[None]:
-    """Turn what is wrong with the content of a file into a `CommitError` that names it."""
+    """Turn what is wrong with the content of a file, in the block, into a `CommitError` that names it.
+
+    Raises:
+        CommitError: for `OSError`, `ValueError`, `MemoryError` and `RecursionError`.
+    """
     try:
         yield
     except OSError as error:

@@ -5,7 +5,7 @@ prometheus-client.
 """
 
 from infinity.telemetry.metrics import BY_NAME, METRICS, PREFIX, Metric, error_reason
-from infinity.telemetry.page import Snapshot, StatsPageError, page_files, read_page
+from infinity.telemetry.page import Snapshot, StatsPageError, read_stats_page, stats_page_files
 from infinity.telemetry.stats import Stats
 
 __all__ = [
@@ -17,6 +17,6 @@ __all__ = [
     "Stats",
     "StatsPageError",
     "error_reason",
-    "page_files",
-    "read_page",
+    "read_stats_page",
+    "stats_page_files",
 ]

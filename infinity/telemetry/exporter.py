@@ -145,8 +145,10 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._clients: dict[socket.socket, _Client] = {}
-        """Those that have a place, in the order in which they came."""
+        """Those that have a place, in the order in which they came. Changed under `_lock` by the thread that accepts,
+        and by a client's own at its end."""
         self._lock = threading.Lock()
+        """Held for moments only: nothing is sent or received under it."""
         super().__init__(address, _Request)
 
     def server_bind(self) -> None:
@@ -198,8 +200,8 @@ class ExporterServer:
     """A running server of ``/metrics`` and ``/healthz``; a context manager that closes it."""
 
     def __init__(self, server: _Server) -> None:
-        self._server = server
-        self._thread = threading.Thread(
+        self._server = server  # its socket listens from before until `close`
+        self._thread = threading.Thread(  # accepts until `close`; the clients have threads of their own
             target=server.serve_forever, args=(_LOOK_SECONDS,), name="infinity-exporter", daemon=True
         )
         self._thread.start()

@@ -4,7 +4,7 @@
     bytes 0..8     magic ``INFSTATS``
     bytes 8..12    version, unsigned, little-endian
     bytes 12..16   length of the header in bytes, unsigned, little-endian
-    bytes 16..     header: a JSON object in UTF-8 (see `PageHeader`), then zeros up to a multiple of 64
+    bytes 16..     header: a JSON object in UTF-8 (see `StatsHeader`), then zeros up to a multiple of 64
     then           doubles in the machine's byte order, one per cell (`telemetry/cells.py`), and nothing more
 Cell 0 is the Unix time at which the rank closed its page, 0 while it is open.
 
@@ -32,7 +32,7 @@ from typing import Any, Final, Literal
 from infinity.access import open_own, open_regular
 from infinity.errors import ConfigError, InfinityError
 from infinity.schema import Mismatch, distinct, integer, printable, record, sequence, table, text
-from infinity.telemetry.cells import CLOSED_CELL, check_values, layout_of
+from infinity.telemetry.cells import CLOSED_CELL, cells_of, check_values
 from infinity.telemetry.metrics import BY_NAME, Metric
 from infinity.units import KIB, MIB, align_up
 
@@ -53,7 +53,7 @@ class StatsPageError(InfinityError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageHeader:
+class StatsHeader:
     """Who writes a page.
 
     `started` is the Unix time at which the page was made; `process_started` and `pid_namespace` tell the
@@ -98,7 +98,7 @@ class HistogramValue:
 class Snapshot:
     """A page at one moment: its header, and the values of its cells (`cells.py`)."""
 
-    header: PageHeader
+    header: StatsHeader
     values: tuple[float, ...]
     status: Status
 
@@ -123,10 +123,10 @@ class Snapshot:
         return HistogramValue(counts=self.values[first:last], sum=self.values[last])
 
     def _index(self, metric: Metric, values: tuple[str, ...]) -> int:
-        return layout_of(self.header.devices).cells[metric.name, values]
+        return cells_of(self.header.devices).first[metric.name, values]
 
 
-def encode_head(header: PageHeader) -> bytes:
+def encode_head(header: StatsHeader) -> bytes:
     """Return everything before the cells, padded to a multiple of 64 bytes.
 
     Raises:
@@ -143,12 +143,12 @@ def encode_head(header: PageHeader) -> bytes:
     return head.ljust(align_up(len(head), 64), b"\0")
 
 
-def page_name(run_id: str, rank: int) -> str:
+def stats_page_name(run_id: str, rank: int) -> str:
     """Return the file name of a rank's page."""
     return f"{run_id}.rank{rank}{SUFFIX}"
 
 
-def read_page(path: str | os.PathLike[str]) -> Snapshot:
+def read_stats_page(path: str | os.PathLike[str]) -> Snapshot:
     """Return a snapshot of a stats page; nothing about the file is taken on trust.
 
     Raises:
@@ -182,14 +182,14 @@ def _read_open_page(descriptor: int) -> Snapshot:
     if length > _MAX_HEADER:
         raise ValueError(f"header of {length} bytes is above the limit of {_MAX_HEADER}")
     header = _parse_header(_read_exactly(descriptor, length, _PREAMBLE.size))
-    layout = layout_of(header.devices)
-    if header.fingerprint != layout.fingerprint:
+    cells = cells_of(header.devices)
+    if header.fingerprint != cells.fingerprint:
         raise ValueError("written by a version of infinity with another table of metrics")
     offset = align_up(_PREAMBLE.size + length, 64)
-    if about.st_size != offset + 8 * layout.length:
-        raise ValueError(f"{about.st_size} bytes long, {offset + 8 * layout.length} expected")
-    values = _read_cells(descriptor, offset, layout.length)
-    check_values(layout, values)
+    if about.st_size != offset + 8 * cells.length:
+        raise ValueError(f"{about.st_size} bytes long, {offset + 8 * cells.length} expected")
+    values = _read_cells(descriptor, offset, cells.length)
+    check_values(cells, values)
     return Snapshot(header=header, values=values, status=_status(header, values[CLOSED_CELL], descriptor))
 
 
@@ -223,7 +223,7 @@ def _seconds(value: Any) -> float:
 _NAME = text("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _RANK = integer(0, (1 << 24) - 1)
 _HEADER = record(
-    PageHeader,
+    StatsHeader,
     more=True,
     run_id=_NAME,
     rank=_RANK,
@@ -239,10 +239,10 @@ _HEADER = record(
 )
 
 
-def _parse_header(data: bytes) -> PageHeader:
+def _parse_header(data: bytes) -> StatsHeader:
     """Return the header that these bytes are. Raises ValueError, naming the field."""
     try:
-        header: PageHeader = _HEADER(json.loads(data.decode()))
+        header: StatsHeader = _HEADER(json.loads(data.decode()))
     except RecursionError as error:
         raise ValueError("header is nested too deep") from error
     if not header.rank < header.world_size or header.local_rank > header.rank:
@@ -268,7 +268,7 @@ def pid_namespace() -> int:
         return 0
 
 
-def _status(header: PageHeader, closed: float, descriptor: int) -> Status:
+def _status(header: StatsHeader, closed: float, descriptor: int) -> Status:
     if closed:
         return "dead"
     if header.process_started and header.pid_namespace and header.pid_namespace == pid_namespace():
@@ -281,13 +281,13 @@ def _status(header: PageHeader, closed: float, descriptor: int) -> Status:
     return "dead"
 
 
-def page_files(folder: str | os.PathLike[str]) -> list[Path]:
+def stats_page_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the files of a folder that are named like stats pages, sorted; none if there is no folder."""
     try:
-        return sorted(path for path in Path(folder).iterdir() if _is_page_name(path.name))
+        return sorted(path for path in Path(folder).iterdir() if _is_stats_page(path.name))
     except OSError:
         return []
 
 
-def _is_page_name(name: str) -> bool:
+def _is_stats_page(name: str) -> bool:
     return name.endswith(SUFFIX) and not name.startswith(".")
