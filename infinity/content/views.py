@@ -15,7 +15,11 @@ from infinity.units import align_down, align_up
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return a dtype from its name in a `StateFormat`."""
+    """Return a dtype from its name in a `StateFormat`.
+
+    Raises:
+        TypeError: it is the name of something else in torch.
+    """
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} is not a dtype")
@@ -28,7 +32,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def section(content: memoryview, page: Page, layout: Layout, start: int, stop: int) -> torch.Tensor:
-    """Return elements [start, stop) of the segment, of a PARAM or GRAD page: a view."""
+    """Return elements [start, stop) of the segment, of a PARAM or GRAD page: a view, shape (stop - start,)."""
     fmt = layout.segments[page.segment].format
     return _items(
         content, fmt.param if page.role is Role.PARAM else fmt.grads[page.row], 0, start - page.start, stop - page.start
@@ -45,20 +49,28 @@ def _items(content: memoryview, dtype: str, offset: int, low: int, high: int) ->
 
 
 def row_of(content: memoryview, page: Page, row: Row, start: int, stop: int) -> torch.Tensor:
-    """Return the items of a row for elements [start, stop) of the segment, of a page: a view."""
+    """Return the items of a row for elements [start, stop) of the segment, of a page: a view.
+
+    Its shape is ((stop - start) / row.each,); both must be multiples of `row.each`.
+    """
     low, high = (start - page.start) // row.each, (stop - page.start) // row.each
     return _items(content, row.dtype, int(row.offset * page.count), low, high)
 
 
 def put(content: memoryview, page: Page, row: Row, start: int, items: torch.Tensor) -> None:
-    """Write what a page holds of the items of a row that begin with element `start` of the segment."""
+    """Write those of some items that a page holds; the rest is passed over.
+
+    Args:
+        content: of the page.
+        items: shape (n,), of one row, from element `start` of the segment on.
+    """
     low, high = max(start, page.start), min(start + len(items) * row.each, page.stop)
     if low < high:
         row_of(content, page, row, low, high).copy_(items[(low - start) // row.each : (high - start) // row.each])
 
 
 def take(content: memoryview, page: Page, row: Row, start: int, items: torch.Tensor) -> None:
-    """Read what a page holds of the items of a row that begin with element `start` of the segment."""
+    """Read into some items those that a page holds; the rest stays as it is. See `put`."""
     low, high = max(start, page.start), min(start + len(items) * row.each, page.stop)
     if low < high:
         items[(low - start) // row.each : (high - start) // row.each] = row_of(content, page, row, low, high)
@@ -67,7 +79,10 @@ def take(content: memoryview, page: Page, row: Row, start: int, items: torch.Ten
 def read_section(
     segment: Segment, name: str, start: int, stop: int, visit: Callable[[Page, Callable[[memoryview], None]], None]
 ) -> torch.Tensor:
-    """Return elements [start, stop) of a segment in one section (``master`` or a state kind), decoded, flat.
+    """Return elements [start, stop) of a segment in one section (``master`` or a state kind), decoded.
+
+    Returns:
+        A new tensor, shape (stop - start,), in the dtype that the optimizer sees.
 
     Args:
         visit: calls the function that it is given with the content of a page.
