@@ -26,8 +26,7 @@ def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | floa
         before = kernel_bytes()
         more = Recipe(**{**vars(recipe), "steps": recipe.steps + STEADY})
         counted = optimizer.run.ledger.total_bytes
-        spared = optimizer.run.stats.counter("prefetch_spared_bytes_total")
-        spared_before = spared.value
+        spared = spared_bytes(optimizer)
         train(more, model, optimizer, Outcome(), first=recipe.steps)
         quiet(optimizer)
         counted = {op: value - counted[op] for op, value in optimizer.run.ledger.total_bytes.items()}
@@ -38,7 +37,7 @@ def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | floa
             "written": counted["write"],
             "planned_read": STEADY * optimizer.plan.traffic.read_bytes,
             "planned_written": STEADY * optimizer.plan.traffic.written_bytes,
-            "spared": spared.value - spared_before,
+            "spared": spared_bytes(optimizer) - spared,
             "kernel_read": kernel["read_bytes"],
             "kernel_written": kernel["write_bytes"],
             "resident": len(optimizer.plan.resident),
@@ -54,6 +53,11 @@ def quiet(optimizer: infinity.PagedOptimizer) -> None:
     while optimizer._pager._leases or any(optimizer._pager.in_flight().values()):
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+def spared_bytes(optimizer: infinity.PagedOptimizer) -> float:
+    """Return the bytes of reads that were planned and not needed, since the start."""
+    return optimizer.run.stats.snapshot().value("prefetch_spared_bytes_total")
 
 
 def kernel_bytes() -> dict[str, int]:
