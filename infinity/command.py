@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from infinity.config import check_setting
+from infinity.config import Config
 from infinity.errors import (
     BudgetError,
     CommitError,
@@ -131,7 +131,7 @@ def setting(name: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value is not None:
             try:
-                check_setting(name, value)
+                Config().with_values(**{name: value})
             except ConfigError as error:
                 raise typer.BadParameter(str(error)) from error
         return value

@@ -10,16 +10,16 @@ import difflib
 import os
 import tempfile
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from infinity.access import read_regular, whose_folder, why_not_written
 from infinity.errors import ConfigError
-from infinity.units import GIB, KIB, LARGEST, MIB, format_setting, parse_size
+from infinity.schema import Mismatch, Rule, UnknownKey, integer, one_of, record, size
+from infinity.units import GIB, KIB, LARGEST, MIB, format_setting
 
 _FILE_LIMIT = 1 * MIB
 
@@ -174,7 +174,11 @@ class Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def with_values(self, **dotted: Any) -> Config:
-        """Return a copy with settings replaced, ``with_values(**{"memory.host_bytes": "2GiB"})``."""
+        """Return a copy with settings replaced, ``with_values(**{"memory.host_bytes": "2GiB"})``.
+
+        Raises:
+            ConfigError: an unknown setting, or a value of the wrong type or range.
+        """
         tree: dict[str, Any] = {}
         for name, value in dotted.items():
             section, dot, key = name.partition(".")
@@ -264,75 +268,63 @@ def check_config(config: Config) -> None:
 
 
 def _merged(base: Config, values: Mapping[str, Any]) -> Config:
-    merged = _overlay(base, values, "")
-    if not isinstance(merged, Config):
-        raise TypeError("settings overlaid on something else")
-    return merged
-
-
-def _overlay(base: Any, values: Mapping[str, Any], prefix: str) -> Any:
-    known = {f.name: f for f in fields(base)}
-    types_of = typing.get_type_hints(type(base))
-    changes: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if key not in known:
-            near = _nearest(str(key), value, prefix)
-            hint = f"; did you mean {near}?" if near else ""
-            what = "settings" if prefix else "sections"
-            raise ConfigError(f"unknown setting {name:.80}{hint} (known {what} here: {', '.join(known)})")
-        current = getattr(base, key)
-        if is_dataclass(current):
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{name} = {value!r:.80} must be a table of settings: {', '.join(f.name for f in fields(current))}"
-                )
-            changes[key] = _overlay(current, value, f"{name}.")
-        else:
-            changes[key] = _checked(value, types_of[key], known[key].metadata, name)
-    return replace(base, **changes)
+    """Return the settings with those replaced that a tree of plain data names. Raises `ConfigError`."""
+    try:
+        changed = _CONFIG(values)
+    except UnknownKey as error:
+        prefix, what = (f"{error.place}.", "settings") if error.place else ("", "sections")
+        near = _nearest(str(error.key), values.get(error.key), prefix)
+        hint = f"; did you mean {near}?" if near else ""
+        name = f"{prefix}{error.key}"[:80]
+        raise ConfigError(f"unknown setting {name}{hint} (known {what} here: {', '.join(error.known)})") from None
+    except Mismatch as error:
+        raise ConfigError(str(error)) from None
+    return replace(base, **{name: replace(getattr(base, name), **settings) for name, settings in changed.items()})
 
 
 def _nearest(key: str, value: Any, prefix: str) -> str:
     """Return the section or setting that was meant, if any is near: the same word elsewhere, or a similar one."""
-    sections = {section.name: fields(getattr(Config(), section.name)) for section in fields(Config)}
     if not prefix and isinstance(value, Mapping):
-        return "".join(difflib.get_close_matches(key, sections, n=1, cutoff=0.4))
-    for name, settings in sections.items():
-        if key in [setting.name for setting in settings]:
-            return f"{name}.{key}"
-    here = [setting.name for setting in sections.get(prefix[:-1], ())]
-    if near := difflib.get_close_matches(key, here, n=1, cutoff=0.4):
+        return "".join(difflib.get_close_matches(key, _RULES, n=1, cutoff=0.4))
+    everywhere = {name: f"{section}.{name}" for section in reversed(_RULES) for name in _RULES[section]}
+    if key in everywhere:
+        return everywhere[key]
+    if near := difflib.get_close_matches(key, _RULES.get(prefix[:-1], ()), n=1, cutoff=0.4):
         return f"{prefix}{near[0]}"
-    everywhere = {setting.name: f"{name}.{setting.name}" for name, settings in sections.items() for setting in settings}
     return "".join(everywhere[near] for near in difflib.get_close_matches(key, everywhere, n=1, cutoff=0.6))
 
 
-def _checked(value: Any, kind: Any, metadata: types.MappingProxyType[Any, Any], name: str) -> Any:
-    if metadata["size"]:
-        value = parse_size(value, name=name)
-    elif typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value not in choices:
-            near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name} = {value!r:.80} is not one of {', '.join(map(repr, choices))}{hint}")
-    elif typing.get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in value):
-            raise ConfigError(f"{name} = {value!r:.80} must be a list of texts")
-        value = tuple(os.fspath(item) for item in value)
-    elif type(value) is not kind:
-        raise ConfigError(f"{name} = {value!r:.80} must be {_KINDS[kind]}")
-    if "\0" in (value if isinstance(value, str) else "".join(value) if isinstance(value, tuple) else ""):
-        raise ConfigError(f"{name} = {value!r:.80} has a zero byte in it, which no path can have")
-    if isinstance(value, int) and not metadata["minimum"] <= value <= metadata["maximum"]:
-        over = value > metadata["maximum"]
-        bound = f"above the maximum of {metadata['maximum']}" if over else f"below the minimum of {metadata['minimum']}"
-        raise ConfigError(f"{name} = {value!r:.80} is {bound}")
+def _word(value: Any) -> str:
+    """A text that may be a path."""
+    if not isinstance(value, str):
+        raise Mismatch(value, "must be a text")
+    if "\0" in value:
+        raise Mismatch(value, "has a zero byte in it, which no path can have")
     return value
 
 
-_KINDS = {int: "a whole number", str: "a text"}
+def _words(value: Any) -> tuple[str, ...]:
+    """Texts that may be paths; also from Python, as tuples and objects of `pathlib`."""
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in value):
+        raise Mismatch(value, "must be a list of texts")
+    return tuple(_word(os.fspath(item)) for item in value)
+
+
+def _rule_of(kind: Any, metadata: Mapping[str, Any]) -> Rule:
+    """Return the rule of a setting of this type."""
+    if kind is int:
+        return (size if metadata["size"] else integer)(metadata["minimum"], metadata["maximum"])
+    if typing.get_origin(kind) is Literal:
+        return one_of(*typing.get_args(kind))
+    return _word if kind is str else _words
+
+
+_RULES = {
+    section: {item.name: _rule_of(typing.get_type_hints(kind)[item.name], item.metadata) for item in fields(kind)}
+    for section, kind in typing.get_type_hints(Config).items()
+}
+_SECTIONS = {name: record(lacking=rules, **rules) for name, rules in _RULES.items()}  # type: ignore[arg-type]
+_CONFIG = record(lacking=_SECTIONS, **_SECTIONS)  # type: ignore[arg-type]
 
 
 def _range(metadata: Mapping[str, Any]) -> str:
@@ -341,11 +333,6 @@ def _range(metadata: Mapping[str, Any]) -> str:
     if metadata["maximum"] == LARGEST:
         return f"{shown(metadata['minimum'])} or more"
     return f"from {shown(metadata['minimum'])} to {shown(metadata['maximum'])}"
-
-
-def check_setting(name: str, value: Any) -> None:
-    """Check the value of one setting alone, ``check_setting("storage.queue_depth", 32)``. Raises `ConfigError`."""
-    Config().with_values(**{name: value})
 
 
 def settings_markdown() -> str:

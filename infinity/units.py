@@ -27,20 +27,26 @@ def parse_size(value: int | str, *, name: str = "size") -> int:
     Raises:
         ConfigError: for anything else, naming `name` and the value.
     """
+    try:
+        return size_of(value)
+    except ValueError as error:
+        raise ConfigError(f"{name} = {value!r:.80} {error}") from None
+
+
+def size_of(value: object) -> int:
+    """Return a size in bytes as `parse_size` does. Raises `ValueError`: what is wrong, a phrase after the value."""
     if isinstance(value, int) and not isinstance(value, bool):
-        if value < 0:
-            raise ConfigError(f"{name} = {value} is negative; give a size in bytes or text such as '64MiB'")
-        return _possible(value, value, name)
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    factor = _SUFFIX.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        raise ConfigError(f"{name} = {value!r:.80} is not a size; write bytes or text such as '64MiB' or '2GiB'")
-    return _possible(int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor, value, name)
-
-
-def _possible(size: int, value: int | str, name: str) -> int:
+        size = value
+    else:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        factor = _SUFFIX.get(match[2].lower()) if match else None
+        if match is None or factor is None:
+            raise ValueError("is not a size; write bytes or text such as '64MiB' or '2GiB'")
+        size = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if size < 0:
+        raise ValueError("is negative; give a size in bytes or text such as '64MiB'")
     if size > LARGEST:
-        raise ConfigError(f"{name} = {value!r:.80} is more than any file has; write a size such as '64MiB' or '2GiB'")
+        raise ValueError("is more than any file has; write a size such as '64MiB' or '2GiB'")
     return size
 
 

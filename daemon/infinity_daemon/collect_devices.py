@@ -11,8 +11,8 @@ from prometheus_client.core import Metric as Family
 from infinity.io.drives import SYSFS, Drive, Place, counters, locate, space, wear_ratio
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import new_family, select_pages
-from infinity_daemon.bandwidth import Bandwidth
-from infinity_daemon.pages import Pages
+from infinity_daemon.bandwidth import Profile
+from infinity_daemon.pages import StatsPages
 
 Samples = Iterator[tuple[dict[str, str], float]]
 
@@ -29,9 +29,9 @@ class DevicesCollector:
         self,
         *,
         paths: Sequence[str],
-        pages: Pages,
+        pages: StatsPages,
         reserved: Callable[[], Mapping[str, int]],
-        bandwidth: Callable[[Drive], Bandwidth | None],
+        bandwidth: Callable[[Drive], Profile | None],
         sysfs: Path = SYSFS,
     ) -> None:
         self._paths, self._pages = tuple(paths), pages

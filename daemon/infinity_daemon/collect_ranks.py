@@ -8,7 +8,7 @@ from prometheus_client.core import Metric as Family
 
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import StatsCollector, new_family, select_pages
-from infinity_daemon.pages import Pages
+from infinity_daemon.pages import StatsPages
 
 
 class RanksCollector:
@@ -16,7 +16,7 @@ class RanksCollector:
 
     name = "ranks"
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: StatsPages) -> None:
         self._pages = pages
 
     def collect(self) -> Iterator[Family]:

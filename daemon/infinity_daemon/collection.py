@@ -32,19 +32,25 @@ class NodeCollector(Protocol):
 
 @dataclass(kw_only=True)
 class _Outcome:
+    """What a run has yielded, what ended it (None: nothing), and how long it took."""
+
     families: list[Family] = field(default_factory=list)
     error: Exception | None = None
     seconds: float = 0.0
 
 
 class _Isolated:
-    """Runs a collector in a thread, so that one that hangs on a dead drive is left behind."""
+    """Runs a collector in a thread, so that one that hangs on a dead drive is left behind.
+
+    One run at a time (`Collection` holds its lock). A run that hangs keeps its `_Outcome` to itself: the next ones get
+    one that says so, until its thread has ended.
+    """
 
     def __init__(self, collector: NodeCollector, timeout: float) -> None:
         self.name = collector.name
-        self.success = True
+        self.success = True  # of the last run; read without a lock, by ``/healthz``
         self._collector, self._timeout = collector, timeout
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # of the last run
 
     def run(self) -> _Outcome:
         if self._thread is not None and self._thread.is_alive():
@@ -80,8 +86,14 @@ class Collection(Collector):
     """All collectors as one; also tells which of them succeeded and how long each took."""
 
     def __init__(self, collectors: Sequence[NodeCollector], timeout: float = _TIMEOUT_SECONDS) -> None:
+        """Collect nothing yet.
+
+        Args:
+            collectors: in the order in which they are served.
+            timeout: seconds that each may take in one scrape.
+        """
         self._isolated = [_Isolated(collector, timeout) for collector in collectors]
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # one scrape at a time
 
     def describe(self) -> Iterable[Family]:
         """Return nothing: what is served is known only when it is read."""

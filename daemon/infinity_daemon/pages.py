@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from infinity.telemetry import Snapshot, StatsPageError, page_files, read_page
+from infinity.telemetry import Snapshot, StatsPageError, read_stats_page, stats_page_files
 from infinity_daemon.log import event
 
 _MAX_PAGES: Final = 1024
@@ -33,14 +33,16 @@ class Found:
         return tuple(page for page in self.pages if page.alive)
 
 
-class Pages:
+class StatsPages:
     """Reads the folder anew at every `scan`; remembers since when a page is dead. Threads may share it."""
 
     def __init__(self, folder: Path, keep_dead_seconds: float) -> None:
         self._folder, self._keep = folder, keep_dead_seconds
         self._dead_since: dict[tuple[int, int], float] = {}
+        """Monotonic seconds at which a scan first found a page dead, by device and inode; under `_lock`."""
         self._complained: dict[Path, str] = {}
-        self._lock = threading.Lock()
+        """What was logged about files that are none, so that it is said once; under `_lock`."""
+        self._lock = threading.Lock()  # one scan at a time: of the loop's threads and the exporter's
 
     def scan(self) -> Found:
         """Return every page but those of ranks that have been dead for too long, which are removed."""
@@ -51,10 +53,10 @@ class Pages:
         pages: list[Snapshot] = []
         dead: dict[tuple[int, int], float] = {}
         complained: dict[Path, str] = {}
-        for path in page_files(self._folder)[:_MAX_PAGES]:
+        for path in stats_page_files(self._folder)[:_MAX_PAGES]:
             try:
                 about = path.stat(follow_symlinks=False)
-                page = read_page(path)
+                page = read_stats_page(path)
             except (OSError, StatsPageError) as error:
                 complained[path] = str(error)
                 if self._complained.get(path) != str(error):

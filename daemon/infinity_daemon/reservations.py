@@ -43,12 +43,13 @@ class Reservation:
     size: int
 
 
-class Ledger:
+class Reservations:
     """All reservations of the node. Safe to share by threads."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[Owner, str, str], Reservation] = {}
-        self._lock = threading.Lock()
+        """By owner, run and path. Changed by the event loop, read by the exporter's threads; all under `_lock`."""
+        self._lock = threading.Lock()  # nothing is waited for under it
 
     def reserve(self, owner: Owner, run_id: str, place: Place, size: int, free: int) -> int:
         """Reserve `size` bytes at a place with `free` bytes left, and return what then remains free.

@@ -32,7 +32,11 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class SocketServer:
-    """Answers lines of JSON with `answer`. `message_seconds` bounds one message from its first byte on."""
+    """Answers lines of JSON with `answer`. `message_seconds` bounds one message from its first byte on.
+
+    Everything runs on the event loop, so there is no lock: what is between two awaits is not interrupted. `start` takes
+    the lock file, then the name, then listens; `stop` hangs up, removes the name, and gives the lock back last.
+    """
 
     def __init__(
         self,
@@ -45,9 +49,10 @@ class SocketServer:
         self._path, self._answer = path, answer
         self._message_seconds, self._idle_seconds = message_seconds, idle_seconds
         self._clients: dict[int, asyncio.Task[None]] = {}
-        self._numbers = itertools.count(1)
-        self._server: asyncio.Server | None = None
-        self._lock = -1
+        """Tasks of those that are served, by number of the connection; `is_alive` reads it from the loop too."""
+        self._numbers = itertools.count(1)  # of connections; 0 is none
+        self._server: asyncio.Server | None = None  # between `start` and `stop`
+        self._lock = -1  # descriptor of the lock file, locked between `start` and `stop`
 
     async def start(self) -> None:
         """Take the socket's name and listen; a stale socket is replaced.

@@ -18,15 +18,15 @@ from infinity import __version__
 from infinity.access import own_folder
 from infinity.errors import ConfigError
 from infinity.telemetry.exporter import serve_registry
-from infinity_daemon.bandwidth import BandwidthProfile
+from infinity_daemon.bandwidth import Profiles
 from infinity_daemon.collect_build import BuildCollector
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
 from infinity_daemon.log import event
-from infinity_daemon.pages import Pages
+from infinity_daemon.pages import StatsPages
 from infinity_daemon.requests import Requests
-from infinity_daemon.reservations import Ledger
+from infinity_daemon.reservations import Reservations
 from infinity_daemon.server import SocketServer
 
 SOCKET_NAME: Final = "infinityd.sock"
@@ -54,10 +54,12 @@ async def run(options: Options) -> None:
     """
     _make_folder(options.runtime_dir)
     started = time.time()
-    pages, ledger = Pages(options.runtime_dir, options.keep_dead_seconds), Ledger()
-    profile = BandwidthProfile(options.runtime_dir)
+    pages, reservations = StatsPages(options.runtime_dir, options.keep_dead_seconds), Reservations()
+    profile = Profiles(options.runtime_dir)
     await profile.load()
-    devices = DevicesCollector(paths=options.device_paths, pages=pages, reserved=ledger.by_drive, bandwidth=profile.of)
+    devices = DevicesCollector(
+        paths=options.device_paths, pages=pages, reserved=reservations.by_drive, bandwidth=profile.of
+    )
     collection = Collection([BuildCollector(started), devices, RanksCollector(pages)])
     about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": started}
     server: SocketServer
@@ -65,7 +67,7 @@ async def run(options: Options) -> None:
     requests = Requests(
         pages=pages,
         profile=profile,
-        ledger=ledger,
+        reservations=reservations,
         known_paths=devices.known_paths,
         is_alive=lambda owner: server.is_alive(owner),
         about=lambda: {**about, "collectors": collection.health},
@@ -83,16 +85,18 @@ async def run(options: Options) -> None:
         ) as http:
             about["metrics_port"] = http.port
             event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=options.socket)
-            await _sweep_until(stop, pages, ledger, server)
+            await _sweep_until(stop, pages, reservations, server)
     finally:
         await server.stop()
     event(logging.INFO, "stopped")
 
 
-async def _sweep_until(stop: asyncio.Event, pages: Pages, ledger: Ledger, server: SocketServer) -> None:
+async def _sweep_until(
+    stop: asyncio.Event, pages: StatsPages, reservations: Reservations, server: SocketServer
+) -> None:
     """Until told to stop: end reservations of the dead and remove old pages, also when nobody scrapes."""
     while not stop.is_set():
-        for entry in ledger.expire(server.is_alive):
+        for entry in reservations.expire(server.is_alive):
             event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
         await asyncio.to_thread(pages.scan)
         with contextlib.suppress(TimeoutError):

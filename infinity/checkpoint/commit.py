@@ -44,7 +44,13 @@ _log = logging.getLogger(__name__)
 
 
 class Committer:
-    """Publishes commits of one rank."""
+    """Publishes commits of one rank.
+
+    The life of a commit: its versions are *kept* (no write takes their extents); data files are synced, state file and
+    manifest written; it is *published* when all ranks say so (`Ranks.together`), *adopted* when older ones are removed
+    for good, and removed when it is no longer among the retained. One that fails on a rank is withdrawn on all.
+    [Note: withdrawing] Used by the training thread alone.
+    """
 
     def __init__(
         self,
@@ -53,16 +59,32 @@ class Committer:
         described: RunDescription,
         store: PageStore,
         optimizer: str,
-        weights: list[float],
+        shares: list[float],
         found: Sequence[Manifest],
         room: CommitRoom,
     ) -> None:
+        """Go on from the commits that are there.
+
+        Args:
+            folder: of the run.
+            ranks: of the run; all call the same methods in the same order.
+            described: what the pages of this rank hold.
+            store: of the pages.
+            optimizer: name of its class.
+            shares: of the paths, relative bandwidths.
+            found: this rank's manifests of the commits that are kept, by step.
+            room: for the files of commits.
+        """
+        # None of these changes.
         self._folder, self._ranks, self._described, self._store = folder, ranks, described, store
         self._room = room
-        self._optimizer, self._weights = optimizer, weights
+        self._optimizer, self._shares = optimizer, shares
         self._pages = [page.index for page in described.layout.pages if page.role is not Role.GRAD]
-        self._commits = {manifest.step: manifest.name.commit for manifest in found}  # those that are kept, by step
-        self._newest = max((commit.identity for commit in self._commits.values()), default="")  # tried or published
+        """What is committed: gradients are not."""
+        self._commits = {manifest.step: manifest.name.commit for manifest in found}
+        """Commits that are kept, by step. Changed by `publish` once the files of the others are gone."""
+        self._newest = max((commit.identity for commit in self._commits.values()), default="")
+        """The last identity that was tried or published; the next sorts behind it."""
         self._unsettled: list[Mapping[int, Version]] = []
         """Versions of commits whose files may be there, besides those that are kept. [Note: withdrawing]"""
 
@@ -113,7 +135,7 @@ class Committer:
                 created=time.time(),
                 description=self._described,
                 optimizer=self._optimizer,
-                weights=self._weights,
+                weights=self._shares,
                 pages=versions,
                 scalars=state.save_scalars(scalars),
                 groups=state.save_groups(groups),

@@ -11,51 +11,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from infinity.checkpoint.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 from infinity.content.format import ENCODINGS, HALVES, ITEMSIZE, MASTER, StateFormat
-from infinity.content.layout import RANGE_ALIGNMENT, Layout, ShardSpec, UnitSpec, build_layout  # fmt: skip
+from infinity.content.layout import RANGE_ALIGNMENT, Layout, ShardSpec, UnitSpec, build_layout
+from infinity.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 
 _MOST_PAGES = 1 << 22  # 16 TiB of one rank in pages of 4 MiB; a layout of more is not built
-_SIZE = integer(0, 1 << 48)
-_DTYPE = one_of(*ITEMSIZE)
-_SHARD = record(name=text(), numel=_SIZE, padded=_SIZE, segment_key=text(), trainable=flag, row=integer(1, 1 << 48))
-
-
-def _shard(value: Any) -> dict[str, Any]:
-    """A shard; `row` is left out where pages may end anywhere."""
-    found: dict[str, Any] = _SHARD({"row": 1, **value} if isinstance(value, dict) else value)
-    return found
-
-
-DESCRIPTION = record(
-    units=sequence(
-        record(
-            name=text(),
-            shards=sequence(_shard),
-        )
-    ),
-    formats=table(
-        text(),
-        record(
-            param=_DTYPE,
-            master=one_of("", *ITEMSIZE),
-            kinds=sequence(row(text(rf"(?!{MASTER}$).+"), _DTYPE)),
-            grads=sequence(one_of(*ITEMSIZE), most=len(HALVES)),
-            encodings=sequence(row(text(), one_of(*ENCODINGS))),
-        ),
-    ),
-    tensors=sequence(
-        record(
-            names=sequence(text(), least=1),
-            shape=sequence(_SIZE, most=64),
-            dim=integer(0),
-            shard_rank=integer(0),
-            shard_size=integer(1),
-            tensor_parallel=flag,
-        )
-    ),
-    buffers=distinct(sequence(text()), "buffers"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +49,43 @@ class TensorSpec:
         """Elements of the slice that this rank holds."""
         first, last = self.slice_of(self.shard_rank)
         return (last - first) * math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+
+
+_SIZE = integer(0, 1 << 48)
+_DTYPE = one_of(*ITEMSIZE)
+_SHARD = record(
+    ShardSpec,
+    lacking=("row",),  # where pages may end anywhere
+    name=text(),
+    numel=_SIZE,
+    padded=_SIZE,
+    segment_key=text(),
+    trainable=flag,
+    row=integer(1, 1 << 48),
+)
+_FORMAT = record(
+    StateFormat,
+    param=_DTYPE,
+    master=one_of("", *ITEMSIZE),
+    kinds=sequence(row(text(rf"(?!{MASTER}$).+"), _DTYPE)),
+    grads=sequence(one_of(*ITEMSIZE), most=len(HALVES)),
+    encodings=sequence(row(text(), one_of(*ENCODINGS))),
+)
+_TENSOR = record(
+    TensorSpec,
+    names=sequence(text(), least=1),
+    shape=sequence(_SIZE, most=64),
+    dim=integer(0),
+    shard_rank=integer(0),
+    shard_size=integer(1),
+    tensor_parallel=flag,
+)
+DESCRIPTION = record(
+    units=sequence(record(UnitSpec, name=text(), shards=sequence(_SHARD))),
+    formats=table(text(), _FORMAT),
+    tensors=sequence(_TENSOR),
+    buffers=distinct(sequence(text())),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +122,11 @@ class RunDescription:
         Raises:
             ValueError: it contradicts itself, or is of more than can be.
         """
-        units = tuple(
-            UnitSpec(name=unit["name"], shards=tuple(ShardSpec(**shard) for shard in unit["shards"]))
-            for unit in values["units"]
-        )
-        formats = {key: StateFormat(**fmt) for key, fmt in values["formats"].items()}
-        _check_layout(units, formats, page_bytes)
-        tensors = tuple(TensorSpec(**tensor) for tensor in values["tensors"])
+        units, tensors = values["units"], values["tensors"]
+        _check_layout(units, values["formats"], page_bytes)
         _check_tensors(tensors, [shard for unit in units for shard in unit.shards])
-        return cls(layout=build_layout(units, formats, page_bytes), tensors=tensors, buffers=values["buffers"])
+        layout = build_layout(units, values["formats"], page_bytes)
+        return cls(layout=layout, tensors=tensors, buffers=values["buffers"])
 
 
 def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], page_bytes: int) -> None:

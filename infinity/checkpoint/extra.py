@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from infinity.checkpoint.schema import brief
 from infinity.errors import CommitError
+from infinity.schema import brief
 
 _MOST_NESTED = 100
 _MOST_BITS = 1 << 13  # of an integer: Python turns no longer ones into texts, or back

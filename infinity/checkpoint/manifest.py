@@ -27,15 +27,16 @@ from typing import Any
 
 import xxhash
 
+from infinity import schema
 from infinity.access import read_regular
-from infinity.checkpoint import schema
 from infinity.checkpoint.description import DESCRIPTION, RunDescription
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.extra import load_extra, save_extra
-from infinity.checkpoint.schema import index, integer, number, record, row, sequence, setting, table, text
+from infinity.checkpoint.values import setting
 from infinity.content.format import Role
 from infinity.content.layout import PAGE_ALIGNMENT, Layout
 from infinity.errors import CommitError
+from infinity.schema import MOST, brief, index, integer, number, record, row, sequence, table, text
 from infinity.store.extents import Extent
 from infinity.store.folder import RunFolder
 from infinity.store.pages import Version
@@ -46,6 +47,20 @@ _MOST_STATE = 1 << 40  # of a state file, which has the model's buffers
 _NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})(?:\.([0-9a-f]{24}))?\.json", re.ASCII)
 _CHECKSUM = text("[0-9a-f]{16}")
 _WORD = integer(0, (1 << 32) - 1)
+_PAGE = row(
+    integer(0),
+    integer(0, multiple=PAGE_ALIGNMENT),
+    integer(PAGE_ALIGNMENT, multiple=PAGE_ALIGNMENT),
+    _CHECKSUM,
+)
+
+
+def _version(value: Any) -> Version:
+    """Where the version of a page lies, and its checksum: [path, offset, length, checksum]."""
+    *place, digest = _PAGE(value)
+    return Version(Extent(*place), int(digest, 16))
+
+
 _ENVELOPE = record(checksum=_CHECKSUM, body=text())
 _BODY = record(
     run_id=text(),
@@ -59,15 +74,7 @@ _BODY = record(
     description=DESCRIPTION,
     optimizer=text(r"\S{1,200}"),
     weights=sequence(number(1e-30, 1e30), least=1),
-    pages=table(
-        index,
-        row(
-            integer(0),
-            integer(0, multiple=PAGE_ALIGNMENT),
-            integer(PAGE_ALIGNMENT, multiple=PAGE_ALIGNMENT),
-            _CHECKSUM,
-        ),
-    ),
+    pages=table(index, _version),
     scalars=table(index, table(text(), setting)),
     groups=sequence(record(params=sequence(integer(0)), settings=table(text(r"(?!params$)(?s:.*)"), setting))),
     random=record(
@@ -129,11 +136,23 @@ class Published:
 class Manifest:
     """Everything that a rank needs to continue, except the bytes of the pages.
 
-    `identity` is that of the commit [Note: the identity of a commit]; `description` says what the pages hold; `weights`
-    are the shares of the paths, from which the slots follow; `pages` maps page index to version; `scalars` shard index
-    to the optimizer's scalars; `groups` are parameters and settings of the param groups; `random` the states of
-    Python's and NumPy's generators; the tensors (buffers, torch's generators) are in the state file beside the
-    manifest; `extra` is the user's own; `own` is what the optimizer counts on itself.
+    Attributes:
+        run_id: of the run, and the name of its folders.
+        step: optimizer steps that were done.
+        identity: of the commit [Note: the identity of a commit].
+        rank: whose part of the commit this is.
+        world_size: number of ranks.
+        created: Unix time in seconds.
+        description: what the pages hold.
+        optimizer: name of its class.
+        weights: shares of the paths, from which the slots follow; the name is that of the field on disk.
+        pages: version by index of the page, gradients left out.
+        scalars: of the optimizer, plain data by index of the shard.
+        groups: of the optimizer: indices of shards (`params`) and `settings`, plain data.
+        random: states of Python's and NumPy's generators. Tensors (buffers, torch's generators) are in the state file.
+        state_checksum: of the state file, 16 hexadecimal digits.
+        extra: the user's own.
+        own: what the optimizer counts on itself.
     """
 
     run_id: str
@@ -281,17 +300,14 @@ def _decode(file: Path, content: bytes) -> Manifest:
         outer = _ENVELOPE(_parse(content))
         if checksum_of(outer["body"].encode()) != outer["checksum"]:
             raise CommitError(f"{file} does not match its checksum; resume from another commit")
-        body = schema.table(schema.anything, schema.anything)(_parse(outer["body"]))
+        body = table(schema.anything, schema.anything)(_parse(outer["body"]))
         if (found := body.pop("format", None)) != FORMAT or type(found) is not int:
             raise CommitError(
-                f"{file} has format {schema.brief(found)}, this version reads {FORMAT}; use the version that wrote it"
+                f"{file} has format {brief(found)}, this version reads {FORMAT}; use the version that wrote it"
             )
         values = _BODY(body)
         layout, page_bytes = values.pop("layout"), values.pop("page_bytes")
         values["description"] = RunDescription.from_plain(values["description"], page_bytes)
-        values["pages"] = {
-            page: Version(Extent(*place), int(digest, 16)) for page, (*place, digest) in values["pages"].items()
-        }
         values["extra"] = load_extra(values["extra"])
         manifest = Manifest(**values)
         _check_names(manifest, file)
@@ -309,13 +325,13 @@ def _check_names(manifest: Manifest, file: Path) -> None:
             f"{manifest.identity}"
         )
     if file.parent.parent.name != manifest.run_id:
-        raise ValueError(f"it is of run {schema.brief(manifest.run_id)}")
+        raise ValueError(f"it is of run {brief(manifest.run_id)}")
 
 
 def _check_extents(manifest: Manifest) -> None:
     most = manifest.layout.page_bytes
     for page, (path, offset, length) in ((page, version.extent) for page, version in manifest.pages.items()):
-        if path >= len(manifest.weights) or length > most or offset + length > schema.MOST:
+        if path >= len(manifest.weights) or length > most or offset + length > MOST:
             raise ValueError(f"page {page} cannot be {length} bytes at offset {offset} of path {path}")
     for (path, offset, length), after in pairwise(sorted(version.extent for version in manifest.pages.values())):
         if after.path == path and after.offset < offset + length:
@@ -357,7 +373,11 @@ def check_pages(manifest: Manifest, folder: RunFolder) -> None:
 
 @contextmanager
 def using(file: Path) -> Iterator[None]:
-    """Turn what is wrong with the content of a file into a `CommitError` that names it."""
+    """Turn what is wrong with the content of a file, in the block, into a `CommitError` that names it.
+
+    Raises:
+        CommitError: for `OSError`, `ValueError`, `MemoryError` and `RecursionError`.
+    """
     try:
         yield
     except OSError as error:

@@ -23,7 +23,11 @@ _CACHED_PAGES = 4
 
 
 class CommitReader:
-    """One commit of a run; memory is that of one parameter and a few pages."""
+    """One commit of a run; memory is that of one parameter and a few pages.
+
+    Nothing of it changes once it is made. Files are opened for each read and closed behind it: the run may be live, and
+    may remove the commit meanwhile, which is then an error of that read.
+    """
 
     def __init__(self, folder: RunFolder, step: int | CommitName = -1) -> None:
         """Read the manifests of all ranks.
@@ -35,23 +39,23 @@ class CommitReader:
         Raises:
             CommitError: there is no such commit, or it is incomplete or malformed.
         """
-        self._folder = folder
+        self._folder = folder  # of the run
         if isinstance(step, CommitName):
             commit = step
         else:
             commits = files.complete_commits(files.published_in(folder.commits))
             commit = files.choose_commit(folder.run_id, commits, step)
-        self.step = commit.step
+        self.step = commit.step  # optimizer steps that were done
         names = [commit.of(rank).file_name for rank in range(commit.world_size)]
-        self._manifests: list[Manifest] = [files.read_manifest(folder.commits / name) for name in names]
-        self._ranks: list[RunDescription] = [manifest.description for manifest in self._manifests]
+        self._manifests: list[Manifest] = [files.read_manifest(folder.commits / name) for name in names]  # by rank
+        self._ranks: list[RunDescription] = [manifest.description for manifest in self._manifests]  # by rank
         for described, manifest in zip(self._ranks, self._manifests, strict=True):
             if _whole(described) != _whole(self._ranks[0]):
                 file = folder.commits / manifest.file_name
                 raise CommitError(f"{file} is malformed: it has other parameters than that of rank 0")
             files.check_pages(manifest, folder)
             files.read_state_file(folder.commits, manifest)  # what cannot be resumed from is not exported either
-        self._page = lru_cache(_CACHED_PAGES)(self._read_page)
+        self._page = lru_cache(_CACHED_PAGES)(self._read_page)  # bytes of a page, by rank and index
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

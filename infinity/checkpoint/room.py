@@ -39,13 +39,22 @@ def commit_bytes(described: RunDescription, model: nn.Module, groups: Sequence[M
 
 
 class CommitRoom:
-    """Holds space for a number of commits of one rank."""
+    """Holds space for a number of commits of one rank. Used by the training thread alone."""
 
     def __init__(self, file: Path, nbytes: int) -> None:
+        """Hold nothing yet; `reserve` makes the file.
+
+        Args:
+            file: that takes the space.
+            nbytes: of the files of one commit, at most.
+        """
         self._file = file
         self._each = align_up(nbytes, _BLOCK)
-        self._size = 0  # what the file has
+        """Bytes held for one commit. Raised by `took`."""
+        self._size = 0
+        """Bytes that the file has. Changed by `reserve` and `hold`."""
         self._warned = False
+        """Whether it was said that there is too little space."""
 
     def reserve(self, commits: int) -> None:
         """Hold space for so many commits.

@@ -104,7 +104,15 @@ class Page:
 class Segment:
     """One element space of a unit and the pages over it, each tuple in element order.
 
-    `grad_pages` has one such tuple for each component of the gradient; all are cut alike.
+    Attributes:
+        unit: index of it.
+        format: of all its elements.
+        trainable: whether its shards are trained; if not there are no update and gradient pages.
+        numel: elements, a multiple of `RANGE_ALIGNMENT`.
+        shards: indices into `Layout.shards`.
+        param_pages: weights.
+        update_pages: master and states; none where there are neither.
+        grad_pages: one tuple for each component of the gradient; all are cut alike.
     """
 
     unit: int
@@ -128,7 +136,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """All pages of one rank."""
+    """All pages of one rank; nothing of it changes.
+
+    Attributes:
+        units: in the order in which they are first gathered.
+        segments: unit by unit.
+        shards: unit by unit, in the order in which a unit gathers them.
+        pages: by index.
+        page_bytes: of the largest page, at most.
+    """
 
     units: tuple[UnitSpec, ...]
     segments: tuple[Segment, ...]
@@ -320,9 +336,14 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
 
 
 def _joined(cut: Sequence[int], most: int) -> Sequence[int]:
-    """Return another cut: as few and as even pages of at most `most` elements as can be made by joining those of `cut`.
+    """Join neighbours among the pages of a cut: as few pages as `most` elements allow, of about the same length.
 
-    A cut is where its pages begin and the last one ends; the first is the longest.
+    A cut is a list of elements: where its pages begin, and where the last one ends. ``[0, 2, 4, 6, 8, 10]`` has five
+    pages of 2; with `most` = 6 they become two, of 6 and 4: ``[0, 6, 10]``.
+
+    Args:
+        cut: whose pages all have the length of the first, but for the last, which may be shorter.
+        most: elements of a page, at least those of the first.
     """
     pieces = len(cut) - 1
     if not pieces:
@@ -332,7 +353,11 @@ def _joined(cut: Sequence[int], most: int) -> Sequence[int]:
 
 
 def _between_rows(shards: Sequence[Placed], numel: int, most: int) -> Sequence[int]:
-    """Return a cut of a segment into pages of at most `most` elements, that ends no page inside of a row."""
+    """Cut a segment of `numel` elements into pages of at most `most`, none of which ends inside of a row.
+
+    Raises:
+        BudgetError: a row, or the last rows of a shard, do not fit a page.
+    """
     cuts = [0]
     for placed, after in itertools.zip_longest(shards, shards[1:]):
         start, spec = placed.start, placed.spec
@@ -352,7 +377,10 @@ def _between_rows(shards: Sequence[Placed], numel: int, most: int) -> Sequence[i
 
 
 def _filled(cut: Sequence[int], most: int) -> Sequence[int]:
-    """Return another cut: pages of at most `most` elements, each with as many pieces of `cut` as fit."""
+    """Join neighbours among the pages of a cut, each with as many of the next as `most` elements allow.
+
+    ``[0, 3, 6, 8, 10]`` with `most` = 7 becomes ``[0, 6, 10]``. For cuts of uneven pages; see `_joined`.
+    """
     found = [cut[0]]
     for before, point in itertools.pairwise(cut):
         if point - found[-1] > most:

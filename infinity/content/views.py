@@ -15,7 +15,11 @@ from infinity.units import align_down, align_up
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return a dtype from its name in a `StateFormat`."""
+    """Return a dtype from its name in a `StateFormat`.
+
+    Raises:
+        TypeError: it is the name of something else in torch.
+    """
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} is not a dtype")
@@ -28,7 +32,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def section(content: memoryview, page: Page, layout: Layout, start: int, stop: int) -> torch.Tensor:
-    """Return elements [start, stop) of the segment, of a PARAM or GRAD page: a view."""
+    """Return elements [start, stop) of the segment, of a PARAM or GRAD page: a view, shape (stop - start,)."""
     fmt = layout.segments[page.segment].format
     return _items(
         content,
@@ -49,13 +53,21 @@ def _items(content: memoryview, dtype: str, offset: int, low: int, high: int) ->
 
 
 def component_of(content: memoryview, page: Page, component: Component, start: int, stop: int) -> torch.Tensor:
-    """Return the items of a component for elements [start, stop) of the segment, of a page: a view."""
+    """Return the items of a component for elements [start, stop) of the segment, of a page: a view.
+
+    Its shape is ((stop - start) / component.each,); both must be multiples of `component.each`.
+    """
     low, high = (start - page.start) // component.each, (stop - page.start) // component.each
     return _items(content, component.dtype, int(component.offset * page.count), low, high)
 
 
 def put(content: memoryview, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
-    """Write what a page holds of the items of a component that begin with element `start` of the segment."""
+    """Write those of some items that a page holds; the rest is passed over.
+
+    Args:
+        content: of the page.
+        items: shape (n,), of one component, from element `start` of the segment on.
+    """
     low, high = max(start, page.start), min(start + len(items) * component.each, page.stop)
     if low < high:
         component_of(content, page, component, low, high).copy_(
@@ -64,7 +76,7 @@ def put(content: memoryview, page: Page, component: Component, start: int, items
 
 
 def take(content: memoryview, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
-    """Read what a page holds of the items of a component that begin with element `start` of the segment."""
+    """Read into some items those that a page holds; the rest stays as it is. See `put`."""
     low, high = max(start, page.start), min(start + len(items) * component.each, page.stop)
     if low < high:
         items[(low - start) // component.each : (high - start) // component.each] = component_of(
@@ -75,7 +87,10 @@ def take(content: memoryview, page: Page, component: Component, start: int, item
 def read_section(
     segment: Segment, name: str, start: int, stop: int, visit: Callable[[Page, Callable[[memoryview], None]], None]
 ) -> torch.Tensor:
-    """Return elements [start, stop) of a segment in one section (``master`` or a state kind), decoded, flat.
+    """Return elements [start, stop) of a segment in one section (``master`` or a state kind), decoded.
+
+    Returns:
+        A new tensor, shape (stop - start,), in the dtype that the optimizer sees.
 
     Args:
         visit: calls the function that it is given with the content of a page.

@@ -55,11 +55,13 @@ class DcpExport(DefaultSavePlanner):
         """Plan what is to be written; nothing is read from pages yet."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._reader = reader
-        self._sections: dict[str, tuple[int, str]] = {}
-        self._advance: Callable[[int], None] = lambda _: None
+        self._sections: dict[str, tuple[int, str]] = {}  # by key: parameter and section that its tensor is
+        self._advance: Callable[[int], None] = lambda _: None  # told of bytes that were written; set by `write`
         self._written: dict[str, int] = {}  # digest of everything that was handed to the writer, by key
         self.set_up_planner(self._state())
-        self._items: list[WriteItem] = sorted(self.create_local_plan().items, key=self._place)
+        self._items: list[WriteItem] = sorted(
+            self.create_local_plan().items, key=self._place
+        )  # in the order in which they are written
 
     def _state(self) -> dict[str, Any]:
         """Return the state dict, with tensors on the meta device for what is in the pages."""
@@ -179,7 +181,7 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, folder: Path, final: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)
-        self._final = final
+        self._final = final  # where the folder will stand
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what the metadata say of the place."""

@@ -158,6 +158,15 @@ class _Outgoing:
         dtype: torch.dtype | None,
         advance: Callable[[int], None],
     ) -> None:
+        """Find what is written; nothing is read from pages yet.
+
+        Args:
+            reader: of the commit.
+            config: that of the model, of transformers; None for another model.
+            loaded_from: names that the checkpoint had that the model was loaded from, if any.
+            dtype: of floating-point tensors in the export; None: as they are trained.
+            advance: told of bytes that were read.
+        """
         self._reader, self._dtype, self._advance = reader, dtype, advance
         self._buffers = {private.unwrapped_name(name): value for name, value in reader.buffers()}
         self._index = {  # of parameters, by all their names

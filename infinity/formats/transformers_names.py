@@ -144,10 +144,10 @@ class _Matching:
     """Collects what a checkpoint makes of a model."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-        self._tensors, self._wanted = tensors, wanted
+        self._tensors, self._wanted = tensors, wanted  # of the checkpoint and of the model, on the meta device, by name
         self._plain: dict[str, str] = {}  # by name in the model: that in the checkpoint
-        self._unexpected: dict[str, str] = {}
-        self._failed: dict[str, str] = {}
+        self._unexpected: dict[str, str] = {}  # by name in the checkpoint: what the model lacks
+        self._failed: dict[str, str] = {}  # by name in the model: why it cannot be made
         self.fused: dict[str, _Rule] = {}  # by the name of the first target
 
     def place(self, name: str, target: str) -> None:

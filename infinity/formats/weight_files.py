@@ -54,7 +54,7 @@ class WeightFiles:
         self.folder = chosen.parent
         self.tensors: dict[str, torch.Tensor] = {}
         """By name, on the meta device: shape and dtype."""
-        self._file_of: dict[str, Path] = {}
+        self._file_of: dict[str, Path] = {}  # by name of the tensor
         index = _read_index(chosen) if chosen.name.endswith(".json") else {}
         files = sorted({self.folder / file for file in index.values()}) or [chosen]
         for file in files:
@@ -92,7 +92,7 @@ class WeightReader:
 
     def __init__(self, file_of: dict[str, Path]) -> None:
         self._file_of = file_of
-        self._opened: dict[Path, Any] = {}  # by file: what safetensors maps
+        self._opened: dict[Path, Any] = {}  # by file: what safetensors maps, until `close`
 
     def __call__(self, name: str, bounds: Sequence[slice] | None = None) -> torch.Tensor:
         """Return a tensor, or a part of it.

@@ -46,13 +46,16 @@ class DcpFolder(FirstValues):
         """
         self._folder = Path(folder)
         self._reader, self._metadata = open_checkpoint(self._folder)
-        self._stored: Mapping[str, Any] = self._metadata.state_dict_metadata
+        self._stored: Mapping[str, Any] = self._metadata.state_dict_metadata  # by key: what the metadata say of a value
         paths: Mapping[str, Sequence[Any]] = self._metadata.planner_data or {key: (key,) for key in self._stored}
         if missing := self._stored.keys() - paths.keys():
             raise CommitError(f"{self._folder / METADATA} cannot be read: it does not say what {min(missing)} is")
-        self._paths = {key: tuple(map(str, paths[key])) for key in self._stored}
-        self._model = ""  # what stands before the names of the model's state, and of the optimizer's
-        self._optim: str | None = None
+        self._paths = {
+            key: tuple(map(str, paths[key])) for key in self._stored
+        }  # by key: where it was in the state dict
+        # What follows is found by `check`.
+        self._model = ""  # what stands before the names of the model's state
+        self._optim: str | None = None  # and before those of the optimizer's; None: it has none
         self._settings: list[dict[str, str]] = []  # for every group here, keys of its settings
         self._slices: dict[str, dict[str, str]] = {}  # for every parameter, keys of its element-wise states
         self._scalars: dict[str, dict[str, str]] = {}  # and of the others

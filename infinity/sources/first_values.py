@@ -39,11 +39,19 @@ class FirstValues:
         """
 
     def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
-        """Return the values of one unit; the master in the dtype that is trained."""
+        """Return the values of one unit: flat tensors of this rank's elements, the master in the dtype that is trained.
+
+        Raises:
+            ConfigError, CommitError, StorageError: when a value is asked for: what it is read from is not as it was.
+        """
         raise NotImplementedError
 
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return the values of those buffers of the model that the source has, by their names in the model."""
+        """Return the values of those buffers of the model that the source has, by their names in the model.
+
+        Raises:
+            ConfigError, CommitError: they cannot be read.
+        """
         return {}
 
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState | None:

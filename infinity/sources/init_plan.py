@@ -55,19 +55,20 @@ class InitPlan:
 
     def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
         self._model, self._seed = model, seed
+        # All that follows is found here, and not changed by `run`, but for the holders, which change with the model.
         with _apart():
             _seed_generators(module_seed(seed, "model"))
             twins = build_again(model)
-        self._steps = init_steps(model, twins, function)
+        self._steps = init_steps(model, twins, function)  # calls, in the order in which the model makes them
         self.not_repeated = not_repeated(model, twins) if function is None else []
         """Names of classes whose constructors set what nothing sets here."""
         self.left_out = {id(module._parameters[key]) for module, key in left_out(model, twins)}
         """Identities of parameters on a real device of which it is not known whether they have got a value."""
-        self._thrown_away = {(id(module), key) for module, key in tie_targets(model)}
+        self._thrown_away = {(id(module), key) for module, key in tie_targets(model)}  # places that are tied to others
         self._needs: dict[int, list[int]] = {}  # by the tensor's identity: positions of its calls, in order
         self._holders: dict[int, list[_Holder]] = {}  # by the tensor's identity: where its value comes from
         self._find_holders()
-        self._keys_by_module: dict[int, list[int]] = {}
+        self._keys_by_module: dict[int, list[int]] = {}  # by the module's identity: those of its tensors
         for key, holders in self._holders.items():
             for holder in holders:
                 self._keys_by_module.setdefault(id(holder.module), []).append(key)
@@ -237,8 +238,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, slots: dict[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.slots = slots  # key by the identity of the storage
-        self.written: dict[int, bool] = {}
-        self._read: set[int] = set()
+        self.written: dict[int, bool] = {}  # by key: whether all of it was, before it was read; of this call
+        self._read: set[int] = set()  # keys that were read in this call
 
     def begin(self) -> None:
         """Begin a new call."""

@@ -48,7 +48,7 @@ class PretrainedFolder(FirstValues):
             ConfigError: there are no such files, or one is malformed.
         """
         self._files, self._initialiser, self._strict = WeightFiles(path), initialiser, strict
-        self._made_by: dict[str, Conversion] = {}  # by name in the model, unwrapped
+        self._made_by: dict[str, Conversion] = {}  # by name in the model, unwrapped; found by `check`
 
     @property
     def files(self) -> WeightFiles:

@@ -76,8 +76,10 @@ class ReshardSource(FirstValues):
     """First values and progress of a run from a commit that lies otherwise."""
 
     def __init__(self, reader: CommitReader, ranks: Ranks) -> None:
-        self._reader, self._ranks = reader, ranks
-        self._index = {name: index for index, spec in enumerate(reader.tensors) for name in spec.names}
+        self._reader, self._ranks = reader, ranks  # the commit that is read; the ranks of the new run
+        self._index = {  # of parameters in the commit, by all their names
+            name: index for index, spec in enumerate(reader.tensors) for name in spec.names
+        }
 
     @property
     def reader(self) -> CommitReader:

@@ -25,21 +25,21 @@ class Extent(NamedTuple):
     length: int
 
 
-def spread(pages: Sequence[Page], weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the path of every page so that bytes follow `weights`, role by role and in page order.
+def spread(pages: Sequence[Page], shares: Sequence[float]) -> tuple[int, ...]:
+    """Return the path of every page so that bytes follow `shares`, role by role and in page order.
 
     Consecutive pages alternate between paths, so that any stretch of the trace keeps all drives busy. Only a path that
     is behind its share gets a page, so none is ever further from it than one page (the quota method of Balinski and
     Young, 1975).
     """
-    total = sum(weights)
-    given: dict[Role, list[float]] = {role: [0.0] * len(weights) for role in Role}
+    total = sum(shares)
+    given: dict[Role, list[float]] = {role: [0.0] * len(shares) for role in Role}
     paths: list[int] = []
     for page in pages:
         loads = given[page.role]
         due = sum(loads) + page.nbytes
-        behind = [k for k, weight in enumerate(weights) if loads[k] * total < weight * due]
-        path = min(behind, key=lambda k: ((loads[k] + page.nbytes) / weights[k], k))
+        behind = [k for k, share in enumerate(shares) if loads[k] * total < share * due]
+        path = min(behind, key=lambda k: ((loads[k] + page.nbytes) / shares[k], k))
         loads[path] += page.nbytes
         paths.append(path)
     return tuple(paths)
@@ -109,9 +109,17 @@ class ExtentAllocator:
     """Hands out slots. Safe to call from several threads."""
 
     def __init__(self, classes: Sequence[SlotClass], used: Iterable[Extent] = ()) -> None:
+        """Begin with all slots free but those in use.
+
+        Args:
+            classes: all slots.
+            used: extents of committed pages; those that are in no slot are passed over.
+        """
         taken = set(used)
         self._freed = Condition()
+        """Lock of `_free`; notified when a slot comes back."""
         self._free: dict[tuple[int, int], list[int]] = {}
+        """Offsets in bytes of free slots by (path, length), the lowest last."""
         for item in reversed(classes):  # the lowest offsets are taken first
             slots = (Extent(item.path, item.offset + k * item.length, item.length) for k in range(item.count))
             free = [slot.offset for slot in slots if slot not in taken]

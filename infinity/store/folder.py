@@ -55,10 +55,16 @@ _log = logging.getLogger("infinity")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folders of one run, one per NVMe path."""
+    """The folders of one run, one per NVMe path. Only names: what they lead to may be there or not.
+
+    The life of a run on disk: `create` makes folders, then markers, so that a folder without one is a start that was
+    cut off; data files are reserved, commits come and go. `remove` takes the commits first and the marker last, so that
+    what is left of a removal that was cut off is a run still, and is removed by the next.
+    """
 
     run_id: str
     roots: tuple[Path, ...]
+    """``<path>/<run id>`` for every path, in the run's own order; the first has the commits."""
 
     @classmethod
     def of(cls, paths: Sequence[str | Path], run_id: str) -> RunFolder:
@@ -252,14 +258,19 @@ def unmake_paths(made: Sequence[Path]) -> None:
 
 
 class FolderLock:
-    """Ownership of the NVMe paths by this process; lost when the process dies, never before."""
+    """Ownership of the NVMe paths by this process; lost when the process dies, never before.
+
+    `acquire` makes and locks one file per path; `name` says in them whose they are; `release` removes the files, then
+    unlocks them. Used by the training thread alone, but for the fork that closes descriptors in a child.
+    """
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []
+        """Of the lock files, open and locked, in the order of the paths taken; empty before and after."""
         self._files: list[Path] = []
         """Names of what the descriptors are open on."""
         self._made: Sequence[Path] = ()
-        """Paths that were made for it."""
+        """Paths that this start has made; `release` removes those with nothing in them."""
         self._process = os.getpid()
         """Who owns them: a child that is forked has the descriptors too, but not the lock."""
 
@@ -384,7 +395,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Owner:
+class Holder:
     """The process that holds a path, as it wrote itself into the lock file; `uid` is the file's own."""
 
     run_id: str
@@ -394,7 +405,7 @@ class Owner:
     uid: int
 
     @classmethod
-    def unknown(cls, uid: int) -> Owner:
+    def unknown(cls, uid: int) -> Holder:
         """Return a holder of whom nothing is known but whose lock file it is."""
         return cls(run_id=_UNKNOWN, pid=0, host=_UNKNOWN, since=0.0, uid=uid)
 
@@ -486,32 +497,32 @@ def describe_holder(file: Path) -> str:
     except OSError:
         return unknown
     try:
-        return str(_read_owner(descriptor) or unknown)
+        return str(_read_holder(descriptor) or unknown)
     finally:
         os.close(descriptor)
 
 
-def _read_owner(descriptor: int) -> Owner | None:
+def _read_holder(descriptor: int) -> Holder | None:
     """Return who wrote a lock file; None if what it says is nothing that a run writes."""
     try:
         tree = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
-        owner = Owner(
+        holder = Holder(
             run_id=str(tree["run_id"]),
             pid=int(tree["pid"]),
             host=str(tree["host"]),
             since=float(tree["since"]),
             uid=os.fstat(descriptor).st_uid,
         )
-        shown = str(owner)  # the time may be none
+        shown = str(holder)  # the time may be none
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return owner if shown.isprintable() and len(shown) <= _MOST_SHOWN else None
+    return holder if shown.isprintable() and len(shown) <= _MOST_SHOWN else None
 
 
-def holders(path: str | Path) -> list[Owner]:
+def holders(path: str | Path) -> list[Holder]:
     """Return who holds a path, one for each lock file that is held; one that cannot be asked counts as held.
 
-    What they say of themselves is only as good as the owner of the file (`Owner.uid`): see `holder_of`. Nothing is
+    What they say of themselves is only as good as the owner of the file (`Holder.uid`): see `holder_of`. Nothing is
     written, so the path may be mounted read-only.
 
     Raises:
@@ -525,17 +536,17 @@ def holders(path: str | Path) -> list[Owner]:
             continue
         except OSError:
             if (uid := _owner_of(file)) is not None:  # else it is no file: a start will say so
-                found.append(Owner.unknown(uid))
+                found.append(Holder.unknown(uid))
             continue
         try:
             if not _locked(descriptor, fcntl.LOCK_SH, file):
-                found.append(_read_owner(descriptor) or Owner.unknown(os.fstat(descriptor).st_uid))
+                found.append(_read_holder(descriptor) or Holder.unknown(os.fstat(descriptor).st_uid))
         finally:
             os.close(descriptor)
     return found
 
 
-def believed(owner: Owner, root: Path) -> bool:
+def believed(holder: Holder, root: Path) -> bool:
     """Whether a holder can have the run of this folder open: its lock is of the folder's owner, or of root and says so.
 
     Who does not say which run it has open may have any of its user's: a run is only opened in folders of one's own.
@@ -543,11 +554,11 @@ def believed(owner: Owner, root: Path) -> bool:
     Raises:
         OSError: the folder is gone.
     """
-    mine = owner.uid == root.lstat().st_uid
-    return mine if not owner.known else owner.run_id == root.name and (mine or owner.uid == 0)
+    mine = holder.uid == root.lstat().st_uid
+    return mine if not holder.known else holder.run_id == root.name and (mine or holder.uid == 0)
 
 
-def holder_of(folder: RunFolder) -> Owner | None:
+def holder_of(folder: RunFolder) -> Holder | None:
     """Return who has a run open, None if nobody does.
 
     Whoever may make files in a shared folder can hold a lock there and write any run's id into it, so it depends on
@@ -557,9 +568,9 @@ def holder_of(folder: RunFolder) -> Owner | None:
         ConfigError: a lock file cannot be asked. OSError: a folder of the run is gone.
     """
     for root in folder.roots:
-        for owner in holders(root.parent):
-            if believed(owner, root):
-                return owner
+        for holder in holders(root.parent):
+            if believed(holder, root):
+                return holder
     return None
 
 

@@ -97,10 +97,14 @@ def _in_place(file: DataFile) -> bool:
 class PageStore:
     """Reads and writes whole pages; never overwrites the extent of a version that somebody may need.
 
-    Completion callbacks run on another thread. `moved` is told of every transfer that has ended for good: page, last
-    ticket, path, how often it was submitted again, error. `retries` bounds that: see `_may_pass`. `committed` has the
-    versions of the commits to go on from, by step; a `CommitError` says that one is not in a slot. `retained` is how
-    many commits are kept.
+    The life of a version: `write` takes a free extent, which nobody reads; when the transfer has ended well, the
+    version is *current* and the one before it is *replaced*. `keep` and `adopt` *name* current versions: those of a
+    commit that is being published, then of one that is. An extent is free again when its version is neither current
+    nor named, whichever ends last.
+
+    Threads: the pager calls `read`, `write`, `has` and `discard`, from any thread but under its own condition; the
+    training thread those about commits. Transfers end on the engine's thread, and `_write` runs on the writer's.
+    `_lock` guards what they share; nothing is waited for under it.
     """
 
     def __init__(
@@ -118,19 +122,48 @@ class PageStore:
         committed: Mapping[int, Mapping[int, Version]] | None = None,
         retained: int = 1,
     ) -> None:
+        """Open the data files.
+
+        Args:
+            pages: of this rank, by index.
+            paths: index of the path of every page.
+            files: data file of every path.
+            slots: that the extents are taken from.
+            engine: that moves bytes; it closes the files.
+            name_of: readable name of a page, for errors.
+            moved: told of every transfer that has ended for good: page, last ticket, path, how often it was submitted
+                again, error.
+            timeout: seconds that a write waits for a free slot.
+            retries: how often a transfer is submitted again where that may help (`_may_pass`).
+            committed: versions by page of the commits to go on from, by step.
+            retained: how many commits are kept.
+
+        Raises:
+            StorageError: a file cannot be opened. CommitError: a committed page is not in a slot of its own.
+        """
+        # None of these changes.
         self._pages, self._paths, self._engine = pages, paths, engine
         self._name_of, self._moved, self._timeout, self._retries = name_of, moved, timeout, retries
-        self._warned = False
-        self._files = [engine.open(os.fspath(file)) for file in files]
-        self._commits = {step: dict(versions) for step, versions in sorted((committed or {}).items())}
         self.retained = retained
+        self._files = [engine.open(os.fspath(file)) for file in files]
+        self._warned = False
+        """Whether a retry was logged. Set by the engine's thread."""
+        self._commits = {step: dict(versions) for step, versions in sorted((committed or {}).items())}
+        """Versions by page of the commits that are kept, by step, newest last. Changed by `adopt`, under `_lock`."""
         self._named = Counter(version for versions in self._commits.values() for version in versions.values())
+        """How many commits, published or about to be, name a version. Changed by the training thread under `_lock`."""
         self._check_committed(slots)
         self._current = dict(self._commits[max(self._commits)]) if self._commits else {}
+        """Current version by page. Changed under `_lock` by the thread on which a write ends, and by `discard`; read
+        without it, as the pager neither reads nor discards a page that is being written."""
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
+        """Which slots are free; has a lock of its own."""
         self._lock = Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="infinity-writer")
+        """Hashes and submits writes, one after the other."""
         self._pending: dict[int, Ticket] = {}
+        """Tickets in flight by `id`, for stall reports. Changed by whoever submits and by the engine's thread, under
+        `_lock`."""
 
     def _check_committed(self, slots: Sequence[SlotClass]) -> None:
         """Check that nothing that will be written can touch what is committed.

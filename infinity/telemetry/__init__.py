@@ -4,36 +4,19 @@ The exporter (`infinity.telemetry.exporter`) is not imported here, so that count
 prometheus-client.
 """
 
-from infinity.telemetry.metrics import BY_NAME, METRICS, PREFIX, Label, Metric, error_reason
-from infinity.telemetry.page import (
-    HistogramValue,
-    PageHeader,
-    Snapshot,
-    StatsPageError,
-    page_files,
-    page_name,
-    read_page,
-    read_pages,
-)
-from infinity.telemetry.stats import Counter, Gauge, Histogram, Stats
+from infinity.telemetry.metrics import BY_NAME, METRICS, PREFIX, Metric, error_reason
+from infinity.telemetry.page import Snapshot, StatsPageError, read_stats_page, stats_page_files
+from infinity.telemetry.stats import Stats
 
 __all__ = [
     "BY_NAME",
     "METRICS",
     "PREFIX",
-    "Counter",
-    "Gauge",
-    "Histogram",
-    "HistogramValue",
-    "Label",
     "Metric",
-    "PageHeader",
     "Snapshot",
     "Stats",
     "StatsPageError",
     "error_reason",
-    "page_files",
-    "page_name",
-    "read_page",
-    "read_pages",
+    "read_stats_page",
+    "stats_page_files",
 ]

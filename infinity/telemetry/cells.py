@@ -15,36 +15,36 @@ from infinity.telemetry.metrics import METRICS, Label, Metric
 
 CLOSED_CELL: Final = 0
 
-PageKey = tuple[str, tuple[str, ...]]
+CellKey = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Cells:
     """Which cell holds what.
 
-    `cells` gives the index of the first cell of every (metric, label values); `length` is the number of
-    cells; `counted` are the cells that can only be zero or more; `fingerprint` tells layouts apart.
+    `first` gives the index of the first cell of every (metric, label values); `length` is the number of
+    cells; `counted` are the cells that can only be zero or more; `fingerprint` tells tables of metrics apart.
     """
 
-    cells: Mapping[PageKey, int]
+    first: Mapping[CellKey, int]
     length: int
     counted: tuple[int, ...]
     fingerprint: str
 
     def metric_at(self, index: int) -> str:
         """Return the name of the metric that a cell belongs to."""
-        owners = [name for (name, _), first in self.cells.items() if first <= index]
+        owners = [name for (name, _), first in self.first.items() if first <= index]
         return owners[-1] if owners else "closed"
 
 
 @lru_cache(maxsize=64)
-def layout_of(devices: tuple[str, ...]) -> Layout:
-    """Return the layout of a page with these devices.
+def cells_of(devices: tuple[str, ...]) -> Cells:
+    """Return the cells of a stats page with these devices.
 
     A counter and a gauge take one cell; a histogram takes one per bucket, not cumulative, one for the
     infinite bucket and one for the sum.
     """
-    cells: dict[PageKey, int] = {}
+    cells: dict[CellKey, int] = {}
     counted = [CLOSED_CELL]
     described: list[object] = []
     at = CLOSED_CELL + 1
@@ -58,7 +58,7 @@ def layout_of(devices: tuple[str, ...]) -> Layout:
             at += size
             described.append((metric.name, metric.kind, metric.label_names, values, metric.buckets))
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
-    return Layout(cells=cells, length=at, counted=tuple(counted), fingerprint=digest)
+    return Cells(first=cells, length=at, counted=tuple(counted), fingerprint=digest)
 
 
 def label_sets(metric: Metric, devices: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -70,12 +70,12 @@ def label_sets(metric: Metric, devices: tuple[str, ...]) -> Iterator[tuple[str, 
     return itertools.product(*map(values, metric.labels))
 
 
-def check_values(layout: Layout, values: tuple[float, ...]) -> None:
+def check_values(cells: Cells, values: tuple[float, ...]) -> None:
     """Check that counting can have made the cells of counters and histograms.
 
     Raises:
         ValueError: a cell is negative or not finite, naming its metric.
     """
-    for index in layout.counted:
+    for index in cells.counted:
         if not 0 <= values[index] < math.inf:
-            raise ValueError(f"{layout.metric_at(index)} counts {values[index]} in cell {index}, which cannot be")
+            raise ValueError(f"{cells.metric_at(index)} counts {values[index]} in cell {index}, which cannot be")

@@ -145,8 +145,10 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._clients: dict[socket.socket, _Client] = {}
-        """Those that have a place, in the order in which they came."""
+        """Those that have a place, in the order in which they came. Changed under `_lock` by the thread that accepts,
+        and by a client's own at its end."""
         self._lock = threading.Lock()
+        """Held for moments only: nothing is sent or received under it."""
         super().__init__(address, _Request)
 
     def server_bind(self) -> None:
@@ -198,8 +200,8 @@ class ExporterServer:
     """A running server of ``/metrics`` and ``/healthz``; a context manager that closes it."""
 
     def __init__(self, server: _Server) -> None:
-        self._server = server
-        self._thread = threading.Thread(
+        self._server = server  # its socket listens from before until `close`
+        self._thread = threading.Thread(  # accepts until `close`; the clients have threads of their own
             target=server.serve_forever, args=(_LOOK_SECONDS,), name="infinity-exporter", daemon=True
         )
         self._thread.start()
@@ -226,9 +228,8 @@ class ExporterServer:
 def serve(port: int, source: Source, host: str = LOOPBACK) -> ExporterServer:
     """Serve the pages that `source` gives, from a thread of this process.
 
-    `source` is called for every scrape: ``lambda: [stats.snapshot()]`` serves this rank,
-    ``lambda: read_pages(folder)`` every rank of the node. Port 0 takes any free one. Whoever reaches `host` may read;
-    empty means all addresses.
+    `source` is called for every scrape: ``lambda: [stats.snapshot()]`` serves this rank.
+    Port 0 takes any free one. Whoever reaches `host` may read; empty means all addresses.
 
     Raises:
         ConfigError: the port is taken or may not be used.

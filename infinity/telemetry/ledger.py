@@ -56,10 +56,17 @@ class StepRecord:
 
 
 class Ledger:
-    """Counts what the pager and the store do, by phase; fills the rank's stats page."""
+    """Counts what the pager and the store do, by phase; fills the rank's stats page.
+
+    The books of a step are open from `restart_step` or the end of the step before until `end_step`. The training thread
+    owns phase, part and books. Each cell of the stats page has one writer at a time: what the store's threads report
+    (`moved`, `gave_up`) goes under `_lock`, and `moving`, `fetched`, `spared` and `diverged` come from any thread that
+    uses the pager, but under its condition.
+    """
 
     def __init__(self, stats: Stats, timeline: Timeline | None = None) -> None:
-        self._timeline = timeline
+        self._timeline = timeline  # None: none is written
+        # Cells of the stats page, by the values of their labels. Under `_lock`: these, and the first two transfers.
         self._bytes = {
             (op, role, device): stats.counter("io_bytes_total", op=op, state=role, device=device)
             for op in OPS
@@ -68,6 +75,8 @@ class Ledger:
         }
         self._requests = {op: stats.counter("io_requests_total", op=op) for op in OPS}
         self._retries = {op: stats.counter("io_retries_total", op=op) for op in OPS}
+        self._durations = {op: stats.histogram("io_request_duration_seconds", op=op) for op in OPS}
+        # Not under it: these have one caller at a time, see above.
         self._inflight = {op: stats.gauge("io_inflight_requests", op=op) for op in OPS}
         self._transfers = {
             (source, target): stats.counter("transfer_bytes_total", source_tier=source, target_tier=target)
@@ -75,7 +84,6 @@ class Ledger:
         }
         self._transferring = stats.counter("transfer_seconds_total")
         self._held = {role: stats.gauge("tier_used_bytes", tier="host", state=role) for role in ROLES}
-        self._durations = {op: stats.histogram("io_request_duration_seconds", op=op) for op in OPS}
         self._stalls = {
             (phase, cause): stats.counter("stall_seconds_total", phase=phase, cause=cause)
             for phase in PHASES
@@ -98,15 +106,22 @@ class Ledger:
             status: stats.gauge("pool_frames", status=status) for status in ("free", "resident", "streaming", "writing")
         }
         self._predicted = {op: stats.gauge("plan_predicted_bytes_per_step", op=op) for op in OPS}
-        self._stats = stats
+        self._stats = stats  # for the cells of errors, which are looked up when there is one
         self._lock = Lock()
-        self._warned = False
-        self._phase, self._part, self._unit = "other", "", ""
+        """Held while a finished transfer is counted, and while `_moved` is copied."""
+        self._warned = False  # whether a departure from the plan was logged
+        self._phase, self._part = "other", ""
+        """Where the training thread is; no part: the one that the phase decides. [Note: parts]"""
+        self._unit = ""  # what is computed, for the timeline
+        # Seconds of `time.perf_counter`: when the current stretch, the current phase and the step began.
         self._since = self._phase_since = self._step_start = time.perf_counter()
         self._spent = dict.fromkeys(PARTS, 0.0)
-        self._moved = dict.fromkeys(OPS, 0)
-        self._moved_before = dict.fromkeys(OPS, 0)
-        self._moving = self._moving_before = 0.0
+        """Seconds of this step by part. A stall is taken out of its part before the stretch that it lies in is added,
+        so one may be below zero for a while."""
+        self._moved = dict.fromkeys(OPS, 0)  # NVMe bytes since the start; under `_lock`
+        self._moved_before = dict.fromkeys(OPS, 0)  # the same as this step began
+        self._moving = 0.0  # seconds since the start in which pages were on their way; see `moving`
+        self._moving_before = 0.0  # the same as this step began
 
     # The store and the pager report here #
 

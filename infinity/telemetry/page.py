@@ -4,7 +4,7 @@
     bytes 0..8     magic ``INFSTATS``
     bytes 8..12    version, unsigned, little-endian
     bytes 12..16   length of the header in bytes, unsigned, little-endian
-    bytes 16..     header: a JSON object in UTF-8 (see `PageHeader`), then zeros up to a multiple of 64
+    bytes 16..     header: a JSON object in UTF-8 (see `StatsHeader`), then zeros up to a multiple of 64
     then           doubles in the machine's byte order, one per cell (`telemetry/cells.py`), and nothing more
 Cell 0 is the Unix time at which the rank closed its page, 0 while it is open.
 
@@ -22,18 +22,17 @@ from __future__ import annotations
 import array
 import fcntl
 import json
-import math
 import os
-import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from infinity.access import open_own, open_regular
 from infinity.errors import ConfigError, InfinityError
-from infinity.telemetry.cells import CLOSED_CELL, check_values, layout_of
+from infinity.schema import Mismatch, distinct, integer, printable, record, sequence, table, text
+from infinity.telemetry.cells import CLOSED_CELL, cells_of, check_values
 from infinity.telemetry.metrics import BY_NAME, Metric
 from infinity.units import KIB, MIB, align_up
 
@@ -45,8 +44,6 @@ MAX_DEVICES: Final = 64
 _PREAMBLE = struct.Struct("<8sII")
 _MAX_HEADER = 64 * KIB
 _MAX_PAGE = 4 * MIB
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-_MAX_RANKS = 1 << 24
 
 Status = Literal["live", "dead"]
 
@@ -56,7 +53,7 @@ class StatsPageError(InfinityError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageHeader:
+class StatsHeader:
     """Who writes a page.
 
     `started` is the Unix time at which the page was made; `process_started` and `pid_namespace` tell the
@@ -91,23 +88,17 @@ class PageHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class HistogramValue:
-    """A histogram: upper bounds, observations per bucket (not cumulative, the infinite one last), sum."""
+    """A histogram: observations per bucket (not cumulative, the infinite one last), and their sum."""
 
-    bounds: tuple[float, ...]
     counts: tuple[float, ...]
     sum: float
-
-    @property
-    def count(self) -> float:
-        """Number of observations."""
-        return math.fsum(self.counts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A page at one moment. `closed` is the Unix time at which the rank closed it, or 0."""
+    """A page at one moment: its header, and the values of its cells (`cells.py`)."""
 
-    header: PageHeader
+    header: StatsHeader
     values: tuple[float, ...]
     status: Status
 
@@ -116,20 +107,10 @@ class Snapshot:
         """Whether the rank still runs and has not closed its page."""
         return self.status == "live"
 
-    @property
-    def closed(self) -> float:
-        """Unix time at which the rank closed its page; 0 while it is open."""
-        return self.values[CLOSED_CELL]
-
     def value(self, name: str, **labels: str) -> float:
         """Return a counter or a gauge. Raises KeyError for an unknown metric or label set."""
         metric = BY_NAME[name]
         return self.values[self._index(metric, tuple(labels[key] for key in metric.label_names))]
-
-    def histogram(self, name: str, **labels: str) -> HistogramValue:
-        """Return a histogram. Raises KeyError for an unknown metric or label set."""
-        metric = BY_NAME[name]
-        return self.histogram_at(metric, tuple(labels[key] for key in metric.label_names))
 
     def value_at(self, metric: Metric, values: tuple[str, ...]) -> float:
         """Return the counter or gauge of a metric at label values in the order of the table."""
@@ -139,13 +120,13 @@ class Snapshot:
         """Return the histogram of a metric at label values in the order of the table."""
         first = self._index(metric, values)
         last = first + len(metric.buckets) + 1
-        return HistogramValue(bounds=metric.buckets, counts=self.values[first:last], sum=self.values[last])
+        return HistogramValue(counts=self.values[first:last], sum=self.values[last])
 
     def _index(self, metric: Metric, values: tuple[str, ...]) -> int:
-        return layout_of(self.header.devices).cells[metric.name, values]
+        return cells_of(self.header.devices).first[metric.name, values]
 
 
-def encode_head(header: PageHeader) -> bytes:
+def encode_head(header: StatsHeader) -> bytes:
     """Return everything before the cells, padded to a multiple of 64 bytes.
 
     Raises:
@@ -155,19 +136,19 @@ def encode_head(header: PageHeader) -> bytes:
     if len(body) > _MAX_HEADER:
         raise ConfigError(f"the texts of the stats page take {len(body)} bytes, {_MAX_HEADER} at most")
     try:
-        _header_from(json.loads(body))
+        _parse_header(body)
     except ValueError as error:
         raise ConfigError(f"stats page: {error}") from error
     head = _PREAMBLE.pack(MAGIC, VERSION, len(body)) + body
     return head.ljust(align_up(len(head), 64), b"\0")
 
 
-def page_name(run_id: str, rank: int) -> str:
+def stats_page_name(run_id: str, rank: int) -> str:
     """Return the file name of a rank's page."""
     return f"{run_id}.rank{rank}{SUFFIX}"
 
 
-def read_page(path: str | os.PathLike[str]) -> Snapshot:
+def read_stats_page(path: str | os.PathLike[str]) -> Snapshot:
     """Return a snapshot of a stats page; nothing about the file is taken on trust.
 
     Raises:
@@ -178,10 +159,9 @@ def read_page(path: str | os.PathLike[str]) -> Snapshot:
     try:
         # Root reads the pages of all users.
         descriptor = open_own(name, os.O_RDONLY) if os.geteuid() else open_regular(name, os.O_RDONLY)
-    except OSError as error:
-        raise StatsPageError(f"{name}: cannot be opened: {error.strerror}") from error
-    except ValueError as error:
-        raise StatsPageError(f"{name}: cannot be opened: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StatsPageError(f"{name}: cannot be opened: {reason}") from error
     try:
         return _read_open_page(descriptor)
     except (OSError, ValueError) as error:
@@ -202,14 +182,14 @@ def _read_open_page(descriptor: int) -> Snapshot:
     if length > _MAX_HEADER:
         raise ValueError(f"header of {length} bytes is above the limit of {_MAX_HEADER}")
     header = _parse_header(_read_exactly(descriptor, length, _PREAMBLE.size))
-    layout = layout_of(header.devices)
-    if header.fingerprint != layout.fingerprint:
+    cells = cells_of(header.devices)
+    if header.fingerprint != cells.fingerprint:
         raise ValueError("written by a version of infinity with another table of metrics")
     offset = align_up(_PREAMBLE.size + length, 64)
-    if about.st_size != offset + 8 * layout.length:
-        raise ValueError(f"{about.st_size} bytes long, {offset + 8 * layout.length} expected")
-    values = _read_cells(descriptor, offset, layout.length)
-    check_values(layout, values)
+    if about.st_size != offset + 8 * cells.length:
+        raise ValueError(f"{about.st_size} bytes long, {offset + 8 * cells.length} expected")
+    values = _read_cells(descriptor, offset, cells.length)
+    check_values(cells, values)
     return Snapshot(header=header, values=values, status=_status(header, values[CLOSED_CELL], descriptor))
 
 
@@ -233,67 +213,41 @@ def _cells(data: bytes) -> array.array[float]:
     return array.array("d", data)
 
 
-def _parse_header(data: bytes) -> PageHeader:
-    try:
-        tree = json.loads(data.decode())
-    except RecursionError as error:
-        raise ValueError("header is nested too deep") from error
-    if not isinstance(tree, dict):
-        raise ValueError("header is not an object")
-    return _header_from(tree)
-
-
-def _header_from(tree: Mapping[str, Any]) -> PageHeader:
-    """Return the header from its JSON tree. Raises ValueError, naming the field."""
-    devices, info = tree.get("devices"), tree.get("info")
-    if not isinstance(devices, list) or not len(set(map(str, devices))) == len(devices) <= MAX_DEVICES:
-        raise ValueError(f"devices must be a list of at most {MAX_DEVICES} different names")
-    if not isinstance(info, dict):
-        raise ValueError("info must be an object of texts")
-    header = PageHeader(
-        run_id=_name(tree, "run_id"),
-        rank=_number(tree, "rank", _MAX_RANKS),
-        local_rank=_number(tree, "local_rank", _MAX_RANKS),
-        world_size=_number(tree, "world_size", _MAX_RANKS),
-        pid=_number(tree, "pid", 1 << 31),
-        process_started=_number(tree, "process_started", 1 << 63),
-        pid_namespace=_number(tree, "pid_namespace", 1 << 63),
-        started=_seconds(tree, "started"),
-        devices=tuple(_name({"devices": device}, "devices") for device in devices),
-        info={_text(key, "info"): _text(value, "info") for key, value in info.items()},
-        fingerprint=_name(tree, "fingerprint"),
-    )
-    if not header.rank < header.world_size or header.local_rank > header.rank:
-        raise ValueError(f"rank {header.rank} (local {header.local_rank}) of {header.world_size} cannot be")
-    return header
-
-
-def _name(tree: Mapping[str, Any], key: str) -> str:
-    value = tree.get(key)
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise ValueError(f"{key} {value!r:.80} must be 1 to 128 letters, digits, '_', '.' and '-'")
-    return value
-
-
-def _number(tree: Mapping[str, Any], key: str, limit: int) -> int:
-    value = tree.get(key)
-    if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"{key} {value!r:.80} must be a whole number from 0 to {limit - 1}")
-    return value
-
-
-def _seconds(tree: Mapping[str, Any], key: str) -> float:
-    value = tree.get(key)
+def _seconds(value: Any) -> float:
+    """A Unix time."""
     if not isinstance(value, int | float) or not 0 <= value < 1 << 40:
-        raise ValueError(f"{key} {value!r:.80} must be a Unix time")
+        raise Mismatch(value, "must be a Unix time")
     return float(value)
 
 
-def _text(value: object, key: str) -> str:
-    # Printable excludes lone surrogates, which pass JSON but not the encoder of the exporter.
-    if not isinstance(value, str) or not value.isprintable():
-        raise ValueError(f"{key} {value!r:.80} must be printable text")
-    return value
+_NAME = text("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_RANK = integer(0, (1 << 24) - 1)
+_HEADER = record(
+    StatsHeader,
+    more=True,
+    run_id=_NAME,
+    rank=_RANK,
+    local_rank=_RANK,
+    world_size=_RANK,
+    pid=integer(0, (1 << 31) - 1),
+    process_started=integer(0),
+    pid_namespace=integer(0),
+    started=_seconds,
+    devices=distinct(sequence(_NAME, most=MAX_DEVICES)),
+    info=table(printable(), printable()),
+    fingerprint=_NAME,
+)
+
+
+def _parse_header(data: bytes) -> StatsHeader:
+    """Return the header that these bytes are. Raises ValueError, naming the field."""
+    try:
+        header: StatsHeader = _HEADER(json.loads(data.decode()))
+    except RecursionError as error:
+        raise ValueError("header is nested too deep") from error
+    if not header.rank < header.world_size or header.local_rank > header.rank:
+        raise ValueError(f"rank {header.rank} (local {header.local_rank}) of {header.world_size} cannot be")
+    return header
 
 
 def process_start(pid: int) -> int:
@@ -314,7 +268,7 @@ def pid_namespace() -> int:
         return 0
 
 
-def _status(header: PageHeader, closed: float, descriptor: int) -> Status:
+def _status(header: StatsHeader, closed: float, descriptor: int) -> Status:
     if closed:
         return "dead"
     if header.process_started and header.pid_namespace and header.pid_namespace == pid_namespace():
@@ -327,22 +281,13 @@ def _status(header: PageHeader, closed: float, descriptor: int) -> Status:
     return "dead"
 
 
-def page_files(folder: str | os.PathLike[str]) -> list[Path]:
+def stats_page_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the files of a folder that are named like stats pages, sorted; none if there is no folder."""
     try:
-        return sorted(path for path in Path(folder).iterdir() if _is_page_name(path.name))
+        return sorted(path for path in Path(folder).iterdir() if _is_stats_page(path.name))
     except OSError:
         return []
 
 
-def _is_page_name(name: str) -> bool:
+def _is_stats_page(name: str) -> bool:
     return name.endswith(SUFFIX) and not name.startswith(".")
-
-
-def read_pages(folder: str | os.PathLike[str]) -> Iterable[Snapshot]:
-    """Yield a snapshot of every readable stats page in a folder; others are passed over."""
-    for path in page_files(folder):
-        try:
-            yield read_page(path)
-        except StatsPageError:
-            continue

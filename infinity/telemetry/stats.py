@@ -9,9 +9,7 @@ the lock that protects what is counted. Readers: see [Note: torn reads] in `tele
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
-import math
 import mmap
 import os
 import time
@@ -21,16 +19,17 @@ from pathlib import Path
 
 from infinity.access import own_folder
 from infinity.errors import ConfigError
-from infinity.telemetry.cells import CLOSED_CELL, layout_of
+from infinity.schema import nearest
+from infinity.telemetry.cells import CLOSED_CELL, cells_of
 from infinity.telemetry.metrics import BY_NAME, Kind, Metric
 from infinity.telemetry.page import (
     SUFFIX,
-    PageHeader,
     Snapshot,
+    StatsHeader,
     encode_head,
-    page_name,
     pid_namespace,
     process_start,
+    stats_page_name,
 )
 
 
@@ -46,11 +45,6 @@ class Counter:
         """Add `amount`, which must not be negative (unchecked: this is called for every request)."""
         self._cells[self._index] += amount
 
-    @property
-    def value(self) -> float:
-        """The sum of what was added."""
-        return self._cells[self._index]
-
 
 class Gauge:
     """A cell that goes up and down."""
@@ -63,11 +57,6 @@ class Gauge:
     def set(self, value: float) -> None:
         """Replace the value."""
         self._cells[self._index] = value
-
-    @property
-    def value(self) -> float:
-        """The value last set."""
-        return self._cells[self._index]
 
 
 class Histogram:
@@ -84,29 +73,27 @@ class Histogram:
         self._cells[self._first + bisect_left(self._bounds, value)] += 1
         self._cells[self._last] += value
 
-    @property
-    def count(self) -> float:
-        """Number of observations."""
-        return math.fsum(self._cells[self._first : self._last])
-
-    @property
-    def sum(self) -> float:
-        """Sum of the observations."""
-        return self._cells[self._last]
-
 
 class Stats:
     """A rank's stats page; made by `Stats.create`.
+
+    Its life: a draft with all blocks taken, mapped and locked, which gets its name when it is complete; *open*, counted
+    in; *closed*, with the time in cell 0, and its file removed or left for the daemon to show. Where the process dies,
+    the lock goes with it, and readers see that it is dead.
 
     Counters, gauges and histograms handed out keep working after `close` (what they count is then lost), so
     threads that end late need not be told.
     """
 
-    def __init__(self, header: PageHeader, memory: mmap.mmap, offset: int, path: Path | None, file: int) -> None:
-        self._header, self._memory, self._path, self._file = header, memory, path, file
-        self._layout = layout_of(header.devices)
+    def __init__(self, header: StatsHeader, memory: mmap.mmap, offset: int, path: Path | None, file: int) -> None:
+        self._header = header
+        self._memory = memory  # the whole page; never unmapped, as threads that end late still count
+        self._path = path  # None: anonymous memory
+        self._file = file  # descriptor, locked while the page is open; -1: none
+        self._places = cells_of(header.devices)  # which cell holds what
         self._cells: memoryview[float] = memoryview(memory)[offset:].cast("B").cast("d")
-        self._closed = False
+        """The counts. One writer per cell, no lock; see above."""
+        self._closed = False  # set by `close`, on the thread that made the page
 
     @classmethod
     def create(
@@ -132,7 +119,7 @@ class Stats:
             ConfigError: a malformed argument, or a folder in which no file can be made; naming the setting
                 ``telemetry.runtime_dir``.
         """
-        header = PageHeader(
+        header = StatsHeader(
             run_id=run_id,
             rank=rank,
             local_rank=local_rank,
@@ -143,13 +130,13 @@ class Stats:
             started=time.time(),
             devices=tuple(devices),
             info=dict(info),
-            fingerprint=layout_of(tuple(devices)).fingerprint,
+            fingerprint=cells_of(tuple(devices)).fingerprint,
         )
         head = encode_head(header)
-        size = len(head) + 8 * layout_of(header.devices).length
+        size = len(head) + 8 * cells_of(header.devices).length
         if path is None:
             return cls(header, mmap.mmap(-1, size), len(head), None, -1)
-        file, memory, place = _new_file(Path(path), page_name(run_id, rank), head, size)
+        file, memory, place = _new_file(Path(path), stats_page_name(run_id, rank), head, size)
         return cls(header, memory, len(head), place, file)
 
     @property
@@ -158,7 +145,7 @@ class Stats:
         return self._path
 
     @property
-    def header(self) -> PageHeader:
+    def header(self) -> StatsHeader:
         """Who writes this page."""
         return self._header
 
@@ -208,24 +195,19 @@ class Stats:
                 value = labels[label.name]
                 raise ConfigError(
                     f"metric {metric.name!r}: {label.name} = {value!r} is not one of "
-                    f"{', '.join(choices) or 'none'}{_nearest(value, choices)}"
+                    f"{', '.join(choices) or 'none'}{nearest(value, choices, 0.3)}"
                 )
-        return self._layout.cells[metric.name, tuple(labels[key] for key in known)]
+        return self._places.first[metric.name, tuple(labels[key] for key in known)]
 
 
 def _metric(name: str, kind: Kind) -> Metric:
     metric = BY_NAME.get(name)
     if metric is None or metric.server != "rank":
         names = [known.name for known in BY_NAME.values() if known.server == "rank"]
-        raise ConfigError(f"unknown metric {name!r}{_nearest(name, names)}")
+        raise ConfigError(f"unknown metric {name!r}{nearest(name, names, 0.3)}")
     if metric.kind != kind:
         raise ConfigError(f"metric {name!r} is of kind {metric.kind}, not {kind}")
     return metric
-
-
-def _nearest(value: object, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.3)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mmap.mmap, Path]:

@@ -21,6 +21,8 @@ _TRACKS = {"phase": "steps and phases", "thread": "training thread"}
 
 
 class _Span(NamedTuple):
+    """A stretch of time, in seconds of `time.perf_counter`; `args` is shown with it."""
+
     track: str
     name: str
     start: float
@@ -41,7 +43,9 @@ class Timeline:
         self.file = file if rank == 0 else file.with_suffix(f".rank{rank}{file.suffix}")
         self._rank, self._page_name = rank, page_name
         self._spans: deque[_Span] = deque(maxlen=limit)
+        """The latest spans, in the order in which they ended. Any thread appends, which is one operation of a deque."""
         self._seen = 0
+        """How many there were. Without a lock: two threads at once may lose one, and `write` says a lower "dropped"."""
 
     def span(self, track: str, name: str, what: str, start: float, end: float) -> None:
         """Note a stretch of time of the training thread, in seconds of `time.perf_counter`."""

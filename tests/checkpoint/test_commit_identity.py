@@ -113,13 +113,13 @@ def test_what_no_reader_would_take_is_not_published(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         session.run(3)
         publish = session.optimizer._checkpointer._committer
-        good, publish._weights = publish._weights, [float("inf")]
-        with pytest.raises(CommitError, match="weights: 0: inf is not a number"):
+        good, publish._shares = publish._shares, [float("inf")]
+        with pytest.raises(CommitError, match=r"weights\.0 = inf must be a number"):
             session.run(4, every=1)
         folder = run_folder(tmp_path)
         assert [name.step for name in published_in(folder.commits)] == [3]
         assert not list(folder.commits.glob("step*.tmp"))
-        publish._weights = good
+        publish._shares = good
         session.commit()
     assert CommitReader(folder).step == 4
 

@@ -20,7 +20,7 @@ import pytest
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.store import bandwidth
-from infinity.telemetry import Stats, read_page
+from infinity.telemetry import Stats, read_stats_page
 from infinity.telemetry.exporter import serve
 from infinity.telemetry.page import StatsPageError
 from infinity_daemon.bandwidth import FILE_NAME
@@ -252,7 +252,7 @@ def test_a_runtime_folder_that_is_not_ones_own_is_refused(tmp_path):
 def test_a_page_of_another_user_is_read_by_root_only(tmp_path):
     stats = make_stats(tmp_path)
     os.chown(stats.path, OTHER_USER, -1)
-    assert read_page(stats.path).alive
+    assert read_stats_page(stats.path).alive
     os.chown(stats.path, OTHER_USER - 1, -1)
     stats.path.chmod(0o644)
     tmp_path.chmod(0o755)
@@ -263,7 +263,7 @@ def test_a_page_of_another_user_is_read_by_root_only(tmp_path):
     if not child:
         os.setuid(OTHER_USER)
         try:
-            read_page(stats.path)
+            read_stats_page(stats.path)
         except StatsPageError as error:
             os._exit("belongs to user" not in str(error))
         os._exit(2)

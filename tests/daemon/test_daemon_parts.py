@@ -15,12 +15,12 @@ from prometheus_client.core import GaugeMetricFamily
 from infinity.errors import BudgetError
 from infinity.io.drives import Drive, Place, counters, locate, space, wear_ratio
 from infinity.telemetry import Stats
-from infinity_daemon.bandwidth import FILE_NAME, BandwidthProfile
+from infinity_daemon.bandwidth import FILE_NAME, Profiles
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
-from infinity_daemon.pages import Pages
-from infinity_daemon.reservations import Ledger, Owner
+from infinity_daemon.pages import StatsPages
+from infinity_daemon.reservations import Owner, Reservations
 from infinity_daemon.server import SocketServer
 
 DRIVE = Drive(name="nvme0n1", identity="wwid-0")
@@ -35,34 +35,34 @@ def place(path="/a", file_system=1, drive=DRIVE):
 
 
 def test_reservations_of_one_file_system_may_not_exceed_what_is_free():
-    ledger = Ledger()
-    assert ledger.reserve(ALICE, "r", place("/a"), 60, free=100) == 40
+    reservations = Reservations()
+    assert reservations.reserve(ALICE, "r", place("/a"), 60, free=100) == 40
     with pytest.raises(BudgetError, match=r"50 B do not fit at /b: 100 B are free and 60 B"):
-        ledger.reserve(BOB, "r", place("/b"), 50, free=100)
-    assert ledger.reserve(BOB, "r", place("/b"), 40, free=100) == 0
-    assert ledger.reserve(BOB, "r", place("/c", file_system=2), 100, free=100) == 0
-    assert ledger.by_drive() == {"nvme0n1": 200}
+        reservations.reserve(BOB, "r", place("/b"), 50, free=100)
+    assert reservations.reserve(BOB, "r", place("/b"), 40, free=100) == 0
+    assert reservations.reserve(BOB, "r", place("/c", file_system=2), 100, free=100) == 0
+    assert reservations.by_drive() == {"nvme0n1": 200}
 
 
 def test_asking_again_replaces_and_only_the_owner_releases():
-    ledger = Ledger()
-    ledger.reserve(ALICE, "r", place(), 60, free=100)
-    assert ledger.reserve(ALICE, "r", place(), 90, free=100) == 10
+    reservations = Reservations()
+    reservations.reserve(ALICE, "r", place(), 60, free=100)
+    assert reservations.reserve(ALICE, "r", place(), 90, free=100) == 10
     with pytest.raises(BudgetError):
-        ledger.reserve(ALICE, "r", place(), 101, free=100)
-    assert ledger.by_drive() == {"nvme0n1": 90}  # a refusal changes nothing
-    assert ledger.release(BOB, "r", "/a") == 0
-    assert ledger.release(ALICE, "r", "/a") == 90
-    assert ledger.release(ALICE, "r", "/a") == 0
-    assert ledger.entries() == ()
+        reservations.reserve(ALICE, "r", place(), 101, free=100)
+    assert reservations.by_drive() == {"nvme0n1": 90}  # a refusal changes nothing
+    assert reservations.release(BOB, "r", "/a") == 0
+    assert reservations.release(ALICE, "r", "/a") == 90
+    assert reservations.release(ALICE, "r", "/a") == 0
+    assert reservations.entries() == ()
 
 
 def test_reservations_end_with_their_owner():
-    ledger = Ledger()
-    ledger.reserve(ALICE, "r", place(), 60, free=100)
-    ledger.reserve(BOB, "r", place(), 40, free=100)
-    assert [entry.owner for entry in ledger.expire(lambda owner: owner == BOB)] == [ALICE]
-    assert ledger.by_drive() == {"nvme0n1": 40}
+    reservations = Reservations()
+    reservations.reserve(ALICE, "r", place(), 60, free=100)
+    reservations.reserve(BOB, "r", place(), 40, free=100)
+    assert [entry.owner for entry in reservations.expire(lambda owner: owner == BOB)] == [ALICE]
+    assert reservations.by_drive() == {"nvme0n1": 40}
 
 
 @given(
@@ -72,17 +72,17 @@ def test_reservations_end_with_their_owner():
     )
 )
 def test_no_sequence_of_requests_promises_more_than_there_is(requests):
-    ledger = Ledger()
+    reservations = Reservations()
     for owner, run, number, size in requests:
         try:
             if size == 0:
-                ledger.release(owner, run, f"/{number}")
+                reservations.release(owner, run, f"/{number}")
             else:
-                ledger.reserve(owner, run, place(f"/{number}", number), size, free=100)
+                reservations.reserve(owner, run, place(f"/{number}", number), size, free=100)
         except BudgetError:
             pass
         for number in (1, 2):
-            assert sum(e.size for e in ledger.entries() if e.place.file_system == number) <= 100
+            assert sum(e.size for e in reservations.entries() if e.place.file_system == number) <= 100
 
 
 # Isolation
@@ -197,7 +197,7 @@ def test_a_folder_without_a_block_device_has_a_name_too(tmp_path):
 def devices_text(tmp_path, paths, pages=None):
     collector = DevicesCollector(
         paths=paths,
-        pages=pages or Pages(tmp_path / "none", 60),
+        pages=pages or StatsPages(tmp_path / "none", 60),
         reserved=dict,
         bandwidth=lambda drive: None,
     )
@@ -226,7 +226,7 @@ def test_paths_of_live_ranks_are_found_and_a_missing_own_path_is_a_failure(tmp_p
     stats = Stats.create(
         tmp_path, run_id="r", rank=2, local_rank=0, world_size=4, devices=["nvme0", "nvme1"], info=info
     )
-    pages, name = Pages(tmp_path, 60), locate(str(used)).drive.name
+    pages, name = StatsPages(tmp_path, 60), locate(str(used)).drive.name
     collection, text = devices_text(tmp_path, [], pages)
     assert collection.health == {"devices": True}  # a rank's missing path is the rank's affair
     assert f'infinity_rank_device_info{{block_device="{name}",device="nvme0",rank="2"}} 1.0' in text
@@ -236,7 +236,7 @@ def test_paths_of_live_ranks_are_found_and_a_missing_own_path_is_a_failure(tmp_p
     stats.close(remove=True)
 
 
-# Pages
+# Stats pages
 
 
 def make(folder, rank, run_id="run"):
@@ -248,7 +248,7 @@ def test_ranks_are_counted_by_status(tmp_path):
     hidden = make(tmp_path, 0, "later")
     dead.close(remove=False)
     (tmp_path / "broken.stats").write_text("no page")
-    _, text = scrape(RanksCollector(Pages(tmp_path, 60)))
+    _, text = scrape(RanksCollector(StatsPages(tmp_path, 60)))
     found = text()
     for status, count in {"live": 1, "dead": 1, "hidden": 1, "broken": 1}.items():
         assert f'infinity_daemon_ranks{{status="{status}"}} {count}.0' in found
@@ -261,8 +261,8 @@ def test_pages_of_the_long_dead_are_removed_but_never_those_of_the_living(tmp_pa
     live, dead = make(tmp_path, 0), make(tmp_path, 1)
     dead.close(remove=False)
     (tmp_path / ".run.rank2.stats.123").write_text("left by a killed rank")
-    assert len(Pages(tmp_path, 60).scan().pages) == 2
-    assert [page.header.rank for page in Pages(tmp_path, 0).scan().pages] == [0]
+    assert len(StatsPages(tmp_path, 60).scan().pages) == 2
+    assert [page.header.rank for page in StatsPages(tmp_path, 0).scan().pages] == [0]
     assert os.listdir(tmp_path) == [live.path.name]
     live.close(remove=True)
 
@@ -336,13 +336,13 @@ def test_a_peer_of_another_user_is_refused(tmp_path, monkeypatch):
 
 def test_profiles_are_kept_across_restarts(tmp_path):
     async def first():
-        profile = BandwidthProfile(tmp_path)
+        profile = Profiles(tmp_path)
         await profile.load()
         assert profile.of(DRIVE) is None
         await profile.record(DRIVE, read=2e9, write=1e9)
 
     async def second():
-        profile = BandwidthProfile(tmp_path)
+        profile = Profiles(tmp_path)
         await profile.load()
         return profile.of(DRIVE)
 
@@ -357,6 +357,6 @@ def test_profiles_are_kept_across_restarts(tmp_path):
 )
 def test_a_malformed_profile_is_an_empty_one(tmp_path, content):
     Path(tmp_path / FILE_NAME).write_text(content)
-    profile = BandwidthProfile(tmp_path)
+    profile = Profiles(tmp_path)
     asyncio.run(profile.load())
     assert profile.of(DRIVE) is None

@@ -192,14 +192,14 @@ def test_the_timeline_has_every_byte_and_every_stall(placement: str, tmp_path: P
     for op in ("read", "write"):
         for device in ("nvme0", "nvme1"):
             counted = sum(
-                stats.counter("io_bytes_total", op=op, state=state, device=device).value
+                stats.snapshot().value("io_bytes_total", op=op, state=state, device=device)
                 for state in ("param", "update", "grad")
             )
             traced = sum(event["args"]["bytes"] for event in spans if event["cat"] == f"{device} {op}")
             assert traced == counted > 0
     for cause in ("read", "write", "arena"):
         booked = sum(
-            stats.counter("stall_seconds_total", phase=phase, cause=cause).value
+            stats.snapshot().value("stall_seconds_total", phase=phase, cause=cause)
             for phase in ("forward", "backward", "update", "commit", "other")
         )
         traced = sum(event["dur"] for event in spans if event["name"] == f"{cause} stall") / 1e6

@@ -107,7 +107,7 @@ def test_a_role_is_counted_on_its_own(tmp_path: Path) -> None:
         total = optimizer.run.ledger.total_bytes
         for op in ("read", "write"):
             parts = [
-                stats.counter("io_bytes_total", op=op, state=state, device=device).value
+                stats.snapshot().value("io_bytes_total", op=op, state=state, device=device)
                 for state in ("param", "update", "grad")
                 for device in ("nvme0", "nvme1")
             ]

@@ -20,8 +20,7 @@ def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | floa
         before = kernel_bytes()
         more = Recipe(**{**vars(recipe), "steps": recipe.steps + STEADY})
         counted = optimizer.run.ledger.total_bytes
-        spared = optimizer.run.stats.counter("prefetch_spared_bytes_total")
-        spared_before = spared.value
+        spared = spared_bytes(optimizer)
         train(more, model, optimizer, Outcome(), first=recipe.steps)
         quiet(optimizer)
         counted = {op: value - counted[op] for op, value in optimizer.run.ledger.total_bytes.items()}
@@ -32,7 +31,7 @@ def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | floa
             "written": counted["write"],
             "planned_read": STEADY * optimizer.run.plan.traffic.read_bytes,
             "planned_written": STEADY * optimizer.run.plan.traffic.written_bytes,
-            "spared": spared.value - spared_before,
+            "spared": spared_bytes(optimizer) - spared,
             "kernel_read": kernel["read_bytes"],
             "kernel_written": kernel["write_bytes"],
             "resident": len(optimizer.run.plan.resident),
@@ -48,6 +47,11 @@ def quiet(optimizer: infinity.PagedOptimizer) -> None:
     while optimizer.run.pager.leases or any(optimizer.run.pager.in_flight().values()):
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+def spared_bytes(optimizer: infinity.PagedOptimizer) -> float:
+    """Return the bytes of reads that were planned and not needed, since the start."""
+    return optimizer.run.stats.snapshot().value("prefetch_spared_bytes_total")
 
 
 def kernel_bytes() -> dict[str, int]:

@@ -29,8 +29,8 @@ from infinity.config import check_config, runtime_dir
 from infinity.errors import ConfigError, InfinityError
 from infinity.ranks import Ranks
 from infinity.sources.reshard import folders_of
-from infinity.telemetry import read_page
-from infinity.telemetry.page import Snapshot, StatsPageError, page_files
+from infinity.telemetry import read_stats_page
+from infinity.telemetry.page import Snapshot, StatsPageError, stats_page_files
 from infinity.units import format_size
 from infinity_tools.data import Batches, Corpus, tokenizer_of
 from infinity_tools.measure import KernelCounts, report
@@ -204,10 +204,10 @@ class LocalPages:
     def __call__(self) -> list[Snapshot]:
         """Read them."""
         found = []
-        for file in page_files(self._folder):
+        for file in stats_page_files(self._folder):
             if self.run_id and file.name.startswith(f"{self.run_id}."):
                 try:
-                    found.append(read_page(file))
+                    found.append(read_stats_page(file))
                 except StatsPageError:  # a rank that has just closed its page
                     continue
         return found

@@ -30,7 +30,7 @@ from infinity.checkpoint.manifest import (
 )
 from infinity.checkpoint.manifest import read_state_file as check_state_file
 from infinity.errors import CommitError, ConfigError, StorageError
-from infinity.store.folder import Owner, RunFolder, believed, holder_of, holders, remove_stale_lock, stale_locks
+from infinity.store.folder import Holder, RunFolder, believed, holder_of, holders, remove_stale_lock, stale_locks
 from infinity.store.marker import MARKER_NAME, FoundRun, empty_folders, is_run_id, look_for_runs
 from infinity.store.pages import Version, read_version
 
@@ -80,7 +80,7 @@ class StoredRun:
     parameters: int
     nbytes: int
     commits: tuple[Commit, ...]
-    owner: Owner | None
+    owner: Holder | None
 
     @property
     def run_id(self) -> str:
@@ -173,7 +173,7 @@ def other_holders(paths: Sequence[Path], runs: Sequence[StoredRun]) -> list[str]
         for owner in holders(path):
             root = path / owner.run_id
             if owner not in shown and not (root in roots and believed(owner, root)):
-                found.append(f"{path} is held by {Owner.unknown(owner.uid) if owner.run_id in ids else owner}")
+                found.append(f"{path} is held by {Holder.unknown(owner.uid) if owner.run_id in ids else owner}")
     return list(dict.fromkeys(found))
 
 
