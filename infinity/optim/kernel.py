@@ -39,7 +39,7 @@ Own = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class StateLayout:
+class StateSpec:
     """State of one parameter: element-wise kinds as (name, dtype name), and names of the scalars.
 
     `slices` says what an update has to be given: ``flat`` slices of any elements, shape (n,); slices of any elements
@@ -96,10 +96,10 @@ class UpdateKernel:
         """Those that hold the optimizer, which are not copied anew."""
         self._seen, self._seen_objects = self._content_of_own(), self._content_of_objects()
         self._objects_now: dict[str, Any] = {}  # copies of them, once they are others than they were at first
-        self.layouts: dict[tuple[int, torch.dtype, int], StateLayout] = {}
+        self.layouts: dict[tuple[int, torch.dtype, int], StateSpec] = {}
         """By number of the param group, dtype and number of dimensions."""
 
-    def discover(self, param: torch.Tensor, group: Mapping[str, Any]) -> StateLayout:
+    def discover(self, param: torch.Tensor, group: Mapping[str, Any]) -> StateSpec:
         """Return the state layout of a parameter of a param group."""
         number = next(n for n, known in enumerate(self._optimizer.param_groups) if known is group)
         return self.layouts[number, param.dtype, param.ndim]

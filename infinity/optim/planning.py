@@ -25,16 +25,18 @@ class StepPlanner:
     placement are fixed once. A step that looks otherwise than the one before is planned anew, with the best of them.
     """
 
-    def __init__(self, layout: Layout, pager: Pager, ledger: Ledger, *, frames: int, wanted: str, beside: bool) -> None:
+    def __init__(
+        self, layout: Layout, pager: Pager, ledger: Ledger, *, frames: int, wanted: str, threaded: bool
+    ) -> None:
         """Plan nothing yet.
 
         Args:
             frames: of the arena.
             wanted: the setting `update.placement`.
-            beside: whether updates have a thread of their own.
+            threaded: whether updates have a thread of their own.
         """
         self._layout, self._pager, self._ledger = layout, pager, ledger
-        self._frames, self._wanted, self._beside = frames, wanted, beside
+        self._frames, self._wanted, self._threaded = frames, wanted, threaded
         # Names of placements that are possible; empty while recording.
         self._candidates: tuple[str, ...] = (wanted,) if wanted in ("in_forward", "after_backward") else ()
         self.placement = Placement()
@@ -79,11 +81,11 @@ class StepPlanner:
             self._candidates = automatic if self.automatic else (self._wanted,)
         if events != self.events:
             choices: dict[tuple[Access, ...], tuple[str, Placement]] = {}
-            for name, beside in itertools.product(self._candidates, (True, False) if self._beside else (False,)):
-                choice = replace(Placement.of(name, events, self._layout), beside=beside)
+            for name, overlapped in itertools.product(self._candidates, (True, False) if self._threaded else (False,)):
+                choice = replace(Placement.of(name, events, self._layout), overlapped=overlapped)
                 choices.setdefault(expand(events, self._layout, choice), (name, choice))
-            plans = [make_plan(trace, self._layout, self._frames, beside=self._beside) for trace in choices]
-            plan = preferred(plans, self._layout, beside=self._beside)
+            plans = [make_plan(trace, self._layout, self._frames, threaded=self._threaded) for trace in choices]
+            plan = preferred(plans, self._layout, threaded=self._threaded)
             self.placed, self.placement = choices[plan.trace]
             self._plans = {"pending": plan}
 
@@ -121,5 +123,5 @@ class StepPlanner:
         if self.plan is None:
             raise InfinityError("there is no plan before the first step: take a step first")
         return predict_seconds(
-            self.plan, self._layout, bandwidth=bandwidth, computation=computation, beside=self._beside
+            self.plan, self._layout, bandwidth=bandwidth, computation=computation, threaded=self._threaded
         )

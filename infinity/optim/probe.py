@@ -24,7 +24,7 @@ from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
 from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of
-from infinity.optim.kernel import Own, Piece, Scalars, StateLayout, UpdateKernel
+from infinity.optim.kernel import Own, Piece, Scalars, StateSpec, UpdateKernel
 from infinity.optim.reach import WatchedNames, WatchedParameter, check_reach, check_zero_grad
 from infinity.units import align_up
 
@@ -144,14 +144,14 @@ class _Probe:
 
     # What is asked #
 
-    def run(self) -> dict[Case, StateLayout]:
+    def run(self) -> dict[Case, StateSpec]:
         """Return the state layout of every case.
 
         Raises:
             UnsupportedError: slices are not updated as the whole is.
         """
         slices = dict.fromkeys((subject.case for subject in self._all), 0)
-        kinds: Sequence[StateLayout] = ()
+        kinds: Sequence[StateSpec] = ()
         small = [subject for subject in self._all if subject.shape[0] in (_LEADING[0], _LEADING[0] * _TRAILING[0])]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for subjects, steps in ((small, _FEW_STEPS), (self._all, _STEPS)) if self._all else ():
@@ -163,7 +163,7 @@ class _Probe:
         }
         return {here: layouts[case] for here, case in self._of.items()}
 
-    def _try(self, slices: dict[Case, int]) -> Sequence[StateLayout]:
+    def _try(self, slices: dict[Case, int]) -> Sequence[StateSpec]:
         """Compare subjects whole and in slices; where slices are not good enough, try the next kind of them."""
         subjects = self._subjects
         try:
@@ -215,7 +215,7 @@ class _Probe:
 
     # State #
 
-    def _state_of(self, subject: _Subject, state: Mapping[str, Any]) -> StateLayout:
+    def _state_of(self, subject: _Subject, state: Mapping[str, Any]) -> StateSpec:
         kinds, scalars = [], []
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1:
@@ -233,10 +233,10 @@ class _Probe:
                 )
             else:
                 scalars.append(key)
-        return StateLayout(tuple(kinds), tuple(scalars))
+        return StateSpec(tuple(kinds), tuple(scalars))
 
-    def _check_alike(self, kinds: Sequence[StateLayout]) -> None:
-        found: dict[Case, StateLayout] = {}
+    def _check_alike(self, kinds: Sequence[StateSpec]) -> None:
+        found: dict[Case, StateSpec] = {}
         for subject, layout in zip(self._subjects, kinds, strict=True):
             other = found.setdefault(subject.case, layout)
             if other != layout:
@@ -377,7 +377,7 @@ class _Probe:
         trained.states = [{k: v for k, v in optimizer.state[p].items() if v is not None} for p in params.values()]
         return trained
 
-    def _in_slices(self, kinds: Sequence[StateLayout], slices: Mapping[Case, int]) -> _Trained:
+    def _in_slices(self, kinds: Sequence[StateSpec], slices: Mapping[Case, int]) -> _Trained:
         """Train all subjects as pages are updated."""
         kernel, subjects = self._kernel, self._subjects
         weights = [self._values(number).reshape(-1) for number in range(len(subjects))]
@@ -418,7 +418,7 @@ class _Probe:
 
     # Comparing #
 
-    def _unequal(self, whole: _Trained, kinds: Sequence[StateLayout], slices: Mapping[Case, int]) -> dict[Case, str]:
+    def _unequal(self, whole: _Trained, kinds: Sequence[StateSpec], slices: Mapping[Case, int]) -> dict[Case, str]:
         """Return what differs, by case, in words."""
         try:
             found = self._in_slices(kinds, slices)
@@ -501,7 +501,7 @@ def _divided(number: int, parts: int) -> tuple[int, ...]:
     return (number, *factors)
 
 
-def _listed(layout: StateLayout) -> str:
+def _listed(layout: StateSpec) -> str:
     return ", ".join([*(f"{key} ({dtype})" for key, dtype in layout.kinds), *layout.scalars]) or "none"
 
 

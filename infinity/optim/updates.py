@@ -103,7 +103,7 @@ class Updates:
             own=self._given.kernel.own(),
         )
         self._reduced = unit
-        if not self._planner.placement.beside:
+        if not self._planner.placement.overlapped:
             self.run_reduced()
 
     def run_reduced(self) -> None:
@@ -202,7 +202,7 @@ class Updates:
         with self._ledger.phase("update", name), torch.no_grad():
             for segment, position in unit_ranges[update.begun : stop]:
                 lease = self._pager.lease(
-                    range_access(segment, position, components=update.components), beside=self._worker.beside
+                    range_access(segment, position, components=update.components), threaded=self._worker.threaded
                 )
                 ranges.append(_Range(segment, segment.ranges[position], lease))
             update.begun = stop

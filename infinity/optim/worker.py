@@ -24,7 +24,7 @@ class UpdateWorker:
             torch.set_num_threads(torch.get_num_threads())  # what threads of torch's own begin with, again
 
     @property
-    def beside(self) -> bool:
+    def threaded(self) -> bool:
         """Whether updates run on a thread of their own."""
         return self._thread is not None
 

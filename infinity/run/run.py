@@ -157,7 +157,7 @@ class Run:
             worker = UpdateWorker(settings.update.cores_beside(device.type, _idle_cores(self.ranks)), pager.fail)
             self.undo.push(worker.close)
         planner = StepPlanner(
-            layout, pager, ledger, frames=arena.frames, wanted=settings.update.placement, beside=worker.beside
+            layout, pager, ledger, frames=arena.frames, wanted=settings.update.placement, threaded=worker.threaded
         )
         for role in Role:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))

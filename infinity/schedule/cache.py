@@ -56,12 +56,12 @@ class Cache:
 
     # Uses #
 
-    def acquire(self, uses: Access, *, beside: bool) -> None:
+    def acquire(self, uses: Access, *, threaded: bool) -> None:
         """Pin pages in frames; wait until they are read, and those to be modified are not being written.
 
         Args:
             uses: distinct pages.
-            beside: whether this is not the training thread.
+            threaded: whether this is not the training thread.
 
         Raises:
             InfinityError: there are not enough frames for what is in use at once.
@@ -73,16 +73,16 @@ class Cache:
             pages[use.page].pins += 1
         try:
             for use in uses:  # all are on their way before the first one is waited for
-                self._fetch(use, beside=beside)
+                self._fetch(use, threaded=threaded)
             for use in uses:
                 page, state = use.page, pages[use.page]
                 if state.reading:
-                    self._transfers.wait(partial(_is_read, state), "read", page, beside=beside)
+                    self._transfers.wait(partial(_is_read, state), "read", page, threaded=threaded)
                 # What is being written is hashed and read by other threads: a change would tear it. From here on
                 # nothing begins to write it: it is pinned, and `flush`, which does not look at pins, belongs to the
                 # training thread and waits for all leases first.
                 if state.writing and use.mode.modifies:
-                    self._transfers.wait(partial(_is_written, state), "write", page, beside=beside)
+                    self._transfers.wait(partial(_is_written, state), "write", page, threaded=threaded)
         except BaseException:
             for use in uses:
                 pages[use.page].pins -= 1
@@ -96,14 +96,14 @@ class Cache:
                 return False
         return True
 
-    def _fetch(self, use: Use, *, beside: bool) -> None:
+    def _fetch(self, use: Use, *, threaded: bool) -> None:
         """Give a page a frame, and start to read it if its content is needed and not there."""
         page, state, fetches = use.page, self._frames.pages[use.page], use.mode.fetches
         reads = fetches and state.frame < 0 and self._store.has(page)
         if fetches:
             self._observer.fetched("miss" if reads else "late" if state.reading else "hit")
         if state.frame < 0:
-            self._acquire_frame(page, beside=beside)
+            self._acquire_frame(page, threaded=threaded)
         if state.frame < 0:  # while waiting, a completion may have prefetched this very page
             self._frames.assign(page)
             if reads:
@@ -126,9 +126,9 @@ class Cache:
                 state.dirty = False
                 self._store.discard(use.page)
 
-    def acquire_lease(self, uses: Access, *, beside: bool) -> None:
+    def acquire_lease(self, uses: Access, *, threaded: bool) -> None:
         """Do as `acquire` for a lease, whose frames come back by themselves."""
-        self.acquire(uses, beside=beside)
+        self.acquire(uses, threaded=threaded)
         self._held_leases += 1
 
     def release_lease(self, uses: Access) -> None:
@@ -283,7 +283,7 @@ class Cache:
                 if started == _AT_ONCE:
                     return
 
-    def _acquire_frame(self, page: int, *, beside: bool) -> None:
+    def _acquire_frame(self, page: int, *, threaded: bool) -> None:
         """Wait until there is a free frame, or the page has one. [Note: who gets a frame]"""
         frames, transfers = self._frames, self._transfers
         state = frames.pages[page]
@@ -301,7 +301,7 @@ class Cache:
             if not frames.free:
                 self._awaited += 1
                 try:
-                    transfers.wait(partial(self._may_have_frame, self._returned), "arena", page, beside=beside)
+                    transfers.wait(partial(self._may_have_frame, self._returned), "arena", page, threaded=threaded)
                 finally:
                     self._awaited -= 1
 

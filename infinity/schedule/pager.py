@@ -35,9 +35,9 @@ class Lease:
     """
 
     def __init__(
-        self, pager: Pager, uses: Access, cursor: Cursor | None, access: PlannedAccess | None, *, beside: bool
+        self, pager: Pager, uses: Access, cursor: Cursor | None, access: PlannedAccess | None, *, threaded: bool
     ) -> None:
-        self._pager, self._beside = pager, beside
+        self._pager, self._threaded = pager, threaded
         self.uses = uses
         """The pages, as `Pager.access` takes them."""
         self._cursor = cursor
@@ -47,11 +47,11 @@ class Lease:
 
     def hold_at_once(self) -> list[memoryview] | None:
         """Hold the pages, to be returned by `__exit__`, if there is nothing to wait for; else return None."""
-        return self._pager._acquire_at_once(self.uses, beside=self._beside)
+        return self._pager._acquire_at_once(self.uses, threaded=self._threaded)
 
     def __enter__(self) -> list[memoryview]:
         """Wait for the pages; return them as `Pager.access` does. Raises what that raises."""
-        return self._pager._acquire_lease(self.uses, beside=self._beside)
+        return self._pager._acquire_lease(self.uses, threaded=self._threaded)
 
     def __exit__(self, *exception: object) -> None:
         """Return the pages."""
@@ -123,12 +123,12 @@ class Pager:
         finally:
             self._release(uses, planned=planned, event=leaves() if leaves else None)
 
-    def lease(self, uses: Access, *, beside: bool) -> Lease:
+    def lease(self, uses: Access, *, threaded: bool) -> Lease:
         """Take the place of `uses` in the plan now, to hold the pages later; leases are held in order.
 
         Args:
             uses: as for `access`.
-            beside: whether another thread holds them, whose waits are no stalls of the training thread.
+            threaded: whether another thread holds them, whose waits are no stalls of the training thread.
 
         Raises:
             CorruptPageError, StorageError, StallError: something has failed before.
@@ -140,7 +140,7 @@ class Pager:
             self.leases += 1
             for use in uses:
                 self._frames.pages[use.page].leases += 1
-        return Lease(self, uses, cursor, access, beside=beside)
+        return Lease(self, uses, cursor, access, threaded=threaded)
 
     def install(self, plan: Plan | None) -> None:
         """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`."""
@@ -240,7 +240,7 @@ class Pager:
                 state = self._frames.pages[use.page]
                 if state.leases:
                     self._transfers.wait(lambda state=state: not state.leases, "update", use.page)  # type: ignore[misc]
-            self._cache.acquire(uses, beside=False)
+            self._cache.acquire(uses, threaded=False)
             return cursor is not None
 
     def _release(self, uses: Access, *, planned: bool, event: DeviceEvent | None) -> None:
@@ -249,14 +249,14 @@ class Pager:
             cursor = self._cursor if planned else None
             self._end(uses, cursor, cursor.take(uses) if cursor is not None else None)
 
-    def _acquire_lease(self, uses: Access, *, beside: bool) -> list[memoryview]:
+    def _acquire_lease(self, uses: Access, *, threaded: bool) -> list[memoryview]:
         with self._transfers.lock:
-            self._cache.acquire_lease(uses, beside=beside)
+            self._cache.acquire_lease(uses, threaded=threaded)
         return self._contents(uses)
 
-    def _acquire_at_once(self, uses: Access, *, beside: bool) -> list[memoryview] | None:
+    def _acquire_at_once(self, uses: Access, *, threaded: bool) -> list[memoryview] | None:
         with self._transfers.lock:
-            return self._acquire_lease(uses, beside=beside) if self._cache.can_acquire(uses) else None
+            return self._acquire_lease(uses, threaded=threaded) if self._cache.can_acquire(uses) else None
 
     def _release_lease(self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None) -> None:
         with self._transfers.lock:

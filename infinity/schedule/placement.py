@@ -35,7 +35,7 @@ class Placement:
     """Unit -> how many of its ranges, the first ones, are updated in backward; those that are not there have none."""
     in_forward: frozenset[int] = frozenset()
     """Units of which the other ranges are updated in the next forward; of the others that is done in `step()`."""
-    beside: bool = True
+    overlapped: bool = True
     """Whether updates run beside the computation of another unit. In backward, a unit is updated when the next one has
     been gathered; in forward, when the one before it has been gathered (the first unit is updated in `step()`). Else a
     unit is updated as soon as its gradients are there, or just before it is gathered: that needs fewer frames."""
@@ -106,7 +106,7 @@ class Placement:
     def due(self, events: Iterable[Event]) -> dict[int, int]:
         """Return which unit is to be updated when a unit is first gathered; those updated in `step()` are not there."""
         order = tuple(dict.fromkeys(event.unit for event in events if event.kind is EventKind.GATHER))
-        pairs = itertools.pairwise(order) if self.beside else zip(order, order, strict=True)
+        pairs = itertools.pairwise(order) if self.overlapped else zip(order, order, strict=True)
         return {gathered: unit for gathered, unit in pairs if unit in self.in_forward}
 
 
@@ -174,7 +174,7 @@ def expand(
 
     for event in events:
         if event.kind is EventKind.GATHER:
-            if not placement.beside:
+            if not placement.overlapped:
                 update_waiting(event.unit)
             accesses.extend(gather_accesses(layout, event.unit))
             update_reduced()
@@ -190,7 +190,7 @@ def expand(
                 )
             if first:
                 reduced.append(event.unit)
-                if not placement.beside:
+                if not placement.overlapped:
                     update_reduced()
         else:
             update_reduced()

@@ -150,11 +150,11 @@ def least_frames(widest: int) -> int:
     return max(LEAST_STREAMING, widest + 2) + LEAST_WRITING
 
 
-def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, beside: bool = False) -> Plan:
+def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, threaded: bool = False) -> Plan:
     """Return the plan for a trace, the accesses of one step, and an arena of `frames` frames.
 
     Args:
-        beside: whether updates are waited for on a thread of their own.
+        threaded: whether updates are waited for on a thread of their own.
 
     Raises:
         BudgetError: there are fewer frames than `least_frames`.
@@ -176,13 +176,13 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, beside: b
     least = drafts[0].traffic.total_bytes
     found: list[tuple[float, Plan]] = []
     while True:
-        found += [(_slowness(draft, layout, least, beside=beside), draft) for draft in drafts]
+        found += [(_slowness(draft, layout, least, threaded=threaded), draft) for draft in drafts]
         _, quickest = min(found, key=lambda pair: pair[0])
         tried = max(min(frames // 4, _AT_ONCE), _WIDER * quickest.streaming_frames)
         if streaming >= min(tried, most):
             draft = _preferred(found)
             plan = _plan(trace, layout, frames, draft.streaming_frames, draft.kept.frames)
-            return preferred([plan, draft], layout, beside=beside)
+            return preferred([plan, draft], layout, threaded=threaded)
         streaming = min(_WIDER * streaming, most)
         drafts = _drafts(trace, layout, frames, streaming)
 
@@ -199,14 +199,14 @@ def _writing(frames: int, streaming: int) -> int:
     return min(max(LEAST_WRITING, streaming // _WRITING), frames - streaming)
 
 
-def preferred(plans: Sequence[Plan], layout: Layout, *, beside: bool) -> Plan:
+def preferred(plans: Sequence[Plan], layout: Layout, *, threaded: bool) -> Plan:
     """Return the plan under which steps take least time; of those that are about as quick, the one that moves least.
 
     Args:
-        beside: whether updates are waited for on a thread of their own.
+        threaded: whether updates are waited for on a thread of their own.
     """
     least = min(plan.traffic.total_bytes for plan in plans)
-    return _preferred([(_slowness(plan, layout, least, beside=beside), plan) for plan in plans])
+    return _preferred([(_slowness(plan, layout, least, threaded=threaded), plan) for plan in plans])
 
 
 def _preferred(found: Sequence[tuple[float, Plan]]) -> Plan:
@@ -215,7 +215,7 @@ def _preferred(found: Sequence[tuple[float, Plan]]) -> Plan:
     return min(about, key=lambda pair: (pair[1].traffic.total_bytes, pair[0]))[1]
 
 
-def _slowness(plan: Plan, layout: Layout, least: float, *, beside: bool) -> float:
+def _slowness(plan: Plan, layout: Layout, least: float, *, threaded: bool) -> float:
     """Return how much longer than necessary steps take: 1.0 is best. The mean over four kinds of steps.
 
     They differ in how long their computation takes: no time, so that only bytes count; as long as moving `least` bytes;
@@ -226,7 +226,7 @@ def _slowness(plan: Plan, layout: Layout, least: float, *, beside: bool) -> floa
     """
     least = max(1, least)  # it may be that nothing moves
     works = (least, 2 * least, 2 * _read_and_written(plan, layout))
-    found = lengths(plan, layout, works, beside=beside)
+    found = lengths(plan, layout, works, threaded=threaded)
     ratios = [length / work for length, work in zip(found, works, strict=True)]
     return mean([plan.traffic.total_bytes / least, *ratios])
 
@@ -236,26 +236,28 @@ def _read_and_written(plan: Plan, layout: Layout) -> int:
     return 2 * sum(layout.pages[page].nbytes for page in {use.page for access in plan.trace for use in access})
 
 
-def lengths(plan: Plan, layout: Layout, works: Sequence[float], *, beside: bool) -> list[float]:
+def lengths(plan: Plan, layout: Layout, works: Sequence[float], *, threaded: bool) -> list[float]:
     """Return how long a steady step takes for each time that its computation may take: see `step_length`."""
     moves = _moves(plan.trace, plan.reach, plan.resident, plan.kept)
     frames = plan.frames - len(plan.resident) - len(moves.staying)
     shares = computation(plan.trace, layout)
     return [
-        step_length(plan.trace, plan.reach, moves, layout, frames, [share * work for share in shares], beside=beside)
+        step_length(
+            plan.trace, plan.reach, moves, layout, frames, [share * work for share in shares], threaded=threaded
+        )
         for work in works
     ]
 
 
-def predict_seconds(plan: Plan, layout: Layout, *, bandwidth: float, computation: float, beside: bool) -> float:
+def predict_seconds(plan: Plan, layout: Layout, *, bandwidth: float, computation: float, threaded: bool) -> float:
     """Return how many seconds a steady step takes.
 
     Args:
         bandwidth: of the drives, bytes per second of reads and writes together.
         computation: seconds that the training thread takes where it waits for no page.
-        beside: whether updates are waited for on a thread of their own.
+        threaded: whether updates are waited for on a thread of their own.
     """
-    (length,) = lengths(plan, layout, [computation * bandwidth], beside=beside)
+    (length,) = lengths(plan, layout, [computation * bandwidth], threaded=threaded)
     return max(length, plan.traffic.total_bytes) / bandwidth
 
 

@@ -66,7 +66,7 @@ def step_length(
     frames: int,
     work: Sequence[float],
     *,
-    beside: bool,
+    threaded: bool,
 ) -> float:
     """Return how long a steady step takes, in bytes that the drive could move meanwhile.
 
@@ -74,11 +74,11 @@ def step_length(
         reach: the last position of the window, by position.
         frames: of the arena, without those of pages that always stay.
         work: how long computation takes before each access, and behind all.
-        beside: whether updates are waited for on a thread of their own.
+        threaded: whether updates are waited for on a thread of their own.
     """
     length, clockwork = len(trace), Clockwork(layout, frames)
     before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
-    aside = [beside and any(layout.pages[page].role is Role.UPDATE for page, _ in access) for access in trace]
+    aside = [threaded and any(layout.pages[page].role is Role.UPDATE for page, _ in access) for access in trace]
     training = updates = 0.0
     ended: deque[tuple[int, float]] = deque()  # how far the window reaches until an update has ended, and when it has
     cursor, began = -1, 0.0

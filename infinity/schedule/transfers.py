@@ -153,13 +153,13 @@ class Transfers:
         if self._failure is not None:
             raise self._failure
 
-    def wait(self, ready: Callable[[], bool], cause: str, page: int, *, beside: bool = False) -> None:
+    def wait(self, ready: Callable[[], bool], cause: str, page: int, *, threaded: bool = False) -> None:
         """Wait until `ready()`, which is asked under the lock after every notification.
 
         Args:
             cause: what is waited for: ``read``, ``write``, ``arena`` or ``update``.
             page: what is needed, or -1.
-            beside: whether this is not the training thread, so that it is no stall.
+            threaded: whether this is not the training thread, so that it is no stall.
 
         Raises:
             StallError: it took longer than the time limit.
@@ -169,7 +169,7 @@ class Transfers:
             return
         started = time.perf_counter()
         finished = self.lock.wait_for(lambda: ready() or self._failure is not None, self._timeout)
-        if not beside:
+        if not threaded:
             self._observer.stalled(cause, page, time.perf_counter() - started)
         self.check()
         if not finished:

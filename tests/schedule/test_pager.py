@@ -144,7 +144,7 @@ class Bench:
 
     def lease(self, uses: Access) -> None:
         """Do the same on another thread, which takes its time."""
-        self._leases.append((self.pager.lease(uses, beside=True), uses))
+        self._leases.append((self.pager.lease(uses, threaded=True), uses))
         self._jobs.append(self._worker.submit(self._use_leased))
 
     def _use_leased(self) -> None:

@@ -22,16 +22,16 @@ LAYERS, ELEMENTS = 12, 10 * 32 * 1024
 """A unit has ten pages of weights and sixty of master and moments."""
 
 
-def step(*, beside: bool = False) -> tuple[tuple[Access, ...], Layout]:
+def step(*, threaded: bool = False) -> tuple[tuple[Access, ...], Layout]:
     """Return the accesses of a transformer's step that updates in backward."""
     layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
-    placement = replace(Placement.of("in_backward", events, layout), beside=beside)
+    placement = replace(Placement.of("in_backward", events, layout), overlapped=threaded)
     return expand(events, layout, placement), layout
 
 
 @given(plans(), st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.booleans())
 def test_a_step_takes_no_less_than_either_and_no_more_than_both(
-    drawn: tuple[Plan, Layout], share: float, beside: bool
+    drawn: tuple[Plan, Layout], share: float, threaded: bool
 ) -> None:
     """Than computation; than computation and transfers one after the other, up to what a step leaves to the next."""
     plan, layout = drawn
@@ -39,7 +39,7 @@ def test_a_step_takes_no_less_than_either_and_no_more_than_both(
     plan = replace(plan, prefix=(), reach=tuple(position - lead for position in plan.reach[lead:]))
     moved = plan.traffic.total_bytes
     work = share * (moved or layout.state_bytes)
-    (found,) = lengths(plan, layout, [work], beside=beside)
+    (found,) = lengths(plan, layout, [work], threaded=threaded)
     left_over = plan.frames * layout.page_bytes
     assert work * (1 - 1e-9) <= found <= (work + moved + left_over) * (1 + 1e-9)
 
@@ -60,7 +60,7 @@ def test_nothing_is_waited_for_where_nothing_moves() -> None:
     """With everything in the arena, a step takes as long as its computation."""
     trace, layout = step()
     plan = make_plan(trace, layout, len(layout.pages))
-    assert lengths(plan, layout, [1e9], beside=False) == pytest.approx([1e9])
+    assert lengths(plan, layout, [1e9], threaded=False) == pytest.approx([1e9])
 
 
 def test_seconds_are_those_of_the_slower_and_what_cannot_hide() -> None:
@@ -70,7 +70,7 @@ def test_seconds_are_those_of_the_slower_and_what_cannot_hide() -> None:
     moved = plan.traffic.total_bytes
 
     def seconds(bandwidth: float, computation: float) -> float:
-        return predict_seconds(plan, layout, bandwidth=bandwidth, computation=computation, beside=False)
+        return predict_seconds(plan, layout, bandwidth=bandwidth, computation=computation, threaded=False)
 
     assert seconds(moved, 0.0) == pytest.approx(1.0, rel=0.2)
     assert 1.0 <= seconds(moved, 0.5) <= 1.7
@@ -80,51 +80,51 @@ def test_seconds_are_those_of_the_slower_and_what_cannot_hide() -> None:
 
 def test_updates_on_another_thread_are_not_waited_for() -> None:
     """Neither can a step be longer for it."""
-    trace, layout = step(beside=True)
+    trace, layout = step(threaded=True)
     plan = make_plan(trace, layout, 60)
     work = [plan.traffic.total_bytes]
-    (alone,), (beside,) = (lengths(plan, layout, work, beside=choice) for choice in (False, True))
-    assert beside < alone
+    (alone,), (threaded,) = (lengths(plan, layout, work, threaded=choice) for choice in (False, True))
+    assert threaded < alone
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("frames", [14, 40, 160, 300])
-def test_training_goes_no_further_ahead_of_updates_than_the_window_reaches(frames: int, beside: bool) -> None:
+def test_training_goes_no_further_ahead_of_updates_than_the_window_reaches(frames: int, threaded: bool) -> None:
     """So the computation of forward hides nothing of what updates in backward move but what the frames hold.
 
     Those of the window and those that are being written, once before backward and once behind it.
     """
-    trace, layout = step(beside=beside)
-    plan = make_plan(trace, layout, frames, beside=beside)
+    trace, layout = step(threaded=threaded)
+    plan = make_plan(trace, layout, frames, threaded=threaded)
     work, traffic = plan.traffic.total_bytes, plan.traffic
     updates = traffic.read[Role.UPDATE] + traffic.written[Role.UPDATE]
     hidden = (plan.frames - len(plan.resident)) * PAGE
-    (found,) = lengths(plan, layout, [work], beside=beside)
+    (found,) = lengths(plan, layout, [work], threaded=threaded)
     assert found >= work / (1 + BACKWARD) + updates - 2 * hidden
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_an_arena_with_room_for_a_unit_keeps_the_drive_busy(beside: bool) -> None:
+@pytest.mark.parametrize("threaded", [False, True])
+def test_an_arena_with_room_for_a_unit_keeps_the_drive_busy(threaded: bool) -> None:
     """Where computation takes as long as the transfers, most of them hide behind it if the arena holds a unit."""
     trace, layout = step()
-    narrow, wide = make_plan(trace, layout, 24, beside=beside), make_plan(trace, layout, 96, beside=beside)
+    narrow, wide = make_plan(trace, layout, 24, threaded=threaded), make_plan(trace, layout, 96, threaded=threaded)
     (of_narrow,), (of_wide,) = (
-        lengths(plan, layout, [plan.traffic.total_bytes], beside=beside) for plan in (narrow, wide)
+        lengths(plan, layout, [plan.traffic.total_bytes], threaded=threaded) for plan in (narrow, wide)
     )
     assert of_narrow > 1.4 * narrow.traffic.total_bytes
     assert of_wide < 1.3 * wide.traffic.total_bytes
-    assert preferred([narrow, wide], layout, beside=beside) is wide
+    assert preferred([narrow, wide], layout, threaded=threaded) is wide
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_what_both_passes_move_hides_behind_both(beside: bool) -> None:
+@pytest.mark.parametrize("threaded", [False, True])
+def test_what_both_passes_move_hides_behind_both(threaded: bool) -> None:
     """With a share of every update in forward, forward moves its share; so steps take less time where nothing idles."""
     layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
     found = {}
     for name in ("in_backward", "in_both"):
-        placement = replace(Placement.of(name, events, layout), beside=beside)
-        plan = make_plan(expand(events, layout, placement), layout, 96, beside=beside)
-        (length,) = lengths(plan, layout, [plan.traffic.total_bytes], beside=beside)
+        placement = replace(Placement.of(name, events, layout), overlapped=threaded)
+        plan = make_plan(expand(events, layout, placement), layout, 96, threaded=threaded)
+        (length,) = lengths(plan, layout, [plan.traffic.total_bytes], threaded=threaded)
         found[name] = length / plan.traffic.total_bytes
     assert found["in_both"] < found["in_backward"] - 0.09
     assert found["in_both"] < 1.13

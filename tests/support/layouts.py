@@ -67,7 +67,7 @@ def steps(draw: st.DrawFn, layout: Layout) -> tuple[Event, ...]:
 def placements(draw: st.DrawFn, layout: Layout, events: tuple[Event, ...]) -> Placement:
     """Draw a placement for a step; some of what is updated in backward may be left to the next forward."""
     placement = Placement.of(draw(st.sampled_from(PLACEMENTS)), events, layout)
-    placement = replace(placement, beside=draw(st.booleans()))
+    placement = replace(placement, overlapped=draw(st.booleans()))
     if draw(st.booleans()):
         return placement
     early = {unit: draw(st.sampled_from(list(divisions(layout, unit)))) for unit in placement.in_backward}
