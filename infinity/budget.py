@@ -23,7 +23,9 @@ class Budget:
     """How a rank's host memory is used."""
 
     layout: Layout
+    """The pages of this rank."""
     frames: int
+    """How many of the largest page the arena has room for."""
 
     @property
     def host_bytes(self) -> int:

@@ -59,7 +59,7 @@ class Peers:
         self._store = group.get_group_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         places = ranks.collect((_node(), os.getpid(), process_start(os.getpid()), secrets.token_hex(8)))
-        self._prefix = f"infinity/{places[0][3]}"
+        self._prefix = f"infinity/{places[0][3]}"  # of keys in the store: this run's own
         self._processes: dict[int, tuple[int, int]] = {}
         """Descriptors of the processes of the other ranks of this node: (rank, process id)."""
         self._watched: dict[int, tuple[int, int]] = {}
@@ -83,6 +83,7 @@ class Peers:
         self._failure: LostRankError | None = None  # what ended another rank
         self._deadline = 0.0  # when this process is ended if it has not closed by then, of `time.monotonic`
         self._known = threading.Event()  # set behind `_failure`
+        # Descriptor that wakes the thread: there is something to tell, or to leave for.
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="infinity-peers", daemon=True)
         self._thread.start()

@@ -20,8 +20,11 @@ class Ranks:
     """Who this process is among the ranks."""
 
     rank: int
+    """Its number among all ranks."""
     local_rank: int
+    """Its number among those of this node."""
     world_size: int
+    """How many ranks there are."""
 
     @classmethod
     def current(cls) -> Ranks:

@@ -32,7 +32,9 @@ class SlicedForward:
         """Take over from the forward that `module` has."""
         forward = module.forward
         self.module, self.count = module, count
+        # The forward of the module itself, for a whole batch.
         self.whole: Callable[..., Any] = forward.whole if isinstance(forward, SlicedForward) else forward
+        # Finds out, once per kind of call, how batches are sliced.
         self._finder = SlicingFinder(module, self.whole, batch_dim)
         update_wrapper(self, self.whole)
 

@@ -165,6 +165,7 @@ class SlicingFinder:
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], batch_dim: BatchDim) -> None:
         self._module, self._batch_dim = module, batch_dim
+        # The dimension of the batch that the module itself says, of its first tensor.
         self._default = _own_batch_dim(module, forward)
         self._found: dict[Any, Slicing] = {}  # by kind of call, `_MOST_KINDS` at most
         self._warned = False  # that there are more kinds

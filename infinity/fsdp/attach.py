@@ -47,6 +47,7 @@ class Attachment:
         Raises:
             UnsupportedError: a parameter cannot be given another value. Hooks that were made are removed.
         """
+        # All parameters, in the order of the shards.
         self._members = [member for unit in sharded.members for member in unit]
         with ExitStack() as undo:
             groups = [group for group, unit in zip(sharded.groups, sharded.members, strict=True) for _ in unit]

@@ -185,6 +185,7 @@ class _Loaded:
     """Replaces paged gradients by their elements; each is loaded once, so that views of it share memory."""
 
     def __init__(self) -> None:
+        # By id of a paged gradient: it, and what was loaded of it.
         self.contents: dict[int, tuple[Gradient, torch.Tensor]] = {}
 
     def __call__(self, value: Any) -> Any:

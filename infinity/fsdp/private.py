@@ -434,6 +434,7 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
 
     class ReusedBuffers(DefaultReduceScatter):
         def __init__(self) -> None:
+            # Uint8, all that were ever needed at once; free where nobody else refers to them.
             self._buffers: list[torch.Tensor] = []
 
         def allocate(

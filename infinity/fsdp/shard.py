@@ -41,8 +41,11 @@ class ShardHome:
     """
 
     source: ShardSource
+    """Who has its content."""
     shard: int
+    """Its number in the layout."""
     name: str
+    """Of the parameter, for errors."""
     padded: torch.Size
     gather_dtype: torch.dtype
     device: torch.device

@@ -56,6 +56,7 @@ class ShardIO:
         """
         self._layout, self._load_limit = layout, load_limit
         self._open: tuple[Pager, GatherListener, Ledger] | None = pager, listener, ledger  # None once closed
+        # What errors say once it is closed.
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
         self._loaded = 0  # bytes of shards that `load` has returned, and which somebody still has
 

@@ -34,10 +34,15 @@ class ShardedModel:
 
     model: nn.Module
     names: tuple[str, ...]
+    """Of units, in the order in which FSDP2 has them."""
     groups: tuple[Any, ...]
+    """FSDP2's parameter group of each unit."""
     members: tuple[tuple[Member, ...], ...]
+    """Parameters of each unit, in the order in which they are gathered."""
     device: torch.device
+    """Where the model computes."""
     on_meta: bool
+    """Whether a parameter has no value yet."""
 
     @classmethod
     def inspect(cls, model: nn.Module) -> ShardedModel:

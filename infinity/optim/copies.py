@@ -118,7 +118,7 @@ class Template:
         Raises:
             UnsupportedError: it keeps what cannot be copied.
         """
-        self._class = type(optimizer)
+        self._class = type(optimizer)  # of which copies are made
         name = self._class.__name__
         params = [param for group in optimizer.param_groups for param in group["params"]]
         known = {id(param) for param in params}
@@ -137,6 +137,7 @@ class Template:
                         "an element-wise optimizer such as AdamW"
                     )
         stand_ins = {id(param): nn.Parameter(torch.zeros(1, dtype=param.dtype)) for param in params}
+        # The copy of which all others are made; it has no parameters of the model.
         self._master = self._copy(optimizer, [], dict(stand_ins))
 
     def over(self, groups: Groups) -> torch.optim.Optimizer:

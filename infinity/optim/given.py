@@ -39,7 +39,7 @@ class GivenOptimizer:
         self.kernel = kernel
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._group_numbers = [groups.get(id(param), -1) for param in parameters]  # by shard; -1: it is in none
-        self._shards = {id(param): shard for shard, param in enumerate(parameters)}
+        self._shards = {id(param): shard for shard, param in enumerate(parameters)}  # by id of the parameter
         self._members = self._members_now()  # ids of the parameters of each param group, as they were passed in
         self._watched = {name for name, value in attributes(optimizer).items() if is_plain(value)}
         """Attributes whose values updates take over."""

@@ -152,7 +152,7 @@ class Gradients:
         """Whether anybody but the update needed a gradient since the last step."""
         self.changed = False
         """Whether there is something new since `reconcile`."""
-        self._closed = False
+        self._closed = False  # set by `close`
 
     def close(self) -> None:
         """Let go of everything: gradients refer to this object from within tensors, where Python finds no cycles."""

@@ -70,13 +70,14 @@ class UpdateKernel:
         Raises:
             UnsupportedError: it keeps what cannot be copied.
         """
-        self.name = type(optimizer).__name__
+        self.name = type(optimizer).__name__  # its class, for errors
         self._optimizer = optimizer
-        self._class = type(optimizer)
-        self.template = Template(optimizer)
+        self._class = type(optimizer)  # of which `build` makes others
+        self.template = Template(optimizer)  # from which copies are made
+        # Names of settings that its constructor takes.
         self._accepted = set(inspect.signature(self._class.__init__).parameters) - {"self", "params"}
-        self._runner = self.template.over([])
-        self._step = private.unhooked_step(self._runner)
+        self._runner = self.template.over([])  # the copy that updates; has parameters only inside of `update`
+        self._step = private.unhooked_step(self._runner)  # its step, without the hooks of users
         self.shapes: dict[int, tuple[int, ...]] = {}
         """By shard: the shape in which slices are given to the optimizer, where it is not (n,)."""
         self.advancing: frozenset[str] = frozenset()
@@ -89,11 +90,13 @@ class UpdateKernel:
         """Whether updates depend on the loss that a closure returns."""
         self.builds = any(optimizer.state.values()) and self._makes_its_state()
         """Whether the constructor makes the state of parameters."""
+        # Attributes whose values updates take over.
         self._watched = [name for name, value in attributes(optimizer).items() if is_plain(value)]
         self._objects = [name for name, value in attributes(optimizer).items() if is_object(value)]
         """Attributes that are no plain data, and that a loop may change: own classes of settings, sets."""
         self._tied = {name for name in self._objects if reaches_an_optimizer(vars(optimizer)[name])}
         """Those that hold the optimizer, which are not copied anew."""
+        # What these were when `own` looked last.
         self._seen, self._seen_objects = self._content_of_own(), self._content_of_objects()
         self._objects_now: dict[str, Any] = {}  # copies of them, once they are others than they were at first
         self.layouts: dict[tuple[int, torch.dtype, int], StateSpec] = {}

@@ -64,9 +64,9 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
 class _Subject:
     """A small parameter."""
 
-    case: Case
+    case: Case  # what kind of parameter it stands for
     group: int  # among those that are probed
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter
     late: bool = False  # it has no gradient in the steps `_MISSING`
 
     @property
@@ -99,8 +99,8 @@ def view_shape(slices: str, shape: Sequence[int]) -> tuple[int, ...] | None:
 class _Trained:
     """What became of the subjects: everything that must be equal."""
 
-    weights: list[torch.Tensor] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)  # of every subject, at the end
+    states: list[dict[str, Any]] = field(default_factory=list)  # of every subject, at the end
     groups: list[Groups] = field(default_factory=list)  # after every step
     own: list[dict[str, Any]] = field(default_factory=list)  # content of the attributes after every step
     others: list[str] = field(default_factory=list)  # keys of the state that are no parameters
@@ -111,7 +111,7 @@ class _Probe:
 
     def __init__(self, kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> None:
         self._kernel, self._name = kernel, kernel.name
-        self._before = [settings_of(group) for group in optimizer.param_groups]
+        self._before = [settings_of(group) for group in optimizer.param_groups]  # as they were passed in
         alike: dict[str, int] = {}  # groups that differ in nothing but what loops change are probed once
         numbers = []  # of the group that is probed in place of each
         for number, group in enumerate(self._before):
@@ -121,14 +121,14 @@ class _Probe:
         if len(chosen) == 1 < len(self._before):
             chosen.append(next(n for n in range(len(self._before)) if n not in chosen))
         self._chosen = chosen
-        self._names = WatchedNames()
+        self._names = WatchedNames()  # stands in for names of parameters, and notes whether anybody asks
         for group in self._before:
             if "param_names" in group:  # of all parameters, while slices are of some
                 group["param_names"] = self._names
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._marks = {name for param in params for name in vars(param)} - private.PARAMETER_MARKS
         """Attributes that were set on parameters."""
-        self._of: dict[Case, Case] = {}
+        self._of: dict[Case, Case] = {}  # a case -> the one that is tried in its place
         subjects: dict[_Subject, None] = {}
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:

@@ -31,10 +31,15 @@ class StateHome:
     """Where one state of one shard is; see `infinity.fsdp.paged_tensor.Home`."""
 
     shards: ShardIO
+    """Reads and writes it."""
     shard: int
+    """Number in the layout."""
     kind: str
+    """Name of the state, as the optimizer has it."""
     name: str
+    """What errors call it."""
     device: torch.device
+    """Where it is loaded to."""
 
     def load(self) -> torch.Tensor:
         """Return a copy of the elements, flat, on the compute device."""
@@ -160,7 +165,7 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
     """
 
     def __init__(self, reader: StateReader) -> None:
-        self._known = weakref.ref(reader)
+        self._known = weakref.ref(reader)  # weak: the given optimizer, which has this, is not to keep a run in memory
 
     @property
     def _reader(self) -> StateReader:

@@ -59,7 +59,7 @@ class StepRunner:
         self._ledger, self._freed = ledger, freed
         self.planner = planner
         """Where updates run, and the plan."""
-        self._recording = Recording()
+        self._recording = Recording()  # what this step shows
         self.updates = Updates(layout, pager, planner, given, worker, ledger)
         """What is being updated."""
         self._gradients = Gradients(layout, pager, planner, self.updates, self._recording, ledger, parameters)

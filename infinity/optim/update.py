@@ -75,6 +75,7 @@ class Opened:
     ) -> None:
         self.segment, self.item = segment, item
         self._layout = layout
+        # Pages and their bytes.
         self._held = [(layout.pages[use.page], content) for use, content in zip(access, contents, strict=True)]
 
     def pages(self, role: Role) -> list[tuple[Page, memoryview]]:

@@ -16,7 +16,7 @@ class UpdateWorker:
 
     def __init__(self, cores: int, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
-        self._last: Future[None] | None = None
+        self._last: Future[None] | None = None  # the job that was submitted last
         self._thread: ThreadPoolExecutor | None = None
         if cores:
             self._thread = ThreadPoolExecutor(1, "infinity-update", torch.set_num_threads, (cores,))

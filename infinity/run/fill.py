@@ -46,7 +46,9 @@ class Filling:
             ConfigError, CommitError: it is no source of weights.
         """
         self._run, self._sharded = run, sharded
+        # All parameters, in the order of the shards.
         self._members = [member for unit in sharded.members for member in unit]
+        # Makes what nothing else has: buffers, and parameters without weights.
         self._initialiser = ModuleInitialiser(sharded.model, run.settings.run.seed, init)
 
         def open_source() -> FirstValues:

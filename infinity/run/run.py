@@ -51,14 +51,23 @@ class _Opened(NamedTuple):
     """What pages a rank's state, from the bottom up."""
 
     arena: Arena
+    """Host memory for pages."""
     engine: Engine
+    """Moves bytes between the arena and files."""
     stats: Stats
+    """This rank's counters."""
     timeline: Timeline | None
+    """What happened when, for `telemetry.timeline`."""
     ledger: Ledger
+    """Books the time and the bytes of steps."""
     store: PageStore
+    """Which version of a page lies where."""
     pager: Pager
+    """Has pages in the arena when they are needed."""
     worker: UpdateWorker
+    """Runs updates, on a thread of its own or at once."""
     planner: StepPlanner
+    """Chooses where updates run, and what the pager follows."""
 
 
 class Run:
@@ -85,7 +94,7 @@ class Run:
         """What releases the parts."""
         self.refuse_in_child: list[Callable[[str], object]] = []
         """What is told, in a child that was forked, why nothing can be done there."""
-        self._process = os.getpid()
+        self._process = os.getpid()  # the one that opened it
         self._stalled = False  # a device does not answer: a write may still arrive, so memory and folders are kept
         self.freed = FreedMemory()
         """Bounds what the C library keeps."""
