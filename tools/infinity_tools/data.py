@@ -29,7 +29,7 @@ class Corpus:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = list(files)
-        self._ends = list(accumulate(file.stat().st_size for file in files))
+        self._ends = list(accumulate(file.stat().st_size for file in files))  # bytes up to the end of each file
 
     @classmethod
     def of(cls, names: Iterable[Path]) -> Corpus:
@@ -120,7 +120,7 @@ class Batches:
         self._corpus, self._length, self._seed, self._encode = corpus, length, seed, encode
         self._sequences = sequences
         local = sequences // world_size
-        self._mine = slice(rank * local, (rank + 1) * local)
+        self._mine = slice(rank * local, (rank + 1) * local)  # sequences of a batch that are this rank's
         if corpus.size < length * (_BYTES_PER_TOKEN if encode else 1):
             raise ConfigError(
                 f"--data has {format_size(corpus.size)} of text, too little for sequences of {length} tokens"

@@ -198,7 +198,7 @@ class LocalPages:
     """What the exporter serves: the stats pages of this run's ranks on this node, once the run has its id."""
 
     def __init__(self, folder: Path) -> None:
-        self.run_id = ""
+        self.run_id = ""  # of the run whose counters are served; empty before it has begun
         self._folder = folder
 
     def __call__(self) -> list[Snapshot]:
@@ -233,14 +233,14 @@ class Training:
         self.model, self.optimizer, self.batches, self.recipe = model, optimizer, batches, recipe
         self.options, self.ranks, self.view, self.stop = options, ranks, view, stop
         self.device, self.out = device, out
-        self.losses: list[float] = []
+        self.losses: list[float] = []  # of every step that was taken here
         self.lr = 0.0  # of the step that was taken last
-        self.kernel = KernelCounts()
-        self.first_step = optimizer.steps + 1
-        self.stopped_by = 0
-        self.commits_last = True
+        self.kernel = KernelCounts()  # what the kernel has counted of this process
+        self.first_step = optimizer.steps + 1  # the first step that is taken here
+        self.stopped_by = 0  # number of the signal that ended training early; 0 if none did
+        self.commits_last = True  # whether the end is committed
         self.committed = optimizer.steps  # step of the newest commit; 0: there is none
-        self._extra = {**facts, "recipe": kept(recipe)}
+        self._extra = {**facts, "recipe": kept(recipe)}  # what every commit is given besides the position in the data
         for group in optimizer.param_groups:
             group.update(lr=recipe.lr, initial_lr=recipe.lr, weight_decay=recipe.weight_decay)
         self.scheduler = LambdaLR(optimizer, recipe.factor, last_epoch=optimizer.steps - 1)

@@ -113,9 +113,9 @@ class _Silence:
 class _Lines(_Silence):
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._total = 0
-        self._first = True
-        self._last = 0.0
+        self._total = 0  # steps of the whole run
+        self._first = True  # whether no step has been shown yet
+        self._last = 0.0  # when the last line was printed, of `time.monotonic`
 
     def __enter__(self) -> _Lines:
         return self
@@ -145,6 +145,7 @@ class _Bar:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        # Shown before the first step.
         self._waiting = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True)
         self._steps = Progress(
             SpinnerColumn(),
@@ -153,10 +154,10 @@ class _Bar:
             TextColumn("{task.fields[figures]}", markup=False, highlighter=_Figures()),
             console=console,
         )
-        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._total = 0
-        self._active: Progress | None = None
-        self._task = TaskID(0)
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)  # seconds of the last steps, for the time left
+        self._total = 0  # steps of the whole run
+        self._active: Progress | None = None  # which of the two is on the screen
+        self._task = TaskID(0)  # of the one on the screen
 
     def __enter__(self) -> _Bar:
         return self

@@ -275,6 +275,7 @@ class Check:
         """
         self.bad: list[BadPage] = []
         self._folder = run.folder
+        # Versions to be read, with the manifests that name them, by rank, page and version.
         self._work: dict[tuple[int, int, Version], list[Path]] = {}
         self._require(run, run.paths)
         for step, rank, file in ((c.step, rank, file) for c in run.commits for rank, file in c.manifests.items()):
@@ -356,7 +357,7 @@ class Pace:
 
     def __init__(self, rate: float) -> None:
         self._rate, self._lock = rate, threading.Lock()
-        self._next = 0.0
+        self._next = 0.0  # when the next bytes may be read, of `time.monotonic`; under the lock
 
     def wait(self, nbytes: int) -> None:
         """Return when these bytes may be read."""

@@ -21,9 +21,9 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.received = 0
-        self.patient = False
-        self._since = 0.0
+        self.received = 0  # number of the signal; 0 if none has come
+        self.patient = False  # whether the first signal is held back: the first step has begun
+        self._since = 0.0  # when the first signal came, of `time.monotonic`
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
