@@ -140,7 +140,7 @@ def setting(name: str) -> Callable[[Any], Any]:
 
 
 def finite(value: float | None) -> float | None:
-    """Refuse what no bound refuses: nan, and infinity."""
+    """Return a value, but refuse what no bound refuses: nan and infinity. Raises `typer.BadParameter`."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value

@@ -47,6 +47,7 @@ class Peers:
     """
 
     def __init__(self, ranks: Ranks) -> None:
+        """Watch. Raises `LostRankError` where there is no process group any more."""
         self._rank = ranks.rank
         self._told: Callable[[LostRankError], None] | None = None  # see `tell`
         self._thread: threading.Thread | None = None

@@ -125,7 +125,12 @@ class ShardIO:
         self._loaded -= nbytes
 
     def load_section(self, shard: int, name: str) -> torch.Tensor:
-        """Return one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
+        """Return one section (``master`` or a state kind) of a shard's real elements, shape (numel,).
+
+        Raises:
+            UnsupportedError: as `load`.
+            InfinityError: the shard was updated in backward, and `step()` has not been called; or all is closed.
+        """
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
         size = placed.spec.numel * torch_dtype(segment.format.dtypes[name]).itemsize
@@ -151,7 +156,12 @@ class ShardIO:
         self.save_section(shard, MASTER, content)
 
     def save_section(self, shard: int, name: str, content: torch.Tensor) -> None:
-        """Replace one section (``master`` or a state kind) of a shard's real elements, shape (numel,)."""
+        """Replace one section (``master`` or a state kind) of a shard's real elements, shape (numel,).
+
+        Raises:
+            UnsupportedError: `content` has another number of elements.
+            InfinityError: as `load_section`.
+        """
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
         if content.numel() != placed.spec.numel:

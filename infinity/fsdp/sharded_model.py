@@ -144,6 +144,7 @@ class ShardedModel:
 
 
 def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
+    """Check that the gradients of a parameter are of its own dtype. Raises `UnsupportedError` where they are not."""
     if private.has_gradient_dtype(param):
         raise UnsupportedError(
             f"{name} has grad_dtype = {param.grad_dtype}, but the gradients of offloaded parameters are kept in the "

@@ -217,7 +217,11 @@ class Gradients:
             self._arrived = torch.cuda.current_stream(gradient.held.device).record_event()
 
     def close_arrivals(self) -> None:
-        """Store or use the gradients of the unit whose gradients were coming in."""
+        """Store or use the gradients of the unit whose gradients were coming in.
+
+        Raises:
+            InfinityError: the unit was updated in backward already: they are its second ones in this step.
+        """
         if not self._arrivals:
             return
         self._updates.run_reduced()
@@ -253,7 +257,14 @@ class Gradients:
         return gradient
 
     def add(self, gradient: OneGradient, values: torch.Tensor) -> bool:
-        """Take over what FSDP2 adds to `p.grad`, in backward, before hooks are called. Others are changes as any."""
+        """Take over what FSDP2 adds to `p.grad`, in backward, before hooks are called.
+
+        Returns:
+            Whether it was FSDP2: what others add is a change like any.
+
+        Raises:
+            InfinityError: the gradient was used up, by its update in backward or by `step()`.
+        """
         if not private.in_backward() or gradient.arriving:
             return False
         if gradient.gone == USED_IN_BACKWARD:

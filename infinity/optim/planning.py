@@ -119,7 +119,11 @@ class StepPlanner:
         return self._plans[start]
 
     def predict_seconds(self, bandwidth: float, computation: float) -> float:
-        """Return how many seconds the plan predicts for a step; see `PagedOptimizer.predict_seconds`."""
+        """Return how many seconds the plan predicts for a step; see `PagedOptimizer.predict_seconds`.
+
+        Raises:
+            InfinityError: there is no plan before the first step has been taken.
+        """
         if self.plan is None:
             raise InfinityError("there is no plan before the first step: take a step first")
         return predict_seconds(

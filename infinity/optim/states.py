@@ -149,7 +149,11 @@ class StateReader:
         return PagedTensor.stored(home, (spec.numel,), torch_dtype(fmt.dtypes[kind]), device)
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return this rank's master and states of one parameter; see `PagedOptimizer.read_state`."""
+        """Return this rank's master and states of one parameter; see `PagedOptimizer.read_state`.
+
+        Raises:
+            InfinityError: there is no trained parameter of that name.
+        """
         shard = self._names.get(name, -1)
         if shard < 0 or not self._layout.shards[shard].spec.trainable:
             raise InfinityError(f"there is no trained parameter {name!r}")

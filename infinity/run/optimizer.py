@@ -74,7 +74,10 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> PagedStates:  # type: ignore[override]
-        """The states by parameter, read when they are asked for, kept when they are written to."""
+        """The states by parameter, read when they are asked for, kept when they are written to.
+
+        Setting another mapping raises `UnsupportedError`.
+        """
         return self._states
 
     @state.setter

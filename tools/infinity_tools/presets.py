@@ -157,7 +157,11 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool, checkpointing: bool) -> None:
-    """Call `fully_shard` on every layer and on the model, with activation checkpointing if asked for."""
+    """Call `fully_shard` on every layer and on the model, with activation checkpointing if asked for.
+
+    Raises:
+        ConfigError: the model has no activation checkpointing.
+    """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     if checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
