@@ -199,32 +199,32 @@ class Updates:
         """Give the worker a unit's ranges up to `stop` that are still to be updated; their leases are taken here."""
         unit_ranges, name = self._layout.unit_ranges[unit], self._layout.units[unit].name
         ranges: deque[_Range] = deque()
-        with self._ledger.phase("update", name), torch.no_grad():
+        # In a profile this is the whole update, or, with a thread for updates, when it was handed over.
+        with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
             for segment, position in unit_ranges[update.begun : stop]:
                 lease = self._pager.lease(
                     range_access(segment, position, components=update.components), threaded=self._worker.threaded
                 )
                 ranges.append(_Range(segment, segment.ranges[position], lease))
             update.begun = stop
-            self._worker.submit(partial(self._update, name, update, ranges, stop == len(unit_ranges)))
+            self._worker.submit(partial(self._update, update, ranges, stop == len(unit_ranges)))
 
-    def _update(self, name: str, update: Update, ranges: deque[_Range], ends: bool) -> None:
+    def _update(self, update: Update, ranges: deque[_Range], ends: bool) -> None:
         """Update ranges in order: one that is waited for, and with it those behind it that are there."""
-        with record_function(f"infinity::update ({name})"):
-            while ranges:
-                with ExitStack() as held:
-                    contents: list[memoryview] | None = held.enter_context(ranges[0].lease)
-                    opened: list[Opened] = []
-                    while contents is not None:
-                        segment, item, lease = ranges.popleft()
-                        opened.append(Opened(self._layout, segment, item, lease.uses, contents))
-                        more = ranges and len(opened) < _TOGETHER and not segment.format.encoded
-                        contents = ranges[0].lease.hold_at_once() if more else None
-                        if contents is not None:
-                            held.push(ranges[0].lease)
-                    update.run(opened)
-            update.grads = None
-            if ends:
-                update.run_empty()
-                self.scalars.update(update.after)
-                self.elements += update.elements
+        while ranges:
+            with ExitStack() as held:
+                contents: list[memoryview] | None = held.enter_context(ranges[0].lease)
+                opened: list[Opened] = []
+                while contents is not None:
+                    segment, item, lease = ranges.popleft()
+                    opened.append(Opened(self._layout, segment, item, lease.uses, contents))
+                    more = ranges and len(opened) < _TOGETHER and not segment.format.encoded
+                    contents = ranges[0].lease.hold_at_once() if more else None
+                    if contents is not None:
+                        held.push(ranges[0].lease)
+                update.run(opened)
+        update.grads = None
+        if ends:
+            update.run_empty()
+            self.scalars.update(update.after)
+            self.elements += update.elements

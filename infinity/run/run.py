@@ -105,7 +105,9 @@ class Run:
         except BaseException as error:
             end_all(partial(self.peers.leave, None), *self.undo.take(), cause=error)
             raise
-        self.arena, self.engine, self.stats, self.timeline, self.ledger, self.store, self.pager = opened[:7]
+        # What each is, `_Opened` says.
+        self.arena, self.engine, self.store, self.pager = opened.arena, opened.engine, opened.store, opened.pager
+        self.stats, self.timeline, self.ledger = opened.stats, opened.timeline, opened.ledger
         self.worker, self.planner = opened.worker, opened.planner
         self.peers.tell(self.pager.fail)
 
