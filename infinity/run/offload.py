@@ -6,12 +6,14 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from infinity.budget import Budget
+from infinity.checkpoint.commit import Committer
+from infinity.checkpoint.state import ResumedState
 from infinity.config import Config, check_config, load_config
 from infinity.ending import end_all
 from infinity.errors import ConfigError, UnsupportedError
@@ -75,6 +77,7 @@ def offload(
     """
     settings = load_config(config)
     check_config(settings)
+    # Inspect: nothing is changed, and what is wrong with model, optimizer or arguments is said.
     sharded = ShardedModel.inspect(model)
     if isinstance(optimizer, PagedOptimizer):
         raise UnsupportedError("the model is offloaded already")
@@ -83,13 +86,18 @@ def offload(
     kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
+    # Budget: the layout of pages, and how many frames memory has for them.
     ranks = Ranks.current()
-    ranks.together("closing earlier runs of this process", lambda: live.make_way(settings.storage.paths))
-    budget = ranks.together("planning memory", lambda: plan_memory(settings, sharded, optimizer, kernel, ranks))
+    ranks.together("closing earlier runs of this process", partial(live.make_way, settings.storage.paths))
+    budget = ranks.together("planning memory", partial(plan_memory, settings, sharded, optimizer, kernel, ranks))
     give_shapes(kernel, sharded, optimizer)
-    run = _open_run(settings, ranks, budget, type(optimizer).__name__, sharded.device)
+    # Open, fill, attach: each stage by all ranks together. One that fails leaves nothing behind.
+    run = _open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
     try:
-        paged = _attach(run, sharded, optimizer, kernel, Filling(run, sharded, weights, strict, init))
+        filling = Filling(run, sharded, weights, strict, init)
+        steps = _make_steps(run, sharded, optimizer, kernel)
+        resumed = filling.fill(optimizer, steps.shards)
+        paged = _attach(run, sharded, steps, resumed)
         live.add(paged, model)
     except BaseException as error:
         run.abandon(error)
@@ -106,7 +114,7 @@ def _check_sources(
         raise ConfigError("strict=False is for weights of safetensors; a folder of DCP must have the whole model")
 
 
-def _open_run(settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device) -> Run:
+def _open(settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device) -> Run:
     """Take the NVMe paths, and open what pages in them."""
     place = RunPlace.take(settings, ranks, budget.layout, optimizer)
     try:
@@ -116,13 +124,26 @@ def _open_run(settings: Config, ranks: Ranks, budget: Budget, optimizer: str, de
         raise
 
 
-def _attach(
-    run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel, filling: Filling
-) -> PagedOptimizer:
-    """Fill the pages of a run, give the model paged shards, and return its optimizer: each part with all it needs."""
-    members = [member for unit in sharded.members for member in unit]
-    parameters = [member.param.sharded_param for member in members]
-    made_with_state = kernel.builds  # the optimizer in memory has states before its first step
+class _Steps(NamedTuple):
+    """What runs training steps over the pages of a run, before the model knows of it."""
+
+    given: GivenOptimizer
+    """The optimizer that was passed in."""
+    made_with_state: bool
+    """Whether that has states before its first step."""
+    parameters: list[nn.Parameter]
+    """By shard."""
+    runner: StepRunner
+    """Runs the steps."""
+    shards: ShardIO
+    """Gathers, loads and saves whole shards."""
+    committer: Committer
+    """Publishes commits, for which it has reserved space."""
+
+
+def _make_steps(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel) -> _Steps:
+    """Make what runs steps, from the bottom up."""
+    parameters = [param for unit in sharded.parameters() for param in unit]
     given = GivenOptimizer(optimizer, parameters, kernel)
     runner = StepRunner(run.layout, run.pager, run.planner, run.worker, given, run.ledger, run.freed, parameters)
     run.undo.push(runner.close)
@@ -130,20 +151,31 @@ def _attach(
     shards = ShardIO(run.layout, run.pager, runner, run.ledger, load_limit=load_limit)
     run.undo.push(shards.close)
     run.refuse_in_child += [runner.end, shards.close]
-    committer = make_committer(run, sharded, optimizer)
-    resumed = filling.fill(optimizer, shards)
-    attachment = run.ranks.together("attaching to the model", partial(_listen, run, sharded, shards, runner))
-    checkpointer = Checkpointer(run, sharded.model, given, runner, attachment, committer)
-    optimizer.state.clear()
+    return _Steps(given, kernel.builds, parameters, runner, shards, make_committer(run, sharded, optimizer))
+
+
+def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedState | None) -> PagedOptimizer:
+    """Give the model paged shards, and return the optimizer that trains it."""
+    given, runner, shards = steps.given, steps.runner, steps.shards
+
+    def listen() -> Attachment:
+        attachment = Attachment(sharded, shards, runner, run.ledger)
+        run.undo.push(attachment.detach)
+        return attachment
+
+    attachment = run.ranks.together("attaching to the model", listen)
+    checkpointer = Checkpointer(run, sharded.model, given, runner, attachment, steps.committer)
+    given.optimizer.state.clear()
     if resumed is not None:
         runner.resume(resumed.step, resumed.scalars)
-        kernel.restore_own(resumed.own)
+        given.kernel.restore_own(resumed.own)
     if run.place.found is not None:
         checkpointer.forget_others()
-    numbers = {id(param): shard for shard, param in enumerate(parameters)}
-    names = {name: shard for shard, member in enumerate(members) for name in member.names}
+    numbers = {id(param): shard for shard, param in enumerate(steps.parameters)}
     of_model = {param: numbers[id(param)] for param in sharded.model.parameters()}
-    states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=made_with_state)
+    members = (member for unit in sharded.members for member in unit)
+    names = {name: shard for shard, member in enumerate(members) for name in member.names}
+    states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=steps.made_with_state)
     paged = PagedOptimizer(given, run, runner, states, checkpointer, resumed)
     if run.place.source is not None:  # the new run is one to resume from before the old one is no longer needed
         paged.commit(paged.resumed_extra)
@@ -155,9 +187,3 @@ def _attach(
             )  # fmt: skip
     run.ledger.restart_step()
     return paged
-
-
-def _listen(run: Run, sharded: ShardedModel, shards: ShardIO, runner: StepRunner) -> Attachment:
-    attachment = Attachment(sharded, shards, runner, run.ledger)
-    run.undo.push(attachment.detach)
-    return attachment
