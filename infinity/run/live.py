@@ -9,7 +9,6 @@ parameters, the traceback of the last exception or a notebook's history of outpu
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
 import os
 import sys
@@ -22,7 +21,7 @@ from torch import nn
 
 from infinity.ending import end_all
 from infinity.errors import FolderBusyError
-from infinity.fsdp import private
+from infinity.run import forks
 from infinity.run.optimizer import PagedOptimizer
 from infinity.run.run import Run
 from infinity.variables import variables_of
@@ -84,16 +83,10 @@ def _close_at_exit() -> None:
 
 def _leave_to_parent() -> None:
     """In a child that was forked: runs, with their threads, locks and folders, are those of the parent."""
-    _keep(private.process_groups())
     for run in _live:
         run.leave_to_parent()
     _live.clear()
 
 
-def _keep(objects: Sequence[object]) -> None:
-    """Never let objects be destroyed: gloo's process group would wait for its threads then, which a child has not."""
-    for item in objects:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
-
-
+forks.keep_process_groups()
 os.register_at_fork(after_in_child=_leave_to_parent)

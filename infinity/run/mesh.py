@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from infinity import torchrun
 from infinity.errors import ConfigError
 from infinity.fsdp import private
+from infinity.run import forks
 
 
 def mesh(device_type: str | None = None) -> DeviceMesh:
@@ -26,6 +27,7 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
         ConfigError: there is no such device, the environment is not that of torchrun, or the ranks do not find each
             other.
     """
+    forks.keep_process_groups()
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     launched = not dist.is_initialized() and torchrun.launched()
     _take_device(device_type)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from infinity.checkpoint.manifest import complete_commits, published_in
 from infinity.checkpoint.reader import CommitReader
-from infinity.formats.dcp import DcpExport, _Into, open_checkpoint
+from infinity.formats.dcp import DcpExport, ReadOne, open_checkpoint
 from infinity.formats.safetensors import export_safetensors
 from infinity.store.folder import RunFolder
 from infinity.store.marker import Marker, write_marker
@@ -69,7 +69,7 @@ def _content(out: Path) -> str:
         reader, metadata = open_checkpoint(out)
         for key, stored in sorted(metadata.state_dict_metadata.items()):
             target = torch.empty(stored.size, dtype=stored.properties.dtype) if hasattr(stored, "size") else None
-            into = _Into(target)
+            into = ReadOne(target)
             reader.read_data(create_default_local_load_plan({key: target}, metadata), into).wait()
             data = into.content.getvalue() if target is None else target.reshape(-1).view(torch.uint8).numpy().tobytes()
             found.update(key.encode() + data)
