@@ -156,6 +156,8 @@ def why_not_written(file: Path) -> str:
     folder = file.parent
     if file.is_dir():
         return "it is a folder"
+    if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
+        return "it is a link" if file.is_symlink() else "it is a device or pipe"  # which a new file would replace
     if not folder.is_dir():
         return f"{str(folder)!r} is not a folder"
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"{str(folder)!r} is not writable for this user"

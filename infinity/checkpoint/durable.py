@@ -97,7 +97,9 @@ class NewFolder:
         self._nbytes = nbytes
         self._descriptor = -1  # of `partial`, locked: nobody takes it for what was left by another
         try:
-            if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            if self.folder.exists() and not self.folder.is_dir():
+                raise ConfigError(f"{folder} is no folder; name a new one")
+            if self.folder.exists() and any(self.folder.iterdir()):
                 raise ConfigError(f"{folder} is not empty; name a new folder")
         except OSError as error:
             raise _cannot_be_made(self.folder, error) from error
@@ -110,8 +112,8 @@ class NewFolder:
             _make_durably(self.folder.parent)
             for left in self._left_behind():
                 _log.warning("%s was left behind by an export that was cut off; remove it", left)
-            free = shutil.disk_usage(self.folder.parent).free
-            if self._nbytes > free:
+            whole, _, free = shutil.disk_usage(self.folder.parent)
+            if self._nbytes > free and whole:  # a file system without a size, such as ramfs, says 0 of everything
                 raise ConfigError(
                     f"{self.folder.parent} has {format_size(free)} free, {self.folder.name} needs "
                     f"{format_size(self._nbytes)}; free space or name a folder elsewhere"

@@ -162,7 +162,9 @@ def _say_where(paths: Sequence[str]) -> None:
         return
     for place in places:
         if place.in_memory:
-            _log.warning("storage.paths: %s is in memory (tmpfs): the state takes memory, and ends with it", place.path)
+            _log.warning(
+                "storage.paths: %s is in memory (tmpfs or ramfs): the state takes memory, and ends with it", place.path
+            )
     drives = [place.drive for place in places]
     for drive in dict.fromkeys(drives):
         if drives.count(drive) > 1:

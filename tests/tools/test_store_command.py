@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -294,3 +295,25 @@ def _flip(file: Path, offset: int) -> None:
         byte = opened.read(1)
         opened.seek(offset)
         opened.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "scrub"])
+def test_a_folder_beside_the_one_of_the_runs_is_not_taken_for_it(command: str, trained: tuple[Path, str]) -> None:
+    """Nothing is said to have been verified; the folder that was meant is named."""
+    place, run_id = trained
+    for wrong, meant in ((place / "first" / run_id, place / "first"), (place, place / "first")):
+        status, output = _command(command, wrong)
+        assert status == 2
+        assert f"{wrong} has no runs, {meant} has: name that folder" in output
+
+
+def test_nobody_is_asked_where_there_is_no_standard_input(trained: tuple[Path, str], tmp_path: Path) -> None:
+    """It is said, and nothing is removed."""
+    place, run_id = trained
+    copies = [shutil.copytree(place / name, tmp_path / name) for name in ("first", "second")]
+    command = f"{sys.executable} -m infinity_tools store rm {copies[0]} {copies[1]} {run_id} <&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 2
+    assert "standard input is closed; add --yes" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert (copies[0] / run_id).is_dir()

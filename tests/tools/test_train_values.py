@@ -22,6 +22,8 @@ from support.command import SMALL, run_here
         (["--max-grad-norm", "nan"], "--max-grad-norm nan must be above 0"),
         (["--trace", "missing/t.json"], "'missing/t.json' cannot be written: 'missing' is not a folder"),
         (["--trace", "tmp"], "'tmp' cannot be written: it is a folder"),
+        (["--trace", "/dev/null"], "'/dev/null' cannot be written: it is a device or pipe"),
+        (["--trace", "/proc/self/exe"], "'/proc/self/exe' cannot be written: it is a link"),
         (["--nvme", ""], "--nvme has nothing after it but an empty text"),
         (["--nvme="], "--nvme has nothing after it but an empty text"),
         (["--out", " "], "--out has nothing after it but an empty text"),
@@ -91,7 +93,9 @@ def test_folders_in_memory_or_on_one_drive_are_said(tmp_path: Path, caplog: pyte
         pytest.skip("there is no file system in memory")
     with caplog.at_level(logging.WARNING, "infinity"):
         _say_where(["/dev/shm"])
-    assert caplog.messages == ["storage.paths: /dev/shm is in memory (tmpfs): the state takes memory, and ends with it"]
+    assert caplog.messages == [
+        "storage.paths: /dev/shm is in memory (tmpfs or ramfs): the state takes memory, and ends with it"
+    ]
 
 
 def test_settings_of_the_api_are_checked_too(tmp_path: Path) -> None:

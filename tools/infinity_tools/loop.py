@@ -135,6 +135,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         source.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         facts = {
             "data": _data_facts(options, settings, corpus),
+            "computation": {"dtype": options.dtype, "state.format": settings.state.format},
             "model_config": json.loads(source.config.to_json_string()),
         }
         recipe = _agreed_recipe(recipe, paged, facts, options, ranks)
@@ -428,6 +429,9 @@ def _agreed_recipe(
         says.append(
             f"the command line holds, not the commit: {', '.join(other)}; batches are others than they would be"
         )
+    before, now = found.get("computation", {}), facts["computation"]
+    if other := [f"{name} {now[name]} (was {before[name]})" for name in before if before[name] != now.get(name)]:
+        says.append(f"the command line holds, not the commit: {', '.join(other)}")
     before, now = found.get("model_config", {}), facts["model_config"]
     if other := [
         f"{name} {now.get(name)} (was {before[name]})"

@@ -111,6 +111,16 @@ class BadPage:
     reason: str
 
 
+def _meant(paths: Sequence[Path]) -> Path | None:
+    """Return the folder that was meant where a run itself was named, or the folder that the runs' folder lies in."""
+    for path in paths:
+        for folder in (path.absolute().parent, *sorted(path.iterdir())):
+            with suppress(OSError):  # not what was named: whether it can be read is nobody's question
+                if folder.is_dir() and look_for_runs([folder])[0]:
+                    return folder
+    return None
+
+
 def stored_runs(paths: Sequence[Path], passed: dict[Path, str] | None = None) -> list[StoredRun]:
     """Return the runs on `paths`, oldest first, whatever the order of `paths`; other folders are passed over.
 
@@ -119,13 +129,15 @@ def stored_runs(paths: Sequence[Path], passed: dict[Path, str] | None = None) ->
         passed: is given those that are named as a run but are passed over, each with the reason.
 
     Raises:
-        ConfigError: a path is not a folder that can be read.
+        ConfigError: a path is not a folder that can be read, or has no runs while one beside it does.
     """
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"{str(path)!r} is not a folder")
     try:
         found, odd = look_for_runs(paths)
+        if not found and not odd and (meant := _meant(paths)):
+            raise ConfigError(f"{', '.join(map(str, paths))} has no runs, {meant} has: name that folder")
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
     runs = []

@@ -214,7 +214,12 @@ def _confirmed(found: Sequence[object], question: str, size: int, *, yes: bool, 
     if found and not yes:
         if json:
             raise ConfigError("--json asks nothing; add --yes")
-        typer.confirm(f"{question}, {format_size(size)}?", abort=True)
+        try:
+            typer.confirm(f"{question}, {format_size(size)}?", abort=True)
+        except typer.Abort:  # the answer was no; a RuntimeError too
+            raise
+        except RuntimeError as error:  # there is no standard input
+            raise ConfigError("nobody can be asked: standard input is closed; add --yes") from error
     return True
 
 
