@@ -192,8 +192,8 @@ def test_where_a_folder_may_be(export: Export, committed: CommitReader, tmp_path
     assert sorted(tmp_path / "empty" / file.name for file in written) == sorted((tmp_path / "empty").iterdir())
     check(committed, tmp_path / "empty")
     (tmp_path / "file").touch()
-    for taken in ("empty", "file"):
-        with pytest.raises(ConfigError, match="not empty"):
+    for taken, why in (("empty", "is not empty"), ("file", "is no folder; name a new one")):
+        with pytest.raises(ConfigError, match=why):
             export(committed, tmp_path / taken)
     with pytest.raises(ConfigError, match="cannot be made"):
         export(committed, tmp_path / "file" / "below")
