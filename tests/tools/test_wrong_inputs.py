@@ -513,3 +513,16 @@ def test_ranks_speak_with_one_voice(tmp_path: Path) -> None:
     assert mine[0].endswith("error: storage.paths: 'missing/deeper' cannot be made: 'missing' is not a folder")
     assert "infinity_tools/loop.py" not in done.errors, "no traceback of ours"
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("wrong", [{"num_key_value_heads": 3}, {"attention_dropout": 7}])
+def test_a_model_that_cannot_compute_is_said_without_a_traceback(wrong: dict[str, int], tmp_path: Path) -> None:
+    """Where its configuration builds, and shows only in the first step that it is none."""
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(llama(**wrong)))
+    done = run_here(*SMALL, "--model", file, "--steps", "1", "--out", "o")
+    assert done.status == 2
+    assert "Traceback" not in done.errors
+    (said,) = [line for line in done.errors.splitlines() if line.startswith("error:")]
+    assert f"--model {file} cannot compute its first step: " in said
+    assert said.endswith("look at its config.json")

@@ -26,7 +26,7 @@ from infinity import Config, PagedOptimizer
 from infinity.checkpoint.commit import choose_run
 from infinity.checkpoint.manifest import Published, choose_commit, complete_commits, published_in
 from infinity.config import check_config, runtime_dir
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError, InfinityError, is_lost_connection
 from infinity.ranks import Ranks
 from infinity.sources.reshard import folders_of
 from infinity.telemetry import read_stats_page
@@ -271,7 +271,7 @@ class Training:
 
     def _step(self) -> None:
         tokens = self.batches.at(self.optimizer.steps).to(self.device)
-        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss = self._loss(tokens)
         self._agree(loss.detach().float().item())
         loss.backward()
         if self.recipe.max_grad_norm is not None:
@@ -281,6 +281,21 @@ class Training:
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.kernel.end()
+
+    def _loss(self, tokens: torch.Tensor) -> Any:
+        """Compute the loss; a model that cannot compute is one that its config.json does not describe."""
+        try:
+            return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        except InfinityError:
+            raise
+        except Exception as error:
+            if self.optimizer.steps + 1 > self.first_step or is_lost_connection(error):
+                raise
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"--model {self.options.model} cannot compute its first step: {type(error).__name__}: {reason}; look "
+                "at its config.json"
+            ) from error
 
     def _agree(self, loss: float) -> None:
         """Share the loss and wishes to stop. Before backward, so that no rank updates from a loss of NaN."""
