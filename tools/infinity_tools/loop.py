@@ -361,9 +361,9 @@ def _check(options: TrainOptions, settings: Config) -> None:
 
 
 def _check_clipping(by: str, settings: Config) -> None:
-    if settings.update.placement in ("in_backward", "in_both"):
+    if settings.update.placement == "in_backward":
         raise ConfigError(
-            f"--update {settings.update.placement} updates before the global norm is known, which {by} needs; "
+            f"--update in_backward updates before the global norm is known, which {by} needs; "
             "use --update in_forward or leave --update out"
         )
 
