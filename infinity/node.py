@@ -1,0 +1,65 @@
+"""Questions to the node's daemon. Training goes on without it: whatever it does or lacks, no answer is all that comes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+from infinity.access import trusted
+
+SOCKET_NAME = "infinityd.sock"
+_ANSWER_SECONDS = 2.0
+_MOST_BYTES = 1 << 16
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_log = logging.getLogger("infinity")
+
+
+class NodeDaemon:
+    """The daemon of a runtime folder, there or not. Threads may share it: every question has a connection of its own."""
+
+    def __init__(self, runtime: Path) -> None:
+        self._socket = runtime / SOCKET_NAME
+
+    def ask(self, op: str, **values: object) -> dict[str, Any] | None:
+        """Return the answer, or None: there is no daemon of this user or root, it does not answer within two seconds,
+        or it refuses.
+
+        What is in an answer is nothing to rely on: whoever uses a value checks it.
+        """
+        try:
+            answer = json.loads(self._exchange(json.dumps({"op": op, **values}).encode() + b"\n"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return answer if isinstance(answer, dict) and answer.get("ok") is True else None
+
+    def _exchange(self, message: bytes) -> bytes:
+        """Return one line of answer. Raises OSError: nobody answers in time, or who does is not to be trusted."""
+        end = time.monotonic() + _ANSWER_SECONDS
+
+        def left() -> float:
+            if (seconds := end - time.monotonic()) <= 0:
+                raise TimeoutError(f"{self._socket}: no complete answer in time")
+            return seconds
+
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(left())
+            connection.connect(str(self._socket))
+            # Who listens, as the kernel knows it: whatever name or link led there, and whoever replaced it meanwhile.
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            _, uid, _ = _CREDENTIALS.unpack(peer)
+            if not trusted(uid):
+                _log.warning("%s is of user %d and is not asked", self._socket, uid)
+                raise PermissionError(f"{self._socket} is of user {uid}")
+            connection.sendall(message)
+            answer = b""
+            while not answer.endswith(b"\n") and len(answer) <= _MOST_BYTES:
+                connection.settimeout(left())
+                if not (part := connection.recv(_MOST_BYTES)):
+                    break
+                answer += part
+            return answer
