@@ -10,7 +10,7 @@ from prometheus_client.core import Metric as Family
 
 from infinity.io.drives import SYSFS, Drive, Place, counters, locate, space, wear_ratio
 from infinity.telemetry import BY_NAME
-from infinity.telemetry.exporter import new_family, select_pages
+from infinity.telemetry.exporter import new_family
 from infinity_daemon.bandwidth import Profile
 from infinity_daemon.pages import StatsPages
 
@@ -94,12 +94,12 @@ class DevicesCollector:
                 yield {"device": name}, ratio
 
     def _owners(self, places: Mapping[str, Place]) -> Samples:
-        served, _ = select_pages(self._pages.scan().pages)
-        for page in served:
+        for page in self._pages.scan().pages:
+            who = {"run": page.header.run_id, "rank": str(page.header.rank)}
             for device, path in zip(page.header.devices, page.header.paths, strict=False):
                 if path in places:
                     block = places[path].drive.name
-                    yield {"rank": str(page.header.rank), "device": device, "block_device": block}, 1
+                    yield {**who, "device": device, "block_device": block}, 1
 
 
 def _spaces(places: Iterable[Place], side: str) -> Samples:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric as Family
 
 from infinity.telemetry import BY_NAME
-from infinity.telemetry.exporter import StatsCollector, new_family, select_pages
+from infinity.telemetry.exporter import StatsCollector, new_family
+from infinity.telemetry.metrics import PAGE_STATUSES
 from infinity_daemon.pages import StatsPages
 
 
@@ -20,17 +22,12 @@ class RanksCollector:
         self._pages = pages
 
     def collect(self) -> Iterator[Family]:
-        """Yield the families of all ranks, live and recently dead."""
+        """Yield the families of all ranks: of those that run, and of those that have gone lately."""
         found = self._pages.scan()
-        served, hidden = select_pages(found.pages)
-        yield from StatsCollector(lambda: served).collect()
-        counts = {
-            "live": sum(page.alive for page in served),
-            "dead": sum(not page.alive for page in served),
-            "hidden": len(hidden),
-            "broken": found.broken,
-        }
+        yield from StatsCollector(lambda: found.pages).collect()
+        counts = Counter({"broken": found.broken})
+        counts.update(page.status for page in found.pages)
         ranks = new_family(BY_NAME["daemon_ranks"])
-        for status, count in counts.items():
-            ranks.add_sample(ranks.name, {"status": status}, count)
+        for status in PAGE_STATUSES:
+            ranks.add_sample(ranks.name, {"status": status}, counts[status])
         yield ranks

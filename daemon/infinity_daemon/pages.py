@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from infinity.telemetry import Snapshot, StatsPageError, read_stats_page, stats_page_files
+from infinity.telemetry.page import Status, remove_stats_page
 from infinity_daemon.log import event
 
 _MAX_PAGES: Final = 1024
@@ -34,24 +34,33 @@ class Found:
 
 
 class StatsPages:
-    """Reads the folder anew at every `scan`; remembers since when a page is dead. Threads may share it."""
+    """Reads the folder anew at every `scan`; remembers since when a rank is gone. Threads may share it."""
 
-    def __init__(self, folder: Path, keep_dead_seconds: float) -> None:
-        self._folder, self._keep = folder, keep_dead_seconds
-        self._dead_since: dict[tuple[int, int], float] = {}
-        """Monotonic seconds at which a scan first found a page dead, by device and inode; under `_lock`."""
+    def __init__(self, folder: Path, keep_dead_seconds: float, keep_ended_seconds: float) -> None:
+        """Nothing is read yet.
+
+        Args:
+            folder: the runtime folder.
+            keep_dead_seconds: how long the page of a rank that died is served.
+            keep_ended_seconds: how long that of a rank that ended in order is; two scrapes should fit.
+        """
+        self._folder = folder
+        self._keep = {"dead": keep_dead_seconds, "ended": keep_ended_seconds}  # by status
+        self._gone_since: dict[tuple[int, int, Status], float] = {}
+        """Monotonic seconds at which a scan first found a page with a status that it cannot leave, by device and
+        inode; under `_lock`."""
         self._complained: dict[Path, str] = {}
         """What was logged about files that are none, so that it is said once; under `_lock`."""
         self._lock = threading.Lock()  # one scan at a time: of the loop's threads and the exporter's
 
     def scan(self) -> Found:
-        """Return every page but those of ranks that have been dead for too long, which are removed."""
+        """Return every page but those of ranks that have been gone for too long, which are removed."""
         with self._lock:
             return self._scan()
 
     def _scan(self) -> Found:
         pages: list[Snapshot] = []
-        dead: dict[tuple[int, int], float] = {}
+        gone: dict[tuple[int, int, Status], float] = {}
         complained: dict[Path, str] = {}
         for path in stats_page_files(self._folder)[:_MAX_PAGES]:
             try:
@@ -63,13 +72,13 @@ class StatsPages:
                     event(logging.WARNING, "page.broken", reason=str(error))
                 continue
             if not page.alive:
-                key = (about.st_dev, about.st_ino)
-                dead[key] = self._dead_since.get(key, time.monotonic())
-                if time.monotonic() - dead[key] >= self._keep:
+                key = (about.st_dev, about.st_ino, page.status)
+                gone[key] = self._gone_since.get(key, time.monotonic())
+                if time.monotonic() - gone[key] >= self._keep[page.status]:
                     _remove(path, about)
                     continue
             pages.append(page)
-        self._dead_since, self._complained = dead, complained
+        self._gone_since, self._complained = gone, complained
         self._remove_drafts()
         return Found(pages=tuple(pages), broken=len(complained))
 
@@ -79,18 +88,10 @@ class StatsPages:
             for path in self._folder.iterdir():
                 if _DRAFT.fullmatch(path.name):
                     about = path.stat(follow_symlinks=False)
-                    if time.time() - about.st_mtime >= self._keep:
+                    if time.time() - about.st_mtime >= self._keep["dead"]:
                         _remove(path, about)
 
 
 def _remove(path: Path, about: os.stat_result) -> None:
-    """Remove a file unless somebody holds it or a new one has taken its name."""
-    with contextlib.suppress(OSError):
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), about):
-                path.unlink()
-                event(logging.INFO, "page.removed", file=path.name)
-        finally:
-            os.close(file)
+    if remove_stats_page(path, about):
+        event(logging.INFO, "page.removed", file=path.name)

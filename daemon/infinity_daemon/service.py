@@ -35,7 +35,7 @@ _SWEEP_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a daemon runs. `keep_dead_seconds`: how long the page of a dead rank is still served."""
+    """How a daemon runs; how long pages of ranks that died, or ended in order, are still served."""
 
     runtime_dir: Path
     socket: Path
@@ -43,6 +43,7 @@ class Options:
     port: int
     device_paths: tuple[str, ...] = ()
     keep_dead_seconds: float = 900.0
+    keep_ended_seconds: float = 120.0
 
 
 async def run(options: Options) -> None:
@@ -54,7 +55,8 @@ async def run(options: Options) -> None:
     """
     _make_folder(options.runtime_dir)
     started = time.time()
-    pages, reservations = StatsPages(options.runtime_dir, options.keep_dead_seconds), Reservations()
+    pages = StatsPages(options.runtime_dir, options.keep_dead_seconds, options.keep_ended_seconds)
+    reservations = Reservations()
     profile = Profiles(options.runtime_dir)
     await profile.load()
     devices = DevicesCollector(

@@ -95,7 +95,7 @@ class ShardIO:
             planned = listener.gathering(shard)
             with torch.no_grad():
                 self._copy_param(placed, destination, planned=planned)
-            self._ledger.copied("host", "device", destination.numel() * destination.itemsize)
+            self._ledger.copied(destination.numel() * destination.itemsize)
             if planned:
                 listener.gathered(shard)
 

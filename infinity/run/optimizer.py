@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from infinity.checkpoint.state import ResumedState
-from infinity.errors import InfinityError, UnsupportedError
+from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.optim.given import NO_ENTRIES, GivenOptimizer, refuse_group, refuse_loading
 from infinity.optim.states import NO_COPIES, PagedStates, StateReader
@@ -110,8 +111,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         runner.reconcile()
         runner.check_new()
         self._unscale()
+        rate = self._given.param_groups[0].get("lr")
         record = runner.step()
         if record is not None:
+            if rate is not None:
+                self._run.ledger.learned_at(float(rate))
             self.records.append(record)
             del self.records[:-_KEPT_RECORDS]
         return loss
@@ -148,7 +152,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
                 norm = total.full_tensor() if isinstance(total, DTensor) else total
-        if not bool(torch.isfinite(norm)):
+        ledger.clipped(value := norm.item())
+        if not math.isfinite(value):
             self._runner.skip()
         return norm
 
@@ -245,6 +250,22 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._committed = self.steps
         self._run.ledger.committed(time.perf_counter() - started)
         self._run.ledger.restart_step()
+
+    def report(self, *, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
+        """Publish what only the training loop knows, as the metrics of this rank.
+
+        Learning rate, norm of the gradients, steps and times are published without it. Call it once per step.
+
+        Args:
+            loss: of the step; a tensor is read, which waits for its device.
+            tokens: that this rank has trained on since the last call.
+
+        Raises:
+            ConfigError: `tokens` is below 0.
+        """
+        if tokens < 0:
+            raise ConfigError(f"tokens = {tokens} must be 0 or more: those since the last report")
+        self._run.ledger.reported(loss.item() if isinstance(loss, torch.Tensor) else loss, tokens)
 
     @property
     def steps(self) -> int:

@@ -144,7 +144,7 @@ class Run:
             engine, _ = open_engine(settings.storage)
             self.undo.push(partial(self._close_engine, engine))
             stats = _stats_page(settings, self.ranks, folder.run_id, engine.name, self.place.paths)
-            self.undo.push_under(partial(stats.close, remove=True))  # counted until the engine has ended
+            self.undo.push_under(partial(_close_page, stats))  # counted until the engine has ended
             timeline = _timeline(settings, self.ranks, layout)
             ledger = Ledger(stats, timeline)
             engine.register(arena.memory)
@@ -292,6 +292,11 @@ def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folder
     except ConfigError as error:
         _log.warning("this rank's counters will not reach the daemon: %s", error)
         return create(None)
+
+
+def _close_page(stats: Stats) -> None:
+    """Leave the page to the scrapes that come; of a run without any step there is nothing to see."""
+    stats.close(keep=stats.snapshot().value("steps_total") > 0)
 
 
 def _idle_cores(ranks: Ranks) -> int:

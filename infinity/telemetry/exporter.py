@@ -41,20 +41,11 @@ _MAX_CLIENTS: Final = 16
 _LOOK_SECONDS: Final = 0.1
 
 
-def select_pages(pages: Iterable[Snapshot]) -> tuple[list[Snapshot], list[Snapshot]]:
-    """Return the page to serve for every rank number, in order, and the pages that are hidden by them.
-
-    Two pages of one rank number would be two samples of one series, which Prometheus refuses. A live page
-    hides a dead one, and a page made later hides an earlier one.
-    """
-    ordered = sorted(pages, key=lambda page: (page.alive, page.header.started, page.header.run_id))
-    served = {page.header.rank: page for page in ordered}
-    hidden = [page for page in ordered if served[page.header.rank] is not page]
-    return [served[rank] for rank in sorted(served)], hidden
-
-
 class StatsCollector(Collector):
-    """Turns snapshots into metric families: the prefix on every name, the label ``rank`` on every sample."""
+    """Turns snapshots into metric families: the prefix on every name, ``run`` and ``rank`` on every sample.
+
+    There is one page of a rank of a run (`read_stats_page` sees to it), so no two samples are of one series.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -65,15 +56,15 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield one family per metric of a rank, with a sample for every label set of every page."""
-        pages, _ = select_pages(self._source())
+        pages = sorted(self._source(), key=lambda page: (page.header.run_id, page.header.rank))
         for metric in METRICS:
             if metric.server == "rank":
                 yield _family(metric, pages)
 
 
 def new_family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily:
-    """Return the empty family of a metric, with ``rank`` first among its labels if ranks count it."""
-    labels = (*(("rank",) if metric.server == "rank" else ()), *metric.label_names)
+    """Return the empty family of a metric, with ``run`` and ``rank`` first among its labels if ranks count it."""
+    labels = (*(("run", "rank") if metric.server == "rank" else ()), *metric.label_names)
     name = PREFIX + metric.name
     if metric.kind == "counter":
         return CounterMetricFamily(name, metric.doc, labels=labels)
@@ -85,22 +76,21 @@ def new_family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily | Hist
 def _family(metric: Metric, pages: list[Snapshot]) -> Family:
     family = new_family(metric)
     for page in pages:
-        rank = str(page.header.rank)
+        who = page.header.run_id, str(page.header.rank)
         if metric.kind == "info":
-            family.add_metric((rank, *_info(metric, page)), 1)  # type: ignore[call-arg,arg-type]
+            family.add_metric((*who, *_info(metric, page)), 1)  # type: ignore[call-arg,arg-type]
             continue
         for values in label_sets(metric, page.header.devices):
             if isinstance(family, HistogramMetricFamily):
-                family.add_metric((rank, *values), *_buckets(metric, page, values))
+                family.add_metric((*who, *values), *_buckets(metric, page, values))
             else:
-                family.add_metric((rank, *values), page.value_at(metric, values))
+                family.add_metric((*who, *values), page.value_at(metric, values))
     return family
 
 
 def _info(metric: Metric, page: Snapshot) -> tuple[str, ...]:
     known: Mapping[str, str] = {
         **page.header.info,
-        "run_id": page.header.run_id,
         "world_size": str(page.header.world_size),
     }
     return tuple(known.get(name, "unknown") for name in metric.label_names)

@@ -66,22 +66,18 @@ class Ledger:
 
     def __init__(self, stats: Stats, timeline: Timeline | None = None) -> None:
         self._timeline = timeline  # None: none is written
-        # Cells of the stats page, by the values of their labels. Under `_lock`: these, and the first two transfers.
+        # Cells of the stats page, by the values of their labels. Under `_lock`: these.
         self._bytes = {
             (op, role, device): stats.counter("io_bytes_total", op=op, state=role, device=device)
             for op in OPS
             for role in ROLES
             for device in stats.header.devices
         }
-        self._requests = {op: stats.counter("io_requests_total", op=op) for op in OPS}
         self._retries = {op: stats.counter("io_retries_total", op=op) for op in OPS}
         self._durations = {op: stats.histogram("io_request_duration_seconds", op=op) for op in OPS}
         # Not under it: these have one caller at a time, see above.
         self._inflight = {op: stats.gauge("io_inflight_requests", op=op) for op in OPS}
-        self._transfers = {
-            (source, target): stats.counter("transfer_bytes_total", source_tier=source, target_tier=target)
-            for source, target in (("nvme", "host"), ("host", "nvme"), ("host", "device"), ("device", "host"))
-        }
+        self._copied = stats.counter("gather_copied_bytes_total")
         self._transferring = stats.counter("transfer_seconds_total")
         self._held = {role: stats.gauge("tier_used_bytes", tier="host", state=role) for role in ROLES}
         self._stalls = {
@@ -105,6 +101,10 @@ class Ledger:
         self._pool = {
             status: stats.gauge("pool_frames", status=status) for status in ("free", "resident", "streaming", "writing")
         }
+        self._loss = stats.gauge("training_loss")
+        self._tokens = stats.counter("training_tokens_total")
+        self._learning_rate = stats.gauge("training_learning_rate")
+        self._gradient_norm = stats.gauge("training_gradient_norm")
         self._predicted = {op: stats.gauge("plan_predicted_bytes_per_step", op=op) for op in OPS}
         self._stats = stats  # for the cells of errors, which are looked up when there is one
         self._lock = Lock()
@@ -130,12 +130,10 @@ class Ledger:
     ) -> None:
         """Count one finished transfer of a page. Called from any thread."""
         with self._lock:
-            self._requests[op].add()
             self._durations[op].observe(seconds)
             self._retries[op].add(retries)
             if error is None:
                 self._bytes[op, role, f"nvme{device}"].add(nbytes)
-                self._transfers[("nvme", "host") if op == "read" else ("host", "nvme")].add(nbytes)
                 self._moved[op] += nbytes
             else:
                 self._count_error(op, error)
@@ -148,9 +146,9 @@ class Ledger:
     def _count_error(self, op: str, error: Exception) -> None:
         self._stats.counter("io_errors_total", op=op, reason=error_reason(error)).add()
 
-    def copied(self, source: str, target: str, nbytes: int) -> None:
-        """Count a copy of the training thread between the tiers ``host`` and ``device``."""
-        self._transfers[source, target].add(nbytes)
+    def copied(self, nbytes: int) -> None:
+        """Count weights that the training thread has copied to the device."""
+        self._copied.add(nbytes)
 
     def stalled(self, cause: str, page: int, seconds: float) -> None:
         """Count a wait of the training thread that has just ended; `page` is what it needed, or -1.
@@ -195,6 +193,22 @@ class Ledger:
     def skipped(self) -> None:
         """Count a step without an update: the norm of its gradients was not finite."""
         self._skipped.add()
+
+    # What is trained #
+
+    def reported(self, loss: float | None, tokens: int) -> None:
+        """Note the loss, where one is given, and count tokens."""
+        if loss is not None:
+            self._loss.set(loss)
+        self._tokens.add(tokens)
+
+    def learned_at(self, rate: float) -> None:
+        """Note the learning rate of a step."""
+        self._learning_rate.set(rate)
+
+    def clipped(self, norm: float) -> None:
+        """Note the norm of the gradients, before they were clipped."""
+        self._gradient_norm.set(norm)
 
     # Phases and steps #
 

@@ -41,7 +41,7 @@ class Metric:
 
     `name` carries the unit; `buckets` are the upper bounds of a histogram, in the unit of the name, without
     the last (infinite) one. `server` says who counts it: a rank on its stats page, or the daemon. The
-    exporter puts the label ``rank`` on every metric of a rank.
+    exporter puts the labels ``run`` and ``rank`` on every metric of a rank.
     """
 
     name: str
@@ -53,12 +53,11 @@ class Metric:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Names of the labels, in the order of the table, without ``rank``."""
+        """Names of the labels, in the order of the table, without ``run`` and ``rank``."""
         return tuple(label.name for label in self.labels)
 
 
-TIERS: Final = ("device", "host", "nvme")
-STATES: Final = ("param", "master", "grad", "update", "other")
+TIERS: Final = ("host", "nvme")
 ROLES: Final = ("param", "update", "grad")
 OPS: Final = ("read", "write")
 PHASES: Final = ("forward", "backward", "update", "commit", "other")
@@ -69,24 +68,24 @@ PARTS: Final = (
 FETCH_RESULTS: Final = ("hit", "late", "miss")
 FRAME_STATUSES: Final = ("free", "resident", "streaming", "writing")
 ERROR_REASONS: Final = ("eio", "enospc", "corrupt", "timeout", "other")
-RANK_STATUSES: Final = ("live", "dead", "hidden", "broken")
+PAGE_STATUSES: Final = ("live", "ended", "dead", "broken")
 COLLECTORS: Final = ("build", "devices", "ranks")
 
 _OP = Label(name="op", values=OPS)
-_STATE = Label(name="state", values=STATES)
 _ROLE = Label(name="state", values=ROLES)
 _TIER = Label(name="tier", values=TIERS)
 _PHASE = Label(name="phase", values=PHASES)
 _CAUSE = Label(name="cause", values=CAUSES)
 _PART = Label(name="part", values=PARTS)
 _DEVICE = Label(name="device")
+_RUN = Label(name="run")
 _COLLECTOR = Label(name="collector", values=COLLECTORS)
 
 _REQUEST_BUCKETS = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0,
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5, 10.0,
 )  # fmt: skip
-_STEP_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
-_COMMIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
+_STEP_BUCKETS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0)
+_COMMIT_BUCKETS = (0.01, 0.05, 0.25, 1.0, 5.0, 20.0, 120.0)
 
 
 def _rank(name: str, kind: Kind, doc: str, *labels: Label, buckets: tuple[float, ...] = ()) -> Metric:
@@ -110,10 +109,8 @@ METRICS: Final[tuple[Metric, ...]] = (
         "run_info",
         "info",
         "Identity of the run a rank belongs to; always 1.",
-        Label(name="run_id"),
         Label(name="world_size"),
     ),
-    _rank("io_requests_total", "counter", "Requests completed by the I/O engine.", _OP),
     _rank(
         "io_bytes_total",
         "counter",
@@ -143,15 +140,9 @@ METRICS: Final[tuple[Metric, ...]] = (
         _OP,
     ),
     _rank("io_inflight_requests", "gauge", "Requests submitted and not yet completed.", _OP),
-    _rank("tier_used_bytes", "gauge", "Bytes of training state held in a tier.", _TIER, _STATE),
+    _rank("tier_used_bytes", "gauge", "Bytes of training state held in a tier.", _TIER, _ROLE),
     _rank("tier_capacity_bytes", "gauge", "Bytes a tier may hold for this rank.", _TIER),
-    _rank(
-        "transfer_bytes_total",
-        "counter",
-        "Bytes copied from one tier to another.",
-        Label(name="source_tier", values=TIERS),
-        Label(name="target_tier", values=TIERS),
-    ),
+    _rank("gather_copied_bytes_total", "counter", "Bytes of weights copied from the host arena to the device."),
     _rank("transfer_seconds_total", "counter", "Seconds in which pages were on their way from or to NVMe."),
     _rank(
         "pool_frames",
@@ -211,6 +202,10 @@ METRICS: Final[tuple[Metric, ...]] = (
         buckets=_COMMIT_BUCKETS,
     ),
     _rank("commit_last_success_timestamp_seconds", "gauge", "Unix time of the last durable commit; 0 before."),
+    _rank("training_loss", "gauge", "Loss that was reported last; 0 before."),
+    _rank("training_learning_rate", "gauge", "Learning rate of the first param group in the last step; 0 before."),
+    _rank("training_gradient_norm", "gauge", "Norm of all gradients when they were clipped last, before it; 0 before."),
+    _rank("training_tokens_total", "counter", "Tokens that this rank has trained on, as reported."),
     _daemon("device_read_bytes_total", "counter", "Bytes read from a drive by everybody, since boot.", _DEVICE),
     _daemon("device_written_bytes_total", "counter", "Bytes written to a drive by everybody, since boot.", _DEVICE),
     _daemon(
@@ -238,6 +233,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "rank_device_info",
         "info",
         "Which drive is behind the device number of a rank; always 1.",
+        _RUN,
         Label(name="rank"),
         _DEVICE,
         Label(name="block_device"),
@@ -253,8 +249,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "daemon_ranks",
         "gauge",
-        "Stats pages found: live, dead, hidden (an older page of a rank number that is served) or broken.",
-        Label(name="status", values=RANK_STATUSES),
+        "Stats pages found: of ranks that run (live), ended in order or died, and files that are none (broken).",
+        Label(name="status", values=PAGE_STATUSES),
     ),
     _daemon("daemon_collector_success", "gauge", "1 if the collector's last run succeeded, else 0.", _COLLECTOR),
     _daemon("daemon_collector_duration_seconds", "gauge", "Seconds of the collector's last run.", _COLLECTOR),
@@ -279,8 +275,9 @@ _SECTIONS = (
     (
         "rank",
         "Per rank",
-        "Counted by each rank, all with the label `rank` as well. `device` is the number of the configured\n"
-        "path (`nvme0` is the first one); `infinity_rank_device_info` tells the drive behind it.",
+        "Counted by each rank, all with the labels `run` (the id of the run) and `rank` as well. `device` is the\n"
+        "number of the configured path (`nvme0` is the first one); `infinity_rank_device_info` tells the drive\n"
+        "behind it.",
     ),
     ("daemon", "Per node", "Served by `infinityd`. `device` is the kernel's name of the block device."),
 )

@@ -20,6 +20,7 @@ itself and not with one another: the sum of a histogram may be one observation a
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import json
 import os
@@ -45,7 +46,8 @@ _PREAMBLE = struct.Struct("<8sII")
 _MAX_HEADER = 64 * KIB
 _MAX_PAGE = 4 * MIB
 
-Status = Literal["live", "dead"]
+Status = Literal["live", "ended", "dead"]
+"""Of the rank that writes a page: it runs, it has closed the page, or it is gone without."""
 
 
 class StatsPageError(InfinityError):
@@ -153,7 +155,8 @@ def read_stats_page(path: str | os.PathLike[str]) -> Snapshot:
 
     Raises:
         StatsPageError: the file is missing, unreadable, no regular file, of another user (except for root),
-            truncated, malformed or written by a version with another table of metrics.
+            truncated, malformed, written by a version with another table of metrics, or not named after the run and
+            the rank that it is of: two pages of one rank would be one series twice.
     """
     name = os.fspath(path)
     try:
@@ -163,7 +166,10 @@ def read_stats_page(path: str | os.PathLike[str]) -> Snapshot:
         reason = error.strerror if isinstance(error, OSError) else error
         raise StatsPageError(f"{name}: cannot be opened: {reason}") from error
     try:
-        return _read_open_page(descriptor)
+        page = _read_open_page(descriptor)
+        if Path(name).name != (expected := stats_page_name(page.header.run_id, page.header.rank)):
+            raise ValueError(f"named as another page than it is, {expected}")
+        return page
     except (OSError, ValueError) as error:
         raise StatsPageError(f"{name}: {error}") from error
     finally:
@@ -270,7 +276,7 @@ def pid_namespace() -> int:
 
 def _status(header: StatsHeader, closed: float, descriptor: int) -> Status:
     if closed:
-        return "dead"
+        return "ended"
     if header.process_started and header.pid_namespace and header.pid_namespace == pid_namespace():
         return "live" if process_start(header.pid) == header.process_started else "dead"
     # Another container or no /proc: the number means nothing here, but the writer holds a lock on its file.
@@ -287,6 +293,20 @@ def stats_page_files(folder: str | os.PathLike[str]) -> list[Path]:
         return sorted(path for path in Path(folder).iterdir() if _is_stats_page(path.name))
     except OSError:
         return []
+
+
+def remove_stats_page(path: Path, about: os.stat_result) -> bool:
+    """Remove a page and return True, unless somebody holds it or, since `about`, another has taken its name."""
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), about):
+                path.unlink()
+                return True
+        finally:
+            os.close(file)
+    return False
 
 
 def _is_stats_page(name: str) -> bool:

@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from infinity.access import own_folder
 from infinity.errors import ConfigError
@@ -26,11 +27,18 @@ from infinity.telemetry.page import (
     SUFFIX,
     Snapshot,
     StatsHeader,
+    StatsPageError,
     encode_head,
     pid_namespace,
     process_start,
+    read_stats_page,
+    remove_stats_page,
+    stats_page_files,
     stats_page_name,
 )
+
+KEEP_CLOSED_SECONDS: Final = 900.0
+"""How long the page of a rank that has ended stays where no daemon runs: nothing is scraped more rarely."""
 
 
 class Counter:
@@ -78,8 +86,9 @@ class Stats:
     """A rank's stats page; made by `Stats.create`.
 
     Its life: a draft with all blocks taken, mapped and locked, which gets its name when it is complete; *open*, counted
-    in; *closed*, with the time in cell 0, and its file removed or left for the daemon to show. Where the process dies,
-    the lock goes with it, and readers see that it is dead.
+    in; *closed*, with the time in cell 0. Its file stays then, so that a scrape after the end sees the last values. The
+    daemon removes it, or else the first rank that makes a page in its folder `KEEP_CLOSED_SECONDS` later. Where the
+    process dies, the lock goes with it, and readers see that it is dead.
 
     Counters, gauges and histograms handed out keep working after `close` (what they count is then lost), so
     threads that end late need not be told.
@@ -111,9 +120,10 @@ class Stats:
 
         `path` is the *runtime folder*; the page becomes ``<run_id>.rank<k>.stats`` in it, readable by its
         owner only, and replaces an earlier one of that name. The folder is made if it is missing, and must not
-        be others' to write. With None the page is anonymous memory and only this process sees it. `devices` are
-        the values of the label ``device`` (``nvme0``, ``nvme1``, … in the order of the configured paths);
-        `info` takes ``version``, ``torch_version``, ``io_engine`` and ``paths`` (a JSON list).
+        be others' to write; pages in it that were closed long ago are removed. With None the page is anonymous
+        memory and only this process sees it. `devices` are the values of the label ``device`` (``nvme0``,
+        ``nvme1``, … in the order of the configured paths); `info` takes ``version``, ``torch_version``,
+        ``io_engine`` and ``paths`` (a JSON list).
 
         Raises:
             ConfigError: a malformed argument, or a folder in which no file can be made; naming the setting
@@ -137,6 +147,7 @@ class Stats:
         if path is None:
             return cls(header, mmap.mmap(-1, size), len(head), None, -1)
         file, memory, place = _new_file(Path(path), stats_page_name(run_id, rank), head, size)
+        _remove_closed(Path(path), run_id)
         return cls(header, memory, len(head), place, file)
 
     @property
@@ -169,21 +180,21 @@ class Stats:
     def snapshot(self) -> Snapshot:
         """Return what was counted until now, for an exporter in this process."""
         values = tuple(self._cells)
-        return Snapshot(header=self._header, values=values, status="dead" if values[CLOSED_CELL] else "live")
+        return Snapshot(header=self._header, values=values, status="ended" if values[CLOSED_CELL] else "live")
 
-    def close(self, remove: bool) -> None:
-        """Mark the page as closed and, if asked, remove its file. Idempotent."""
+    def close(self, *, keep: bool = True) -> None:
+        """Mark the page as closed; its file stays for a while, but where there is nothing to `keep`. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._cells[CLOSED_CELL] = time.time()
         if self._path is None:
             return
-        if remove and _same_file(self._file, self._path):
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
+        about = os.fstat(self._file)
         fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
+        if not keep:
+            remove_stats_page(self._path, about)
 
     def _index(self, metric: Metric, labels: Mapping[str, str]) -> int:
         known = metric.label_names
@@ -238,9 +249,14 @@ def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mma
     return file, memory, folder / name
 
 
-def _same_file(file: int, path: Path) -> bool:
-    """Whether the name still means this page and not one that a later rank put in its place."""
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except OSError:
-        return False
+def _remove_closed(folder: Path, run_id: str) -> None:
+    """Remove the pages of a folder that were closed long ago: where no daemon runs, nobody else does.
+
+    Not those of a run that begins or goes on: its ranks are just now replacing them.
+    """
+    for file in stats_page_files(folder):
+        with contextlib.suppress(OSError, StatsPageError):
+            about, page = file.stat(follow_symlinks=False), read_stats_page(file)
+            old = page.status == "ended" and time.time() - page.values[CLOSED_CELL] >= KEEP_CLOSED_SECONDS
+            if old and page.header.run_id != run_id:
+                remove_stats_page(file, about)

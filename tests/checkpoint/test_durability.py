@@ -28,6 +28,7 @@ from infinity.errors import (
     StorageError,
 )
 from infinity.store.folder import FolderLock
+from infinity.telemetry import read_stats_page
 from support import models
 from support.fault_engine import Fault, FaultKind
 from support.ranks import RankPool
@@ -388,11 +389,13 @@ def test_a_resumed_run_that_fails_keeps_its_commit(undisturbed: list[float], tmp
     [("auto", False, 0), ("auto", True, 1), ("never", True, 0), ("always", False, 1), ("always", True, 1)],
 )
 def test_what_is_left_after_close(keep: str, commit: bool, left: int, tmp_path: Path) -> None:
-    """Nothing, unless there is a commit or it is asked for; never a lock or a stats page."""
+    """Nothing, unless there is a commit or it is asked for; never a lock. The stats page stays, for one more scrape."""
     with Session(tmp_path, run={"keep": keep}) as session:
         session.run(2, every=1 if commit else 0)
     assert len(list((tmp_path / "nvme0").iterdir())) == left
-    assert [file for file in (tmp_path / "runtime").rglob("*") if file.is_file()] == []
+    (page,) = [file for file in (tmp_path / "runtime").rglob("*") if file.is_file()]
+    found = read_stats_page(page)
+    assert (found.status, found.value("steps_total")) == ("ended", 2)
 
 
 @pytest.mark.parametrize("runs", [20, pytest.param(100, marks=pytest.mark.wide)])

@@ -1,9 +1,11 @@
 """The parts of the daemon, each alone: space, isolation, drives, pages, profiles."""
 
 import asyncio
+import fcntl
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from prometheus_client.core import GaugeMetricFamily
 from infinity.errors import BudgetError
 from infinity.io.drives import Drive, Place, counters, locate, space, wear_ratio
 from infinity.telemetry import Stats
+from infinity.telemetry import page as stats_page
 from infinity_daemon.bandwidth import FILE_NAME, Profiles
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
@@ -197,7 +200,7 @@ def test_a_folder_without_a_block_device_has_a_name_too(tmp_path):
 def devices_text(tmp_path, paths, pages=None):
     collector = DevicesCollector(
         paths=paths,
-        pages=pages or StatsPages(tmp_path / "none", 60),
+        pages=pages or StatsPages(tmp_path / "none", 60, 60),
         reserved=dict,
         bandwidth=lambda drive: None,
     )
@@ -226,14 +229,14 @@ def test_paths_of_live_ranks_are_found_and_a_missing_own_path_is_a_failure(tmp_p
     stats = Stats.create(
         tmp_path, run_id="r", rank=2, local_rank=0, world_size=4, devices=["nvme0", "nvme1"], info=info
     )
-    pages, name = StatsPages(tmp_path, 60), locate(str(used)).drive.name
+    pages, name = StatsPages(tmp_path, 60, 60), locate(str(used)).drive.name
     collection, text = devices_text(tmp_path, [], pages)
     assert collection.health == {"devices": True}  # a rank's missing path is the rank's affair
-    assert f'infinity_rank_device_info{{block_device="{name}",device="nvme0",rank="2"}} 1.0' in text
+    assert f'infinity_rank_device_info{{block_device="{name}",device="nvme0",rank="2",run="r"}} 1.0' in text
     collection, text = devices_text(tmp_path, [str(tmp_path / "not-here")], pages)
     assert collection.health == {"devices": False}
     assert "infinity_device_capacity_bytes{" in text
-    stats.close(remove=True)
+    stats.close()
 
 
 # Stats pages
@@ -243,28 +246,53 @@ def make(folder, rank, run_id="run"):
     return Stats.create(folder, run_id=run_id, rank=rank, local_rank=0, world_size=8, devices=[], info={})
 
 
-def test_ranks_are_counted_by_status(tmp_path):
-    live, dead = make(tmp_path, 0), make(tmp_path, 1)
-    hidden = make(tmp_path, 0, "later")
-    dead.close(remove=False)
+def test_ranks_are_counted_by_status_and_none_hides_another(tmp_path):
+    live, ended = make(tmp_path, 0), make(tmp_path, 1)
+    other = make(tmp_path, 0, "later")
+    ended.close()
     (tmp_path / "broken.stats").write_text("no page")
-    _, text = scrape(RanksCollector(StatsPages(tmp_path, 60)))
+    (tmp_path / "copy.rank0.stats").write_bytes(live.path.read_bytes())
+    _, text = scrape(RanksCollector(StatsPages(tmp_path, 60, 60)))
     found = text()
-    for status, count in {"live": 1, "dead": 1, "hidden": 1, "broken": 1}.items():
+    for status, count in {"live": 2, "ended": 1, "dead": 0, "broken": 2}.items():
         assert f'infinity_daemon_ranks{{status="{status}"}} {count}.0' in found
-    assert 'infinity_run_info{rank="0",run_id="later",world_size="8"} 1.0' in found
-    for stats in (live, hidden):
-        stats.close(remove=True)
+    for run in ("run", "later"):
+        assert found.count(f'infinity_run_info{{rank="0",run="{run}",world_size="8"}} 1.0') == 1
+    for stats in (live, other):
+        stats.close()
 
 
-def test_pages_of_the_long_dead_are_removed_but_never_those_of_the_living(tmp_path):
+def test_the_page_of_a_rank_that_ended_is_served_to_its_last_value_and_removed_then(tmp_path, monkeypatch):
+    clock = time.monotonic()
+    monkeypatch.setattr("infinity_daemon.pages.time.monotonic", lambda: clock)
+    stats, pages = make(tmp_path, 0), StatsPages(tmp_path, 900, 120)
+    steps = stats.counter("steps_total")
+    steps.add(57)
+    assert [page.value("steps_total") for page in pages.scan().pages] == [57]
+    steps.add(3)
+    stats.close()
+    for _ in range(3):  # scrapes, 50 s apart
+        assert [(page.status, page.value("steps_total")) for page in pages.scan().pages] == [("ended", 60)]
+        clock += 50
+    assert pages.scan().pages == ()
+    assert os.listdir(tmp_path) == []
+
+
+def test_pages_of_the_long_dead_are_removed_but_never_those_of_the_living(tmp_path, monkeypatch):
     live, dead = make(tmp_path, 0), make(tmp_path, 1)
-    dead.close(remove=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(stats_page, "process_start", lambda pid: 0)
+        assert {page.status for page in StatsPages(tmp_path, 60, 0).scan().pages} == {"dead"}
+        StatsPages(tmp_path, 0, 60).scan()  # both are held by this process's locks
+    assert len(os.listdir(tmp_path)) == 2
+    fcntl.flock(dead._file, fcntl.LOCK_UN)
     (tmp_path / ".run.rank2.stats.123").write_text("left by a killed rank")
-    assert len(StatsPages(tmp_path, 60).scan().pages) == 2
-    assert [page.header.rank for page in StatsPages(tmp_path, 0).scan().pages] == [0]
+    with monkeypatch.context() as patch:
+        patch.setattr(stats_page, "process_start", lambda pid: 0)
+        StatsPages(tmp_path, 0, 60).scan()
     assert os.listdir(tmp_path) == [live.path.name]
-    live.close(remove=True)
+    assert [page.status for page in StatsPages(tmp_path, 0, 0).scan().pages] == ["live"]
+    live.close()
 
 
 # Connections

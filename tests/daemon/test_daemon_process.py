@@ -47,14 +47,14 @@ def test_two_ranks_one_killed_end_to_end(tmp_path):
         assert [rank.stdout.readline() for rank in ranks] == [b"ready\n"] * 2
         with daemon(tmp_path) as process:
             text = get(process.port, "/metrics")
-            assert 'infinity_steps_total{rank="0"} 5.0' in text
-            assert 'infinity_steps_total{rank="1"} 6.0' in text
+            assert 'infinity_steps_total{rank="0",run="e2e"} 5.0' in text
+            assert 'infinity_steps_total{rank="1",run="e2e"} 6.0' in text
             assert 'infinity_daemon_ranks{status="live"} 2.0' in text
             assert re.search(r"infinity_device_capacity_bytes{device=.*} [1-9]", text)
             ranks[1].kill()
             ranks[1].wait()
             text = get(process.port, "/metrics")
-            assert 'infinity_steps_total{rank="1"} 6.0' in text  # what it counted survives it
+            assert 'infinity_steps_total{rank="1",run="e2e"} 6.0' in text  # what it counted survives it
             assert 'infinity_daemon_ranks{status="dead"} 1.0' in text
             health = json.loads(get(process.port, "/healthz"))
             assert health["status"] == "ok"
@@ -227,7 +227,7 @@ def test_sigint_with_a_connected_client_ends_cleanly(tmp_path):
 def test_a_page_that_appears_and_turns_to_garbage_never_stops_the_daemon(shared):
     process, folder = shared
     stats = Stats.create(folder, run_id="g", rank=0, local_rank=0, world_size=1, devices=[], info={})
-    assert 'infinity_steps_total{rank="0"} 0.0' in get(process.port, "/metrics")
+    assert 'infinity_steps_total{rank="0",run="g"} 0.0' in get(process.port, "/metrics")
     os.truncate(stats.path, 100)
     text = get(process.port, "/metrics")
     assert 'infinity_daemon_ranks{status="broken"} 1.0' in text

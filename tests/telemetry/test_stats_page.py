@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from infinity.errors import ConfigError, CorruptPageError, StallError, StorageError
 from infinity.telemetry import BY_NAME, Stats, StatsPageError, error_reason, read_stats_page, stats_page_files
 from infinity.telemetry.cells import CLOSED_CELL
+from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
 
 LABELS = {"op": "read", "state": "param", "device": "nvme0"}
 
@@ -34,7 +36,7 @@ def test_increments_of_the_writer_are_seen_by_the_reader(tmp_path):
     counter.add(4096)
     counter.add()
     gauge.set(7)
-    for seconds in (0.0001, 0.0002, 1e9):
+    for seconds in (0.0005, 0.0006, 1e9):
         histogram.observe(seconds)
     page = read_stats_page(stats.path)
     assert page.alive
@@ -54,28 +56,55 @@ def test_file_is_private_named_by_run_and_rank_and_leaves_no_draft(tmp_path):
     assert stat.S_IMODE(stats.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(stats.path.parent.stat().st_mode) == 0o700
     assert os.listdir(stats.path.parent) == [stats.path.name]
-    stats.close(remove=True)
-    stats.close(remove=True)
+    stats.close(keep=False)
+    stats.close(keep=False)
     assert os.listdir(stats.path.parent) == []
 
 
-def test_close_without_removal_marks_the_page_and_late_counting_is_harmless(tmp_path):
+def test_close_marks_the_page_which_stays_and_late_counting_is_harmless(tmp_path):
     stats = make(tmp_path)
     counter = stats.counter("steps_total")
     counter.add()
-    stats.close(remove=False)
+    stats.close()
     counter.add()
     page = read_stats_page(stats.path)
-    assert not page.alive
+    assert page.status == "ended"
     assert page.values[CLOSED_CELL] > 0
 
 
 def test_close_does_not_remove_the_page_of_a_successor(tmp_path):
     first = make(tmp_path)
     second = make(tmp_path)
-    first.close(remove=True)
+    first.close(keep=False)
     assert second.path.exists()
     assert read_stats_page(second.path).alive
+
+
+def test_pages_that_were_closed_long_ago_go_when_a_rank_of_another_run_makes_its_own(tmp_path, monkeypatch):
+    """Where no daemon runs, nobody else removes them; those of the same run are being replaced, not removed."""
+    old, mine, dead = make(tmp_path), make(tmp_path, run_id="run-b", rank=1), make(tmp_path, run_id="run-c")
+    old.close()
+    mine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("infinity.telemetry.page._status", lambda *_: "dead")
+        make(tmp_path, run_id="run-b")
+    assert len(stats_page_files(tmp_path)) == 4
+    later = time.time() + KEEP_CLOSED_SECONDS - 60
+    monkeypatch.setattr(time, "time", lambda: later)
+    make(tmp_path, run_id="run-b")
+    assert old.path.exists()
+    later += 120
+    make(tmp_path, run_id="run-b")
+    assert [old.path.exists(), mine.path.exists(), dead.path.exists()] == [False, True, True]
+
+
+def test_a_page_under_the_name_of_another_is_refused(tmp_path):
+    """It would be a second sample of a series."""
+    stats = make(tmp_path)
+    copy = tmp_path / "run-a.rank1.stats"
+    copy.write_bytes(stats.path.read_bytes())
+    with pytest.raises(StatsPageError, match=r"run-a\.rank0\.stats"):
+        read_stats_page(copy)
 
 
 def test_anonymous_page_has_no_file():
@@ -83,8 +112,8 @@ def test_anonymous_page_has_no_file():
     stats.counter("steps_total").add(2)
     assert stats.path is None
     assert stats.snapshot().value("steps_total") == 2
-    stats.close(remove=True)
-    assert not stats.snapshot().alive
+    stats.close()
+    assert stats.snapshot().status == "ended"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +207,8 @@ def test_a_recycled_process_number_is_not_taken_for_the_rank(tmp_path):
     data = stats.path.read_bytes()
     at = data.index(b'"process_started": ') + len(b'"process_started": ')
     other = bytes([data[at] % 57 + 1 if data[at] != 57 else 49])
-    copy = tmp_path / "copy.rank0.stats"
+    copy = tmp_path / "copy" / stats.path.name
+    copy.parent.mkdir()
     copy.write_bytes(data[:at] + other + data[at + 1 :])
     assert read_stats_page(copy).status == "dead"
 
@@ -187,7 +217,8 @@ def test_a_rank_of_another_pid_namespace_is_told_by_its_lock(tmp_path, monkeypat
     stats = make(tmp_path)
     monkeypatch.setattr("infinity.telemetry.page.pid_namespace", lambda: 1)
     assert read_stats_page(stats.path).status == "live"
-    copy = tmp_path / "copy.rank0.stats"
+    copy = tmp_path / "copy" / stats.path.name
+    copy.parent.mkdir()
     copy.write_bytes(stats.path.read_bytes())  # the same content, but nobody holds it
     assert read_stats_page(copy).status == "dead"
 
@@ -229,7 +260,8 @@ def test_random_corruption_is_read_or_refused_but_never_crashes(intact, data):
         at = data.draw(st.integers(0, len(page) - 1))
         page[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
         page = page or bytearray(b"\0")
-    path = folder / "corrupt.stats"
+    path = folder / "corrupt" / "run-a.rank0.stats"
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(page[: data.draw(st.one_of(st.just(len(page)), st.integers(0, len(page))))])
     try:
         found = read_stats_page(path)
@@ -255,7 +287,8 @@ def test_any_json_in_the_header_is_read_or_refused(intact, key, value):
     body = json.dumps({**tree, key: value}).encode()
     head = original[:12] + len(body).to_bytes(4, "little") + body
     cells = original[-(-(16 + length) // 64) * 64 :]
-    path = folder / "header.stats"
+    path = folder / "header" / "run-a.rank0.stats"
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(head.ljust(-(-len(head) // 64) * 64, b"\0") + cells)
     try:
         page = read_stats_page(path)

@@ -201,7 +201,18 @@ def test_unknown_setting_names_the_nearest(tmp_path):
 
 
 def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path):
-    command = [sys.executable, "-m", "infinity_tools", *SMALL, "--steps", "100000", "--out", "o"]
+    command = [
+        sys.executable,
+        "-m",
+        "infinity_tools",
+        *SMALL,
+        "--steps",
+        "100000",
+        "--out",
+        "o",
+        "--max-grad-norm",
+        "1",
+    ]
     with subprocess.Popen(
         [*command, "--metrics-port", "0", "--metrics-linger", "600", "--commit-every", "100000"],
         cwd=tmp_path, env=environment(tmp_path / "tmp"), stderr=subprocess.PIPE, text=True,
@@ -212,7 +223,7 @@ def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path
             assert address is not None
             while "step 1/" not in process.stderr.readline():
                 assert process.poll() is None
-            assert 'infinity_steps_total{rank="0"}' in _get(address[0])
+            assert re.search(r'^infinity_steps_total{rank="0",run=".+"} [1-9]', _get(address[0]), re.MULTILINE)
             process.send_signal(signal.SIGTERM)
             _wait_for(tmp_path / "o/summary.json", process)
             summary = json.loads((tmp_path / "o/summary.json").read_text())
@@ -225,6 +236,14 @@ def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path
     for op, key in (("read", "nvme_read_bytes_total"), ("write", "nvme_written_bytes_total")):
         values = re.findall(rf'^infinity_io_bytes_total{{.*op="{op}".*}} (\S+)$', text, re.MULTILINE)
         assert sum(map(float, values)) == summary[key] > 0
+    shown = {
+        name: float(re.search(rf"^infinity_training_{name}{{.*}} (\S+)$", text, re.MULTILINE)[1])
+        for name in ("loss", "learning_rate", "gradient_norm", "tokens_total")
+    }
+    last = json.loads((tmp_path / "o/steps.jsonl").read_text().splitlines()[-1])
+    assert (shown["loss"], shown["learning_rate"]) == (last["loss"], last["lr"])
+    assert shown["tokens_total"] == summary["steps"] * summary["tokens_per_step"]
+    assert shown["gradient_norm"] > 0
     assert json.loads(run_here("store", "ls", "o/nvme", "--json").output)[0]["commits"][0]["step"] == summary["steps"]
 
 

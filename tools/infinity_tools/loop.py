@@ -209,7 +209,7 @@ class LocalPages:
             if self.run_id and file.name.startswith(f"{self.run_id}."):
                 try:
                     found.append(read_stats_page(file))
-                except StatsPageError:  # a rank that has just closed its page
+                except StatsPageError:  # a rank of the run as it is now has not made its page
                     continue
         return found
 
@@ -278,6 +278,7 @@ class Training:
             self.optimizer.clip_grad_norm_(self.recipe.max_grad_norm)
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
+        self.optimizer.report(loss=self.losses[-1], tokens=tokens.numel())
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.kernel.end()

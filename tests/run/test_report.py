@@ -1,0 +1,50 @@
+"""What a rank publishes of training itself: loss, tokens, learning rate and norm of the gradients."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import ConfigError
+from support import models
+from support.session import Session, draw
+
+
+def test_the_metrics_of_training_are_those_of_the_last_step(tmp_path: Path) -> None:
+    """Learning rate and norm come by themselves, loss and tokens by `report`."""
+    with Session(tmp_path) as session:
+        optimizer, stats = session.optimizer, session.optimizer.run.stats
+
+        def shown() -> dict[str, float]:
+            page = stats.snapshot()
+            names = ("training_loss", "training_learning_rate", "training_gradient_norm", "training_tokens_total")
+            return {name: page.value(name) for name in names}
+
+        assert set(shown().values()) == {0.0}
+        tokens = 0
+        for _ in range(3):
+            batch = draw()
+            tokens += batch.numel()
+            loss = models.loss_of(session.model, batch)
+            loss.backward()
+            norm = optimizer.clip_grad_norm_(0.01)
+            rate = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            optimizer.report(loss=loss, tokens=batch.numel())
+            session.scheduler.step()
+            optimizer.zero_grad()
+            assert shown() == {
+                "training_loss": loss.item(),
+                "training_learning_rate": rate,
+                "training_gradient_norm": norm.item(),
+                "training_tokens_total": tokens,
+            }
+        optimizer.report(tokens=1)
+        assert shown()["training_loss"] == loss.item()
+        with pytest.raises(ConfigError, match="tokens = -1"):
+            optimizer.report(tokens=-1)
+        optimizer.report(loss=math.inf)
+        assert shown()["training_tokens_total"] == tokens + 1
+        assert shown()["training_loss"] == math.inf
