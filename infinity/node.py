@@ -1,4 +1,4 @@
-"""Questions to the node's daemon. Training goes on without it: whatever it does or lacks, no answer is all that comes."""
+"""Questions to the node's daemon. Training goes on without it: whatever it does, no answer is the worst that comes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("infinity")
 
 
 class NodeDaemon:
-    """The daemon of a runtime folder, there or not. Threads may share it: every question has a connection of its own."""
+    """The daemon of a runtime folder, there or not. Threads may share it: each question has its own connection."""
 
     def __init__(self, runtime: Path) -> None:
         self._socket = runtime / SOCKET_NAME

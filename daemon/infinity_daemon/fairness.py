@@ -10,9 +10,12 @@ then: it is to get what it needs, and the others all the rest.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
+
+from infinity.telemetry import BY_NAME, Snapshot
+from infinity.telemetry.cells import label_sets
 
 Rank = tuple[str, int]
 """Run id and rank."""
@@ -38,6 +41,26 @@ class Usage:
     """Bytes read and written, by drive."""
     stalled: float
     """Seconds that its training thread stood still for pages."""
+
+
+def usages(pages: Iterable[Snapshot], drive_of: Callable[[str], str | None]) -> dict[Rank, Usage]:
+    """Return what the ranks of some stats pages have done.
+
+    `drive_of` gives the name of the drive that a path is on, or None.
+    """
+    found: dict[Rank, Usage] = {}
+    stalls, transfers = BY_NAME["stall_seconds_total"], BY_NAME["io_bytes_total"]
+    for page in pages:
+        devices = page.header.devices
+        drives = dict(zip(devices, map(drive_of, page.header.paths), strict=False))
+        moved: dict[str, float] = defaultdict(float)
+        for values in label_sets(transfers, devices):
+            drive = drives.get(dict(zip(transfers.label_names, values, strict=True))["device"])
+            if drive is not None:
+                moved[drive] += page.value_at(transfers, values)
+        stalled = sum(page.value_at(stalls, values) for values in label_sets(stalls, devices))
+        found[page.header.run_id, page.header.rank] = Usage(moved=dict(moved), stalled=stalled)
+    return found
 
 
 @dataclass(kw_only=True)

@@ -12,9 +12,10 @@ import typer
 from infinity.command import HELP, Command, Version, failures, finite
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
+from infinity.node import SOCKET_NAME
 from infinity.telemetry.exporter import LOOPBACK
 from infinity_daemon.log import start_logging
-from infinity_daemon.service import SOCKET_NAME, Options, run
+from infinity_daemon.service import Options, run
 
 
 def _daemon(

@@ -7,6 +7,7 @@ A request is one JSON object in a line, an answer too: ``{"ok": true, …}`` or 
     {"op": "record_bandwidth", "path": "…", "read": 1e9, "write": 1e9}
     {"op": "reserve", "path": "…", "bytes": 1, "run_id": "…"}        until released or the caller is gone
     {"op": "release", "path": "…", "run_id": "…"}
+    {"op": "pace", "paths": ["…"], "run_id": "…"}                    bytes per second by path, where there is a limit
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MAX_BYTES: Final = (1 << 60) - 1
 
 
 class Requests:
-    """Answers requests. `about` gives what ``status`` tells about the daemon itself."""
+    """Answers requests. `about` gives what ``status`` tells about the daemon itself, `rates_of` the limits of a run."""
 
     def __init__(
         self,
@@ -43,10 +44,11 @@ class Requests:
         reservations: Reservations,
         known_paths: Callable[[], tuple[str, ...]],
         is_alive: Callable[[Owner], bool],
+        rates_of: Callable[[str], Mapping[str, float]],
         about: Callable[[], Mapping[str, object]],
     ) -> None:
         self._pages, self._profile, self._reservations = pages, profile, reservations
-        self._known_paths, self._is_alive, self._about = known_paths, is_alive, about
+        self._known_paths, self._is_alive, self._rates_of, self._about = known_paths, is_alive, rates_of, about
         # By op: what its keys must look like, and the method that is called with them.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
             "status": (record(), self._status),
@@ -54,6 +56,7 @@ class Requests:
             "record_bandwidth": (record(path=_folder, read=rate, write=rate), self._record_bandwidth),
             "reserve": (record(path=_folder, bytes=integer(1, _MAX_BYTES), run_id=_TEXT), self._reserve),
             "release": (record(path=_TEXT, run_id=_TEXT), self._release),
+            "pace": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS), run_id=_TEXT), self._pace),
         }
 
     async def answer(self, line: bytes, owner: Owner) -> Answer:
@@ -121,6 +124,13 @@ class Requests:
         remaining = self._reservations.reserve(owner, run_id, place, bytes, free)
         event(logging.INFO, "space.reserved", run=run_id, device=place.drive.name, bytes=bytes, pid=owner.pid)
         return {"device": place.drive.name, "remaining_bytes": remaining}
+
+    async def _pace(self, _: Owner, paths: Sequence[str], run_id: str) -> Answer:
+        rates = self._rates_of(run_id)  # by drive; empty for nearly all, so that nothing has to be looked up
+        if not rates:
+            return {"rates": {}}
+        drives = {path: (await asyncio.to_thread(locate, path)).drive.name for path in paths}
+        return {"rates": {path: rates[drive] for path, drive in drives.items() if drive in rates}}
 
     async def _release(self, owner: Owner, path: str, run_id: str) -> Answer:
         return {"released_bytes": self._reservations.release(owner, run_id, path)}

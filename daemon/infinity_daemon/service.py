@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -17,20 +18,21 @@ from prometheus_client import CollectorRegistry
 from infinity import __version__
 from infinity.access import own_folder
 from infinity.errors import ConfigError
+from infinity.io.drives import locate
 from infinity.telemetry.exporter import serve_registry
 from infinity_daemon.bandwidth import Profiles
 from infinity_daemon.collect_build import BuildCollector
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
+from infinity_daemon.fairness import Fairness, usages
 from infinity_daemon.log import event
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.server import SocketServer
 
-SOCKET_NAME: Final = "infinityd.sock"
-_SWEEP_SECONDS: Final = 2.0
+_SWEEP_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,7 @@ async def run(options: Options) -> None:
     )
     collection = Collection([BuildCollector(started), devices, RanksCollector(pages)])
     about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": started}
+    fairness = Fairness({})
     server: SocketServer
 
     requests = Requests(
@@ -72,6 +75,7 @@ async def run(options: Options) -> None:
         reservations=reservations,
         known_paths=devices.known_paths,
         is_alive=lambda owner: server.is_alive(owner),
+        rates_of=fairness.rates_of,
         about=lambda: {**about, "collectors": collection.health},
     )
     server = SocketServer(options.socket, requests.answer)
@@ -87,22 +91,32 @@ async def run(options: Options) -> None:
         ) as http:
             about["metrics_port"] = http.port
             event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=options.socket)
-            await _sweep_until(stop, pages, reservations, server)
+            await _sweep_until(stop, pages, reservations, server, fairness)
     finally:
         await server.stop()
     event(logging.INFO, "stopped")
 
 
 async def _sweep_until(
-    stop: asyncio.Event, pages: StatsPages, reservations: Reservations, server: SocketServer
+    stop: asyncio.Event, pages: StatsPages, reservations: Reservations, server: SocketServer, fairness: Fairness
 ) -> None:
-    """Until told to stop: end reservations of the dead and remove old pages, also when nobody scrapes."""
+    """Until told to stop: end reservations of the dead, remove old pages, and share drives out among the living."""
     while not stop.is_set():
         for entry in reservations.expire(server.is_alive):
             event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
-        await asyncio.to_thread(pages.scan)
+        found = await asyncio.to_thread(pages.scan)
+        fairness.observe(await asyncio.to_thread(usages, found.live, _drive_of), time.monotonic())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
+
+
+@lru_cache(maxsize=256)
+def _drive_of(path: str) -> str | None:
+    """Return the name of the drive that a path of a live rank is on; it stays there as long as the rank lives."""
+    try:
+        return locate(path).drive.name
+    except OSError:
+        return None
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Moving bytes between memory and files on NVMe."""
 
 from infinity.io.engine import DataFile, Engine, Op, Ticket
+from infinity.io.paced import PacedEngine
 from infinity.io.select import open_engine
 from infinity.io.threads import ThreadEngine
 from infinity.io.uring import UringEngine
@@ -9,6 +10,7 @@ __all__ = [
     "DataFile",
     "Engine",
     "Op",
+    "PacedEngine",
     "ThreadEngine",
     "Ticket",
     "UringEngine",

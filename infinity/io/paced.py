@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from infinity.errors import InfinityError
 from infinity.io.engine import DataFile, Engine, Op, Ticket
@@ -142,16 +143,17 @@ class PacedEngine:
 
     def _run(self) -> None:
         while (due := self._due()) is not None:
-            for request in due:
-                self._hand_on(request)
-            del due  # an idle thread must not keep the memory of its last requests
+            while due:
+                ticket, moved = self._hand_on(due.popleft())
+                # Here nothing of the request is referred to any more: its memory may be freed when it has ended.
+                if moved is not None:
+                    moved.on_done(partial(_end, ticket))
 
-    def _due(self) -> list[_Request] | None:
+    def _due(self) -> deque[_Request] | None:
         """Wait until requests may go, and return them; None at the end."""
         with self._changed:
             while True:
-                due = list(self._released)
-                self._released.clear()
+                due, self._released = self._released, deque()
                 sleep: float | None = None
                 for bucket in self._buckets.values():
                     while bucket.waiting:
@@ -162,24 +164,26 @@ class PacedEngine:
                         request = bucket.waiting.popleft()
                         bucket.tokens -= request.ticket.length
                         due.append(request)
+                        del request
                 if due:
                     return due
                 if self._closed:
                     return None
                 self._changed.wait(sleep)
 
-    def _hand_on(self, request: _Request) -> None:
+    def _hand_on(self, request: _Request) -> tuple[Ticket, Ticket | None]:
+        """Return the ticket of a request, and that of the other engine, if it takes the request."""
         ticket = request.ticket
-
-        def ended(moved: Ticket) -> None:
-            ticket.retries = moved.retries
-            ticket.complete(moved.error)
-
         try:
-            moved = self._engine.submit(ticket.op, request.file, ticket.offset, request.memory)
+            return ticket, self._engine.submit(ticket.op, request.file, ticket.offset, request.memory)
         except Exception as error:  # this runs on a thread of its own: whoever waits must hear of it
-            ticket.complete(error if isinstance(error, InfinityError) else InfinityError(repr(error)))
-            return
+            failed = error if isinstance(error, InfinityError) else InfinityError(repr(error))
         finally:
             request.pinned.release()
-        moved.on_done(ended)
+        ticket.complete(failed)
+        return ticket, None
+
+
+def _end(ticket: Ticket, moved: Ticket) -> None:
+    ticket.retries = moved.retries
+    ticket.complete(moved.error)

@@ -22,13 +22,15 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout, Page
 from infinity.ending import Undo, end_all
 from infinity.errors import ConfigError, InfinityError, StallError
-from infinity.io import Engine, Ticket, open_engine
+from infinity.io import Engine, PacedEngine, Ticket, open_engine
 from infinity.memory.arena import Arena
 from infinity.memory.heap import FreedMemory
+from infinity.node import NodeDaemon
 from infinity.optim.planning import StepPlanner
 from infinity.optim.worker import UpdateWorker
 from infinity.peers import Peers
 from infinity.ranks import Ranks
+from infinity.run.pacing import Pacing
 from infinity.run.place import RunPlace
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
@@ -141,7 +143,8 @@ class Run:
                 reserve(file, size)
             arena = Arena(budget.frames, layout.page_bytes, device=device)
             self.undo.push(partial(self._close_arena, arena))
-            engine, _ = open_engine(settings.storage)
+            moving, _ = open_engine(settings.storage)
+            engine = PacedEngine(moving)
             self.undo.push(partial(self._close_engine, engine))
             stats = _stats_page(settings, self.ranks, folder.run_id, engine.name, self.place.paths)
             self.undo.push_under(partial(_close_page, stats))  # counted until the engine has ended
@@ -162,6 +165,10 @@ class Run:
                 retained=retained,
             )
             self.undo.push(store.close)
+            daemon = NodeDaemon(runtime_dir(settings.telemetry))
+            folders = [str(Path(path).resolve()) for path in self.place.paths]
+            pacing = Pacing(daemon, folder.run_id, folders, [str(file) for file in files], engine.pace)
+            self.undo.push(pacing.close)
             timeout = settings.storage.timeout_seconds
             pager = Pager(layout, arena, store, ledger, timeout=timeout, failed=self.peers.report)
             self.undo.push(pager.drain)

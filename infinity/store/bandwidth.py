@@ -9,24 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import socket
-import struct
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from infinity.access import own_folder, read_own, trusted, write_own
+from infinity.access import own_folder, read_own, write_own
 from infinity.errors import InfinityError
 from infinity.io.probe import Load, measure_paths, points_of
+from infinity.node import NodeDaemon
 from infinity.units import MIB
 
-SOCKET_NAME = "infinityd.sock"
 CACHE_NAME = "path-bandwidth.json"
 _PROBE_BYTES = 256 * MIB
 _PROBE_SECONDS = 0.5
-_ANSWER_SECONDS = 2.0
 _MOST_BYTES = 1 << 16
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 _log = logging.getLogger("infinity")
 
@@ -59,41 +54,10 @@ def _probed(names: Sequence[str], engine: str) -> list[float]:
 def _from_daemon(names: Sequence[str], runtime: Path) -> list[float] | None:
     """Ask the daemon; None when there is none of this user or root, or when it does not know all paths."""
     try:
-        known = json.loads(_asked(runtime / SOCKET_NAME, {"op": "bandwidth", "paths": list(names)}))["bandwidth"]
+        known = (NodeDaemon(runtime).ask("bandwidth", paths=list(names)) or {})["bandwidth"]
         return _usable([float(known[name]["read"]) + float(known[name]["write"]) for name in names])
     except _UNUSABLE:
         return None
-
-
-def _asked(path: Path, message: object) -> bytes:
-    """Return the daemon's answer, one line, within `_ANSWER_SECONDS`.
-
-    Raises:
-        OSError: nobody answers in time, or who does is neither this user nor root.
-    """
-    end = time.monotonic() + _ANSWER_SECONDS
-
-    def left() -> float:
-        if (seconds := end - time.monotonic()) <= 0:
-            raise TimeoutError(f"{path}: no complete answer in time")
-        return seconds
-
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(left())
-        connection.connect(str(path))
-        # Who listens, as the kernel knows it: whatever name or link led there, and whoever replaced it meanwhile.
-        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if not trusted(uid):
-            _log.warning("%s is of user %d and is not asked for the bandwidth of the paths", path, uid)
-            raise PermissionError(f"{path} is of user {uid}")
-        connection.sendall(json.dumps(message).encode() + b"\n")
-        answer = b""
-        while not answer.endswith(b"\n") and len(answer) <= _MOST_BYTES:
-            connection.settimeout(left())
-            if not (part := connection.recv(_MOST_BYTES)):
-                break
-            answer += part
-        return answer
 
 
 def _usable(shares: list[float]) -> list[float] | None:

@@ -19,12 +19,12 @@ import pytest
 
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
+from infinity.node import SOCKET_NAME
 from infinity.store import bandwidth
 from infinity.telemetry import Stats, read_stats_page
 from infinity.telemetry.exporter import serve
 from infinity.telemetry.page import StatsPageError
 from infinity_daemon.bandwidth import FILE_NAME
-from infinity_daemon.service import SOCKET_NAME
 from support.daemon_process import daemon, get, start_second, talk, until
 
 OTHER_USER = 65534
