@@ -64,7 +64,8 @@ class Ticket:
     completed: float = 0.0
     """When it was done, on the same clock; set by `complete`."""
     retries: int = 0
-    """Parts that were submitted again after a short or interrupted transfer; the engine's threads add."""
+    """Parts that were submitted again after a short or interrupted transfer. Several threads of an engine may add
+    without a lock, so one may be lost: it is only reported."""
     error: InfinityError | None = None
     """Why it failed; set by `complete`, before `_done`, so it is there for whoever sees that the transfer has ended."""
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
@@ -120,20 +121,26 @@ class Engine(Protocol):
         """Name in settings, metrics and logs: ``io_uring`` or ``threads``."""
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open (or create) a file, with O_DIRECT where the file system has it.
+        """Open a file, or create it with mode 0600, with O_DIRECT where the file system has it.
 
         Raises:
             StorageError: the file cannot be opened.
         """
 
     def register(self, memory: memoryview) -> None:
-        """Announce the memory that later transfers use (pinned once); a failure only costs speed."""
+        """Announce the memory that later transfers use (pinned once); that it cannot be pinned only costs speed.
+
+        Raises:
+            InfinityError: the engine is closed.
+        """
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         """Start moving ``len(memory)`` bytes and return at once. Never blocks on the device.
 
         Raises:
-            ValueError: misaligned or empty request.
+            ValueError: an empty, negative or misaligned request, memory that is not contiguous, or a read into
+                read-only memory.
+            StorageError: the file is not open in this engine.
             InfinityError: the engine is closed.
         """
 

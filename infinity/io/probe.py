@@ -118,6 +118,7 @@ def measure_paths(
         ConfigError: a folder that does not exist or cannot be written, or a size or time too small.
         BudgetError: not enough free space.
         StorageError: a transfer failed.
+        StallError: a drive did not answer.
     """
     names = [os.fspath(path) for path in paths]
     _check(names, points, file_bytes, seconds, engine)
@@ -256,17 +257,19 @@ class _Stream:
         self._next = {Op.READ: 0, Op.WRITE: 0}
         """Number of the next request, which says where in the file it is."""
         self._inflight = 0
-        """Requests in flight, from `start` on."""
+        """Slots whose last request has not ended."""
         self._error: InfinityError | None = None
-        """The first error."""
+        """The first error. `_on_done` looks at it without the lock, and so may submit one request too many."""
         self._last = 0.0
         """When the last request completed, in seconds of `time.perf_counter`."""
         self._idle = threading.Event()
         """Set when nothing is in flight any more; from then on nothing changes, so `finish` needs no lock."""
+        self._began = self._deadline = 0.0
+        """When it began, and when no request is submitted any more, in seconds of `time.perf_counter`; set by `start`,
+        before there is a request whose completion looks at them."""
 
     def start(self) -> None:
         """Submit the first requests and return."""
-        # Set once, before there is a request whose completion looks at them.
         self._began = time.perf_counter()
         self._deadline = self._began + self._seconds
         slots = range(self._point.depth)

@@ -10,7 +10,8 @@ that queue only inside `enter`, on this very thread, and a thread sees its own s
 completions since 6.1: with DEFER_TASKRUN the kernel writes these inside `enter` too, on this thread. Older kernels may
 write them at any time from another processor: the entry first, then the tail. There it takes a processor that does not
 reorder loads, as x86-64 does not; the interpreter does not either: the tail is loaded by one call, each entry by a
-later one. A tail that is too old does no harm: what is missing comes with the next `reap`.
+later one. On other processors `_setup` refuses such a kernel. A tail that is too old does no harm: what is missing
+comes with the next `reap`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import struct
 
 from infinity.errors import InfinityError
@@ -225,8 +227,10 @@ class Ring:
 
 
 def _setup(entries: int) -> tuple[_Params, int]:
-    # The second set of flags is for kernels before 6.1.
-    for flags in (_SETUP_CLAMP | _SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN, _SETUP_CLAMP):
+    choices = [_SETUP_CLAMP | _SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN]
+    if platform.machine() == "x86_64":  # kernels before 6.1, only where loads stay in order. [Note: memory order]
+        choices.append(_SETUP_CLAMP)
+    for flags in choices:
         params = _Params(flags=flags)
         fd = int(_syscall(_SYS_SETUP, entries, ctypes.byref(params)))
         if fd >= 0:
@@ -248,6 +252,8 @@ def _refusal(code: int) -> str:
         return "seccomp profile of the container?"
     if code == errno.ENOSYS:
         return "kernel without io_uring or older than 5.6, or a seccomp profile"
+    if code == errno.EINVAL and platform.machine() != "x86_64":
+        return f"kernel older than 6.1 on {platform.machine()}, which reorders loads"
     if code == errno.ENOMEM:
         return "limit of locked memory, ulimit -l"
     return os.strerror(code)

@@ -51,15 +51,15 @@ class _Chunk:
 
 
 class ThreadEngine:
-    """Moves every chunk of at most `request_bytes` in one of `threads` threads, first come, first served.
+    """Moves every chunk of at most `request_bytes` in one of `queue_depth` threads (at most 32), in order.
 
-    `threads` is also the number of chunks in flight at most; it defaults to `queue_depth`, bounded by 32. Life cycle:
-    open from the start; after `close` nothing more is taken, what was submitted completes, and the threads end.
+    As many chunks are in flight. Life cycle: open from the start; after `close` nothing more is taken, what was
+    submitted completes, and the threads end.
     """
 
     name = "threads"
 
-    def __init__(self, queue_depth: int, request_bytes: int, threads: int | None = None) -> None:
+    def __init__(self, queue_depth: int, request_bytes: int) -> None:
         self._request_bytes = request_bytes
         self._files = FileTable()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
@@ -68,22 +68,22 @@ class ThreadEngine:
         """Guards `_closed` and the count of chunks left of every request; no chunk is queued behind the end."""
         self._closed = False
         """Whether nothing more is taken; set by `close`."""
-        count = threads if threads is not None else min(queue_depth, _MOST_THREADS)
         self._threads = [
-            threading.Thread(target=self._run, name=f"infinity-io-{index}", daemon=True) for index in range(count)
+            threading.Thread(target=self._run, name=f"infinity-io-{index}", daemon=True)
+            for index in range(min(queue_depth, _MOST_THREADS))
         ]
         for thread in self._threads:
             thread.start()
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open (or create, mode 0600) a file. Raises `StorageError`."""
+        """Open (or create, mode 0600) a file. Raises as `Engine.open`."""
         return self._files.open(path, create=create)
 
     def register(self, memory: memoryview) -> None:
         """Do nothing: `preadv` has no use for announced memory."""
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        """Queue a transfer. Raises `ValueError` (misaligned, empty) or `InfinityError` (closed)."""
+        """Queue a transfer. Raises as `Engine.submit`."""
         pinned = pin_request(op, file, offset, memory)
         length, step = pinned.length, self._request_bytes
         self._files.require(file, op, offset, length)

@@ -7,7 +7,7 @@ waits for completions in a single system call. Nothing but that thread touches t
 Life cycle of a request: incoming (from `submit` on) -> backlog (taken by the thread) -> chunks in the kernel, again
 where one was short or interrupted -> its ticket completes, when all chunks have ended. After the first error the chunks
 that are left are not sent; the ticket completes with that error when those in the kernel have ended, so that its memory
-is not given back under them.
+is not given back under them. If the ring itself breaks: see `_abandon`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 _MOST_RETRIES = 1000
 _WAKE = (1 << 64) - 1
+"""`data` of the read of `_wake_fd`; no slot has this number."""
+_LAST_ADDRESS = (1 << 64) - 1
+"""No piece of registered memory ends behind this address."""
 _RETRY_ERRORS = (-errno.EAGAIN, -errno.EINTR)
 
 
@@ -74,7 +77,7 @@ class UringEngine:
         self._depth, self._request_bytes = queue_depth, request_bytes
         self._files = FileTable()
         self._lock = threading.Lock()
-        """Guards what is shared with the engine's thread:"""
+        """Guards what follows, up to `_wake_fd`: what is shared with the engine's thread."""
         self._incoming: list[_Request] = []
         """Requests that the thread has not taken; `submit` adds."""
         self._commands: list[Callable[[], None]] = []
@@ -83,8 +86,9 @@ class UringEngine:
         """Requests whose tickets have not completed; `submit` adds, the thread subtracts."""
         self._asleep = False
         """Whether the thread waits in the kernel, or is about to, and a write to `_wake_fd` is needed to wake it. The
-        thread sets it under the lock, when it has found `_incoming` empty, so whoever adds to that sees it. It clears
-        it without the lock, and looks at `_incoming` again before it sleeps; a wake-up too many is harmless."""
+        thread sets it under the lock, when nothing was left to take, so whoever adds after that sees it. `_wake` clears
+        it under the lock; so does the thread without it, and looks at `_incoming` again before it sleeps: a wake-up too
+        many is harmless."""
         self._closed = False
         """Whether nothing more is taken; set by `close`, or by the thread when the ring is broken."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -108,10 +112,14 @@ class UringEngine:
         """Under which number the ring knows each of `_pieces`."""
         self._registered: list[PinnedView] = []
         """What keeps registered memory from being freed; released at the thread's end."""
+        self._ring: Ring
+        """Made by the engine's thread, and set at its start."""
+        self._thread: threading.Thread
+        """The engine's thread; set by `_start`, before anybody has the engine."""
         self._start()
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open (or create, mode 0600) a file. Raises `StorageError`."""
+        """Open (or create, mode 0600) a file. Raises as `Engine.open`."""
         return self._files.open(path, create=create)
 
     def register(self, memory: memoryview) -> None:
@@ -141,7 +149,7 @@ class UringEngine:
             done.wait()
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        """Queue a transfer. Raises `ValueError` (misaligned, empty) or `InfinityError` (closed)."""
+        """Queue a transfer. Raises as `Engine.submit`."""
         pinned = pin_request(op, file, offset, memory)
         self._files.require(file, op, offset, pinned.length)
         ticket = Ticket(op, file.path, offset, pinned.length)
@@ -171,7 +179,7 @@ class UringEngine:
         self._files.close()
 
     def _wake(self) -> None:
-        # Under the lock, so that the descriptor cannot be closed in between.
+        # Under the lock, under which the thread closes the descriptor and ends `_asleep`.
         if self._asleep:
             self._asleep = False
             os.eventfd_write(self._wake_fd, 1)
@@ -219,6 +227,7 @@ class UringEngine:
         finally:
             ring.close()
             with self._lock:
+                self._asleep = False  # so that `_wake` does not write to a number that is used again
                 os.close(self._wake_fd)
             for pinned in self._registered:
                 pinned.release()
@@ -236,11 +245,13 @@ class UringEngine:
                     if self._closed and not self._outstanding:
                         return False
                     # With every slot taken, a completion comes first anyway: no wake-up needed.
-                    self._asleep = bool(self._free)
+                    asleep = self._asleep = bool(self._free)
                     break
             for command in commands:
                 command()
-        if self._asleep and not self._wake_armed:
+        # The thread's own copy: `_wake` may have cleared `_asleep`, and written, since the lock was given back. If the
+        # read is pushed all the same it ends at once; without it, nothing would end the wait.
+        if asleep and not self._wake_armed:
             self._ring.push(uapi.READ, self._wake_fd, ctypes.addressof(self._wake_count), 8, 0, _WAKE)
             self._wake_armed = True
         return True
@@ -280,7 +291,8 @@ class UringEngine:
         self._ring.push(opcode, request.file.fd, address, length, ticket.offset + start, slot, piece)
 
     def _piece_of(self, address: int, length: int) -> int | None:
-        at = bisect.bisect_right(self._pieces, (address, _WAKE)) - 1
+        """Return under which number the ring knows registered memory that has all of this; None if none has."""
+        at = bisect.bisect_right(self._pieces, (address, _LAST_ADDRESS)) - 1
         if at < 0 or address + length > self._pieces[at][1]:
             return None
         return self._piece_numbers[at]
@@ -351,7 +363,12 @@ class UringEngine:
         self._piece_numbers = [numbers[piece] for piece in self._pieces]
 
     def _abandon(self, cause: BaseException) -> None:
-        """Fail every request after the ring broke, so that nobody waits for ever."""
+        """Fail every request after the ring broke, so that nobody waits for ever.
+
+        Chunks in the kernel cannot be waited for any more: it may still write to the memory of a read that has failed.
+        So whoever gets such an error must not use that memory again. The pager does not: after a failure it starts
+        nothing.
+        """
         with self._lock:
             self._closed = True
             waiting = [*self._backlog, *self._incoming]

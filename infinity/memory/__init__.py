@@ -1,1 +1,1 @@
-"""The pinned host arena and its frames."""
+"""Host memory: the arena, what the C library keeps, and how much there is to take."""

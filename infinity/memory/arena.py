@@ -57,11 +57,6 @@ class Arena:
         """Size in bytes."""
         return self.frames * self.frame_bytes
 
-    @property
-    def pinned(self) -> bool:
-        """Whether copies to the device are asynchronous."""
-        return self._registered
-
     def view(self, frame: int, nbytes: int) -> memoryview:
         """Return the first `nbytes` bytes of a frame."""
         start = frame * self.frame_bytes

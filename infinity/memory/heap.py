@@ -25,8 +25,9 @@ class FreedMemory:
     """Lets the C library keep freed memory, in blocks of any size, while the process is as large as units need it.
 
     Life cycle: measuring, in the first step, where every unit begins with nothing kept: how large the process is when a
-    unit has ended is what it needs. Then bounding: the heap may creep by `CREEP_BYTES` beyond that. Only glibc can be
-    told so; others keep what they keep. Everything is read and changed by the training thread.
+    unit has ended is what it needs. Then bounding: the heap may creep by `CREEP_BYTES` beyond that; a unit that needs
+    more, seen after all was given back, raises it. Only glibc can be told so; others keep what they keep. Everything is
+    read and changed by the training thread.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,8 @@ class FreedMemory:
             if libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER):
                 self._libc = libc
         self._needed = _resident_bytes()
-        """Bytes of the process that the largest unit needs, as far as that has been measured."""
+        """Resident bytes of the process that the largest unit needs, as far as that is known; at first those at the
+        start."""
         self._measuring = False
         """Whether the last call of `bound` measured."""
         self._emptied = False

@@ -17,7 +17,7 @@ from infinity.schedule.frames import Frames, PageState
 from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
 
-_AT_ONCE = 4
+_WRITTEN_BACK = 4
 """Dirty pages that are written back at once where a frame is wanted: one would do, more keep the drive busy."""
 
 
@@ -41,8 +41,9 @@ class Cache:
     def __init__(self, frames: Frames, transfers: Transfers, store: PageReaderWriter, observer: PagerObserver) -> None:
         self._frames, self._transfers, self._store, self._observer = frames, transfers, store, observer
         self.eager = False
-        """Whether pages are evicted as soon as nothing keeps them, as a plan wants it; else they stay until their frame
-        is wanted. The pager sets it when a plan is installed."""
+        """Whether a page that nothing keeps is evicted when a write of it, or its copy to a device, has ended, as a
+        plan wants it; else it stays until its frame is wanted. (`Cursor` evicts what leaves the window.) The pager sets
+        it when a plan is installed."""
         self._held_leases = 0
         """Leases whose pages are pinned; their frames come back without anything that the training thread does."""
         self._returned = 0
@@ -83,6 +84,7 @@ class Cache:
                 # training thread and waits for all leases first.
                 if state.writing and use.mode.modifies:
                     self._transfers.wait(partial(_is_written, state), "write", page, threaded=threaded)
+            self._transfers.check()  # a read that could not be started has ended before anybody waited for it
         except BaseException:
             for use in uses:
                 pages[use.page].pins -= 1
@@ -124,7 +126,7 @@ class Cache:
                 state.dirty = True  # not before: until here the content was changing, and pinned
             elif use.mode is Mode.CONSUME:
                 state.dirty = False
-                self._store.discard(use.page)
+                self._store.discard(use.page)  # it may still be being written: see `PageStore._current`
 
     def acquire_lease(self, uses: Access, *, threaded: bool) -> None:
         """Do as `acquire` for a lease, whose frames come back by themselves."""
@@ -139,6 +141,8 @@ class Cache:
 
     def release_copied(self, *, wait: bool = False) -> bool:
         """Unpin what has been copied to a device, oldest first; return whether there was anything.
+
+        The lock is kept while the device is waited for: a copy ends without anything that needs the lock.
 
         Args:
             wait: whether to wait for the oldest copy.
@@ -280,7 +284,7 @@ class Cache:
             if state.dirty and not (state.pins or state.claims or state.writing or state.resident):
                 self._write(page)
                 started += 1
-                if started == _AT_ONCE:
+                if started == _WRITTEN_BACK:
                     return
 
     def _acquire_frame(self, page: int, *, threaded: bool) -> None:
@@ -319,10 +323,11 @@ class Cache:
         state = self._frames.pages[page]
         state.reading, state.dirty = True, False
 
-        def ended(_: Exception | None) -> None:
+        def ended(error: Exception | None) -> None:
             state.reading = False
             self._returned += 1
-            self.evict(page)  # the window may have moved on, or been given up
+            if error is None:
+                self.evict(page)  # the window may have moved on, or been given up
 
         self._transfers.read(page, self._frames.content(page), ended)
 
@@ -335,7 +340,8 @@ class Cache:
             self._returned += 1
             if error is not None:
                 state.dirty = True  # the frame still has the only copy
-            elif self.eager:
+                return  # and nothing more is started
+            if self.eager:
                 self.evict(page)
             self.prefetch()
 

@@ -54,12 +54,12 @@ class Frames:
         """By number of the page; fixed, the states change."""
         self.free = list(range(arena.frames))[::-1]
         """Numbers of frames without a page, the next one to be assigned last."""
-        self._owner = [-1] * arena.frames
+        self._page_of = [-1] * arena.frames
         """Page of each frame, or -1; changed by `assign` and `release`."""
 
     def holders(self) -> list[int]:
         """Return the pages that have a frame, in the order of their frames."""
-        return [page for page in self._owner if page >= 0]
+        return [page for page in self._page_of if page >= 0]
 
     def nbytes(self, page: int) -> int:
         """Return the size of a page in bytes."""
@@ -73,12 +73,12 @@ class Frames:
         """Give a free frame to a page that has none."""
         frame = self.free.pop()
         self.pages[page].frame = frame
-        self._owner[frame] = page
+        self._page_of[frame] = page
 
     def release(self, page: int) -> None:
         """Take the frame of a page back."""
         state = self.pages[page]
-        self._owner[state.frame] = -1
+        self._page_of[state.frame] = -1
         self.free.append(state.frame)
         state.frame = -1
 

@@ -26,12 +26,13 @@ from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfe
 
 
 class Lease:
-    """Pages that another thread holds later, for the length of a `with` block; their place in the plan is taken now.
+    """Pages that an update holds later, for the length of a `with` block; their place in the plan is taken now.
 
-    Life cycle: made by `Pager.lease`, on the training thread, which never waits; held between `__enter__` (or
-    `hold_at_once`) and `__exit__`, on another thread, one lease after the other in the order in which they were made;
-    then returned. From the first to the last of these the training thread waits before it uses one of the pages.
-    Nothing changes after it has been made.
+    Life cycle: made by `Pager.lease`, on the training thread, which never waits there; held between `__enter__` (or
+    `hold_at_once`) and `__exit__`, by the thread of updates or, where there is none, by the training thread, one lease
+    after the other in the order in which they were made; then returned. From making to return the training thread waits
+    before it uses one of the pages. If `__enter__` raises, the lease is never returned: from then on every wait raises
+    the first error. Nothing changes after it has been made.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Pager:
     the next `begin_step`. `drain` is the end. After the first error every call that can wait raises it.
 
     `access`, `lease`, `install`, `begin_step`, `flush` and `discard` belong to the training thread. Every attribute is
-    read and changed under the lock of `Transfers`, most by the training thread only.
+    read and changed under the lock of `Transfers`.
 
     Args:
         layout: pages of this rank.
@@ -74,7 +75,7 @@ class Pager:
         store: where pages are read from and written to.
         observer: is told what happens, under the lock.
         timeout: seconds after which a wait is an error.
-        failed: is told, from any thread, of the first error.
+        failed: is told of the first error, once, from any thread and under the lock; it must not wait.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Pager:
         observer: PagerObserver,
         *,
         timeout: float,
-        failed: Callable[[Exception], None] = lambda _: None,
+        failed: Callable[[Exception], None],
     ) -> None:
         self._layout, self._observer = layout, observer
         self._transfers = Transfers(store, observer, timeout=timeout, failed=failed)
@@ -192,7 +193,8 @@ class Pager:
                 state = self._frames.pages[page]
                 # Its extent may be used again at once: nothing may be on its way to or from it.
                 self._transfers.wait(lambda state=state: not state.leases, "update", page)  # type: ignore[misc]
-                self._transfers.wait(lambda state=state: not (state.writing or state.reading), "write", page)  # type: ignore[misc]
+                self._transfers.wait(lambda state=state: not state.reading, "read", page)  # type: ignore[misc]
+                self._transfers.wait(lambda state=state: not state.writing, "write", page)  # type: ignore[misc]
                 self._cache.discard(page)
 
     def fail(self, error: Exception) -> None:

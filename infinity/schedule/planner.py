@@ -39,10 +39,12 @@ from infinity.schedule.trace import Access, Mode
 from infinity.units import format_setting, format_size
 
 LEAST_WRITING = 2
+"""Frames for pages that are being written, at least."""
 LEAST_STREAMING = 6
+"""Frames that stream, at least."""
 _WIDER = 2
-"""By how much a window is wider than the one that was tried before; the first that is no better is the last."""
-_AT_ONCE = 48
+"""Factor from one window that is tried to the next. Beyond `_TRIED`, they are tried up to this factor of the best."""
+_TRIED = 48
 """Streaming frames up to which wider windows are tried in any case, or a quarter of the arena if that is less."""
 _ABOUT = 1.02
 """How much longer, by the clock, a plan may take that is about as quick as another one."""
@@ -178,7 +180,7 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, threaded:
     while True:
         found += [(_slowness(draft, layout, least, threaded=threaded), draft) for draft in drafts]
         _, quickest = min(found, key=lambda pair: pair[0])
-        tried = max(min(frames // 4, _AT_ONCE), _WIDER * quickest.streaming_frames)
+        tried = max(min(frames // 4, _TRIED), _WIDER * quickest.streaming_frames)
         if streaming >= min(tried, most):
             draft = _preferred(found)
             plan = _plan(trace, layout, frames, draft.streaming_frames, draft.kept.frames)
@@ -216,13 +218,15 @@ def _preferred(found: Sequence[tuple[float, Plan]]) -> Plan:
 
 
 def _slowness(plan: Plan, layout: Layout, least: float, *, threaded: bool) -> float:
-    """Return how much longer than necessary steps take: 1.0 is best. The mean over four kinds of steps.
+    """Return how long steps take, over a measure that is the same for all plans compared. Less is better.
+
+    It is the mean over four kinds of steps.
 
     They differ in how long their computation takes: no time, so that only bytes count; as long as moving `least` bytes;
     twice that; or longer than all transfers there can be, so that only waits count.
 
     Args:
-        least: bytes per step of the plan that moves least.
+        least: the measure: bytes per step that some plan with few streaming frames moves.
     """
     least = max(1, least)  # it may be that nothing moves
     works = (least, 2 * least, 2 * _read_and_written(plan, layout))

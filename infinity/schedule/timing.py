@@ -30,14 +30,15 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
     """
     shares = [0.0] * (len(trace) + 1)
     gathered: set[int] = set()
-    unit, due = -1, 0.0
+    unit, factor, due = -1, 1.0, 0.0  # what was gathered last, its factor, and its computation that has not come yet
     for position, access in enumerate(trace):
         page = layout.pages[access[0].page]
         gathers = page.role is Role.PARAM and len(access) == 1 and access[0].mode is Mode.READ
-        if gathers == (page.unit != unit):  # another unit is gathered, or this one is written to
+        another = page.unit != unit
+        if (gathers and another) or (not gathers and not another):  # another unit is gathered, or this one written to
             shares[position], due = due, 0.0
         if gathers:
-            if page.unit != unit:
+            if another:
                 factor = BACKWARD if page.unit in gathered else 1.0
                 unit = page.unit
                 gathered.add(unit)
@@ -120,12 +121,12 @@ class Clockwork:
     def __init__(self, layout: Layout, frames: int) -> None:
         self._layout = layout
         self._free = frames  # frames that are free now
-        self._drive = 0.0  # when it has done all that it was given
+        self._drive = 0.0  # when it has done all that it was given, in bytes
         self._queue: deque[int] = deque()  # pages to be read that have no frame yet
-        self._ready: dict[int, float] = {}  # page -> when it has been read
-        self._written: deque[float] = deque()  # when frames come back from writing, in order
+        self._ready: dict[int, float] = {}  # page -> when it has been read, in bytes
+        self._written: deque[float] = deque()  # when frames come back from writing, in bytes, in order
         self.now = 0.0
-        """How far anything has come."""
+        """How far anything has come, in bytes."""
 
     def want(self, page: int) -> None:
         """Have a page read as soon as there is a frame."""

@@ -37,7 +37,7 @@ class Mode(Enum):
     """How an access uses a page."""
 
     READ = "read"
-    WRITE = "write"  # the whole content is replaced: nothing needs to be fetched
+    WRITE = "write"  # the whole content is replaced, by this access or with those that follow: nothing is fetched
     UPDATE = "update"  # read and modified
     CONSUME = "consume"  # read for the last time: the content is dead afterwards
 
@@ -105,11 +105,14 @@ def range_access(segment: Segment, position: int, *, components: int = 0) -> Acc
     """Return the pages that the update of one range needs: stored gradients, master and moments, weights."""
     item = segment.ranges[position]
     uses: list[Use] = []
+    # Ranges are updated in order, so the one that reaches the end of a page is the last to read it.
     for pages in segment.grad_pages[:components]:
         for page, _, stop in overlapping(pages, item.start, item.stop):
             uses.append(Use(page.index, Mode.CONSUME if stop == page.stop else Mode.READ))
     if segment.update_pages:
         uses.append(Use(item.index, Mode.UPDATE))
+    # Each replaces its part of a page. So the first one in a page needs nothing of the old content, and those behind it
+    # what the ones before have written. Nothing reads the page in between.
     for page, start, _ in overlapping(segment.param_pages, item.start, item.stop):
         replaced = segment.format.replaces_weights and start == page.start
         uses.append(Use(page.index, Mode.WRITE if replaced else Mode.UPDATE))

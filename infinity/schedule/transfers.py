@@ -3,7 +3,7 @@
 [Note: the one lock] All that the pager knows (here and in `Frames`, `Cache`, `Cursor`, leases) is read and changed
 under one lock, `Transfers.lock`. Who takes it: the training thread, the thread of updates, and the store's threads when
 a transfer ends. A thread may take it again: a read may have ended before `read` of the store returns. Content is never
-copied under it.
+copied under it; the end of a copy to a device may be waited for.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Transfers:
         store: reads and writes pages.
         observer: is told of waits and of the time in which something is in flight.
         timeout: seconds after which a wait is an error.
-        failed: is told of the first error.
+        failed: is told of the first error, once, from any thread and under the lock; it must not wait.
     """
 
     def __init__(
@@ -165,6 +165,7 @@ class Transfers:
             StallError: it took longer than the time limit.
             Exception: the first error, if there was one, before or meanwhile.
         """
+        self.check()
         if ready():
             return
         started = time.perf_counter()

@@ -21,8 +21,11 @@ class Extent(NamedTuple):
     """A run of bytes of one path's data file."""
 
     path: int
+    """Number of the NVMe path, in the run's order."""
     offset: int
+    """Of its first byte."""
     length: int
+    """Bytes."""
 
 
 def spread(pages: Sequence[Page], shares: Sequence[float]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A run's place on the NVMe paths, and who owns it.
+"""A run's place on the NVMe paths, and who holds it.
 
 <path>/infinity.lock.<local rank>       held (flock) by the live run, says who
 <path>/<run id>/infinity.run            says that this is a folder of a run, and which one of its paths
@@ -258,7 +258,7 @@ def unmake_paths(made: Sequence[Path]) -> None:
 
 
 class FolderLock:
-    """Ownership of the NVMe paths by this process; lost when the process dies, never before.
+    """The locks of this process on the NVMe paths: until `release`, or until all that have its descriptors have ended.
 
     `acquire` makes and locks one file per path; `name` says in them whose they are; `release` removes the files, then
     unlocks them. Used by the training thread alone, but for the fork that closes descriptors in a child.
@@ -272,7 +272,7 @@ class FolderLock:
         self._made: Sequence[Path] = ()
         """Paths that this start has made; `release` removes those with nothing in them."""
         self._process = os.getpid()
-        """Who owns them: a child that is forked has the descriptors too, but not the lock."""
+        """The process that holds them: a child that is forked has the descriptors too, but is not the holder."""
 
     @classmethod
     def acquire(
@@ -345,18 +345,18 @@ class FolderLock:
         Raises:
             ConfigError: a file system has no room for it.
         """
-        owner = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        holder = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         for descriptor, file in zip(self._descriptors, self._files, strict=True):
             try:
                 os.truncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+                os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             except OSError as error:
                 raise ConfigError(f"storage.paths: {file} cannot be written: {error.strerror}") from error
 
     def release(self) -> None:
         """Give the paths back; a lock file that cannot be removed is said and left. Idempotent, never raises.
 
-        In a process that was forked from the owner nothing is given back.
+        In a process that was forked from the holder nothing is given back.
         """
         if os.getpid() != self._process:
             return
@@ -382,7 +382,7 @@ class FolderLock:
 
 
 _held: set[FolderLock] = set()
-"""What this process has locked."""
+"""What this process has locked; `acquire` adds, `release` and a fork remove."""
 
 
 def _leave_to_parent() -> None:
@@ -625,7 +625,7 @@ def reserve(file: Path, size: int) -> None:
 
     Raises:
         BudgetError: the file system has no room; both sizes are named.
-        StorageError: the file cannot be made.
+        StorageError: the file cannot be made, or the drive failed.
     """
     try:
         there = os.lstat(file).st_blocks * 512  # not its size: a file may have holes
@@ -651,7 +651,9 @@ def reserve(file: Path, size: int) -> None:
     except OSError as error:
         if not existed:
             file.unlink(missing_ok=True)
-        raise _no_room(file, size, free, error.strerror or str(error)) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _no_room(file, size, free, error.strerror or str(error)) from error
+        raise StorageError("reserve", str(file), 0, size, error.errno) from error
     finally:
         os.close(descriptor)
 

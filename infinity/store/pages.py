@@ -24,7 +24,9 @@ from infinity.store.extents import Extent, ExtentAllocator, SlotClass, misplaced
 _log = logging.getLogger(__name__)
 
 Done = Callable[[Exception | None], None]
+"""Told once how a transfer has ended: with what went wrong, or None."""
 Moved = Callable[[Page, Ticket, int, int, Exception | None], None]
+"""Told of a transfer: page, last ticket, number of the NVMe path, how often it was submitted again, error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Version:
 
     extent: Extent
     checksum: int
+    """64-bit XXH3, see the function `checksum`."""
 
 
 def checksum(page: int, content: memoryview) -> int:
@@ -102,9 +105,9 @@ class PageStore:
     commit that is being published, then of one that is. An extent is free again when its version is neither current
     nor named, whichever ends last.
 
-    Threads: the pager calls `read`, `write`, `has` and `discard`, from any thread but under its own condition; the
-    training thread those about commits. Transfers end on the engine's thread, and `_write` runs on the writer's.
-    `_lock` guards what they share; nothing is waited for under it.
+    Threads: the pager calls `read`, `write`, `has` and `discard`, from any thread but under its own lock
+    (`Transfers.lock`); the training thread those about commits. Transfers end on the engine's thread, and `_write` runs
+    on the writer's. `_lock` guards what they share; nothing is waited for under it.
     """
 
     def __init__(
@@ -155,7 +158,9 @@ class PageStore:
         self._check_committed(slots)
         self._current = dict(self._commits[max(self._commits)]) if self._commits else {}
         """Current version by page. Changed under `_lock` by the thread on which a write ends, and by `discard`; read
-        without it, as the pager neither reads nor discards a page that is being written."""
+        without it, as the pager reads no page that is being written. A page whose content is dead may be discarded
+        while it is being written: its dead version then becomes current, is read by nobody, and is replaced by the next
+        write."""
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         """Which slots are free; has a lock of its own."""
         self._lock = Lock()
@@ -247,7 +252,7 @@ class PageStore:
         except Exception as error:
             done(error)
             return
-        self._remember(ticket)
+        self._remember(ticket)  # before `on_done`: `ended`, which may run at once, forgets it
         ticket.on_done(ended)
 
     def _warn(self, error: Exception | None) -> None:

@@ -10,15 +10,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from infinity.config import StorageConfig
 from infinity.errors import ConfigError, InfinityError, StallError, StorageError
-from infinity.io import Engine, Op, open_engine
+from infinity.io import Engine, Op, Ticket, UringEngine, open_engine
 from infinity.io import alignment as alignment_module
 from infinity.io import files as files_module
 from infinity.io import ring as ring_module
@@ -243,7 +244,70 @@ def test_broken_ring_fails_every_ticket(filled: str, monkeypatch: pytest.MonkeyP
         for ticket in tickets:
             with pytest.raises(StorageError, match="io_uring failed"):
                 ticket.wait(PATIENCE)
+        for thread in threading.enumerate():
+            if thread.name == "infinity-io-uring":
+                thread.join(PATIENCE)  # and with it goes the descriptor that would wake it
         engine.close()
+
+
+class InterruptedLock:
+    """A lock after whose next release by the engine's thread, if that is about to sleep, `then` is called."""
+
+    def __init__(self, engine: UringEngine, then: Callable[[], None]) -> None:
+        self._engine, self._then = engine, then
+        self._lock, self._pending = threading.Lock(), True
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        now = self._pending and self._engine._asleep and threading.current_thread() is self._engine._thread
+        self._lock.release()
+        if now:
+            self._pending = False
+            self._then()
+
+
+def test_a_request_is_seen_that_comes_as_the_thread_falls_asleep(filled: str, blob: bytes) -> None:
+    """Between its last look at what is new and its wait in the kernel."""
+    engine = make_engine("io_uring")
+    assert isinstance(engine, UringEngine)
+    file = engine.open(filled)
+    with mapped(len(blob)) as memory, mapped(BLOCK) as other:
+        tickets: list[Ticket] = []
+
+        def submit() -> None:
+            thread = threading.Thread(target=lambda: tickets.append(engine.submit(Op.READ, file, 0, memory)))
+            thread.start()
+            thread.join()
+
+        engine._lock = InterruptedLock(engine, submit)  # type: ignore[assignment]
+        engine.register(other)  # wakes the thread, which then finds nothing more to do
+        while not tickets:
+            time.sleep(0.01)
+        tickets[0].wait(60)
+        assert memory == blob
+        tickets.clear()
+        engine.close()
+
+
+@pytest.mark.parametrize(("machine", "tried"), [("x86_64", 2), ("aarch64", 1)])
+def test_kernels_before_6_1_are_refused_where_loads_are_reordered(
+    machine: str, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They write completions at any time; plain loads of Python would see an entry of before."""
+    flags: list[int] = []
+
+    def without_deferred_work(_: int, __: int, parameters: object) -> int:
+        flags.append(1)
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    monkeypatch.setattr(ring_module, "_syscall", without_deferred_work)
+    monkeypatch.setattr(ring_module.platform, "machine", lambda: machine)
+    with pytest.raises(RingRefusedError, match=f"older than 6.1 on {machine}" if tried == 1 else "EINVAL|Invalid"):
+        Ring(8)
+    assert len(flags) == tried
 
 
 def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

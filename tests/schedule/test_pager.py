@@ -127,7 +127,7 @@ class Bench:
     def __init__(self, layout: Layout, frames: int, seed: int = 0, timeout: float = 300) -> None:
         self.layout, self.store, self.observer = layout, SlowStore(seed), Silence()
         arena = Arena(frames, layout.page_bytes, device=torch.device("cpu"))
-        self.pager = Pager(layout, arena, self.store, self.observer, timeout=timeout)
+        self.pager = Pager(layout, arena, self.store, self.observer, timeout=timeout, failed=lambda _: None)
         self.frames = frames
         self.newest: dict[int, bytes] = {}
         self._number = 0
@@ -308,6 +308,31 @@ def test_a_failed_transfer_is_raised_in_the_training_loop(what: str) -> None:
         it.all_of(plan.trace * 3)
     with pytest.raises(StorageError):
         it.pager.flush()
+    with pytest.raises(StorageError):
+        it.pager.discard([0])
+    it.store.close()
+
+
+def test_content_that_could_not_even_be_asked_for_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an engine refuses a read at once, it is this access that fails, not the next."""
+    layout, _, it = small_bench()
+    it.check()
+    asked: list[int] = []
+
+    def read(page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
+        asked.append(page)
+        done(StorageError("read", "/somewhere", 4096, 512, 5))
+
+    monkeypatch.setattr(it.store, "read", read)
+    for page in layout.pages:
+        if page.role is Role.GRAD:
+            continue
+        try:
+            with it.pager.access((Use(page.index, Mode.READ),), planned=False):
+                assert asked == []
+        except StorageError:
+            break
+    assert len(asked) == 1
     it.store.close()
 
 

@@ -637,6 +637,18 @@ def test_holes_count_as_space_that_is_needed(tmp_path: Path, monkeypatch: pytest
     assert file.stat().st_blocks * 512 < MIB
 
 
+def test_a_drive_that_fails_is_not_one_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever frees space then would be none the wiser."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(folders.os, "posix_fallocate", fail)
+    with pytest.raises(StorageError, match="EIO"):
+        reserve(tmp_path / "rank00000.pages", MIB)
+    assert not list(tmp_path.iterdir())
+
+
 def test_other_errors_of_a_lock_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system without locks is not "in use by another run"."""
 
