@@ -24,6 +24,7 @@ class NodeDaemon:
 
     def __init__(self, runtime: Path) -> None:
         self._socket = runtime / SOCKET_NAME
+        self._warned = False  # whether it was said that somebody else listens there
 
     def ask(self, op: str, **values: object) -> dict[str, Any] | None:
         """Return the answer, or None: there is no daemon of this user or root, it does not answer within two seconds,
@@ -53,7 +54,9 @@ class NodeDaemon:
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             _, uid, _ = _CREDENTIALS.unpack(peer)
             if not trusted(uid):
-                _log.warning("%s is of user %d and is not asked", self._socket, uid)
+                if not self._warned:
+                    self._warned = True
+                    _log.warning("%s is of user %d and is not asked", self._socket, uid)
                 raise PermissionError(f"{self._socket} is of user {uid}")
             connection.sendall(message)
             answer = b""

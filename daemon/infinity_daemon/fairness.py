@@ -3,7 +3,7 @@
 The aim is max-min fairness with weights: of the runs that stand still for want of the drive, the one that has got least
 for its weight goes as fast as it can, and no other gets more for its own. So nothing has to be known of how fast the
 drive is, nothing of it is left unused, and a run that is alone is never held back. Rates move towards the aim by a
-tenth or so per second (`Fairness.observe`), because a run that computes most of the time stands still only now and
+twentieth per second (`Fairness.observe`), because a run that computes most of the time stands still only now and
 then: it is to get what it needs, and the others all the rest.
 """
 
@@ -20,14 +20,14 @@ from infinity.telemetry.cells import label_sets
 Rank = tuple[str, int]
 """Run id and rank."""
 
-SMOOTH_SECONDS: Final = 5.0
+SMOOTH_SECONDS: Final = 3.0
 """Over how long what a run does is averaged: a few passes of a short step."""
 _WANTS: Final = 0.1
 """Share of the time that a training thread stands still for pages, from which on its run wants more of the drive."""
 _AHEAD: Final = 1.03
 """How far a run may be ahead of the one that has got least: what is only noise is to slow nobody down."""
-_DOWN: Final = 0.85
-_UP: Final = 1.15
+_DOWN: Final = 0.95
+_UP: Final = 1.05
 """How much a rate changes in a second, at most."""
 _UNUSED: Final = 0.8
 """A rate of which less is used holds nobody back, and is taken away when nobody wants more."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -130,7 +131,8 @@ class Requests:
         if not rates:
             return {"rates": {}}
         drives = {path: (await asyncio.to_thread(locate, path)).drive.name for path in paths}
-        return {"rates": {path: rates[drive] for path, drive in drives.items() if drive in rates}}
+        together = Counter(drives.values())  # paths on the same drive share its rate
+        return {"rates": {path: rates[drive] / together[drive] for path, drive in drives.items() if drive in rates}}
 
     async def _release(self, owner: Owner, path: str, run_id: str) -> Answer:
         return {"released_bytes": self._reservations.release(owner, run_id, path)}

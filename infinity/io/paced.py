@@ -60,6 +60,8 @@ class PacedEngine:
     Life cycle: *open*, without rates and without a thread; the first rate starts the pacing thread. A file whose rate
     is taken back has what waits handed on at once. `close` takes back all rates, ends the thread, and closes the other
     engine, which completes what it was handed.
+
+    What the other engine refuses when a request's turn has come is the error of its ticket.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -178,6 +180,7 @@ class PacedEngine:
             return ticket, self._engine.submit(ticket.op, request.file, ticket.offset, request.memory)
         except Exception as error:  # this runs on a thread of its own: whoever waits must hear of it
             failed = error if isinstance(error, InfinityError) else InfinityError(repr(error))
+            failed = failed.with_traceback(None)  # whose frames refer to the request's memory
         finally:
             request.pinned.release()
         ticket.complete(failed)

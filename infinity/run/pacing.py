@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -12,6 +11,8 @@ from infinity.node import NodeDaemon
 
 _log = logging.getLogger("infinity")
 _EVERY_SECONDS: Final = 1.0
+_MOST: Final = 1e15
+"""What is above is no bandwidth, in bytes per second."""
 _WITHOUT_ANSWER: Final = 3
 """After so many questions without an answer there is no limit any more: the daemon is gone, or never was."""
 
@@ -71,5 +72,5 @@ class Pacing:
         return {
             self._files[path]: float(rate)
             for path, rate in rates.items()
-            if path in self._files and type(rate) in (int, float) and 0 < rate < math.inf
+            if path in self._files and type(rate) in (int, float) and 0 < rate <= _MOST
         }

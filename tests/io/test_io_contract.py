@@ -241,7 +241,7 @@ def test_forgotten_file_is_refused(engine: Engine, filled: str) -> None:
     engine.forget(file)
     with mapped(BLOCK) as memory:
         with pytest.raises(StorageError, match="not open"):
-            engine.submit(Op.WRITE, file, 0, memory)
+            engine.submit(Op.WRITE, file, 0, memory).wait(PATIENCE)
         engine.submit(Op.READ, other, 0, memory).wait(PATIENCE)
     with pytest.raises(StorageError, match="not open"):
         engine.sync(file)

@@ -1,0 +1,73 @@
+"""A rank asks the node's daemon how fast it may go, and goes on whatever the answer is."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from infinity.run import pacing
+from infinity.run.pacing import Pacing
+
+FILES = {"/drive/0": "/drive/0/run/rank00000.pages", "/drive/1": "/drive/1/run/rank00000.pages"}
+
+
+class Answers:
+    """A daemon that gives one answer after the other, the last one for ever; `asked` counts the questions."""
+
+    def __init__(self, *answers: dict[str, Any] | None) -> None:
+        self._answers = list(answers)
+        self.asked = 0
+        self.ended = threading.Event()
+
+    def ask(self, op: str, **values: object) -> dict[str, Any] | None:
+        assert (op, values) == ("pace", {"run_id": "r", "paths": list(FILES)})
+        self.asked += 1
+        if len(self._answers) > 1:
+            return self._answers.pop(0)
+        self.ended.set()
+        return self._answers[0]
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any] | None) -> list[Mapping[str, float]]:
+    """Return what the engine was told while a daemon gave these answers."""
+    monkeypatch.setattr(pacing, "_EVERY_SECONDS", 0.001)
+    daemon, found = Answers(*answers), []
+    it = Pacing(daemon, "r", list(FILES), list(FILES.values()), found.append)  # type: ignore[arg-type]
+    assert daemon.ended.wait(300)
+    it.close()
+    return found
+
+
+def rates(**values: object) -> dict[str, Any]:
+    return {"ok": True, "rates": {f"/drive/{name[1:]}": value for name, value in values.items()}}
+
+
+def test_it_is_told_when_the_answer_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By file; a drive that is not named has no limit."""
+    found = told(monkeypatch, rates(), rates(d0=5e8), rates(d0=5e8), rates(d0=4e8, d1=1), rates(), rates())
+    assert found == [{FILES["/drive/0"]: 5e8}, {FILES["/drive/0"]: 4e8, FILES["/drive/1"]: 1.0}, {}]
+
+
+def test_a_daemon_that_is_gone_limits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three questions without an answer; one that is slow once changes nothing."""
+    assert told(monkeypatch, rates(d0=5e8), None, rates(d0=5e8), None, None, rates(d0=5e8)) == [
+        {FILES["/drive/0"]: 5e8}
+    ]
+    assert told(monkeypatch, rates(d0=5e8), None, None, None, None) == [{FILES["/drive/0"]: 5e8}, {}]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"ok": True}, {"rates": 3}, {"rates": ["/drive/0"]}, {"rates": {"/drive/0": -1.0}}, {"rates": {"/drive/0": 0}},
+        {"rates": {"/drive/0": math.nan}}, {"rates": {"/drive/0": math.inf}}, {"rates": {"/drive/0": True}},
+        {"rates": {"/drive/0": "1e9"}}, {"rates": {"/other": 1.0}}, {"rates": {"/drive/0": 10**400}},
+    ],
+)  # fmt: skip
+def test_garbage_is_no_limit(garbage: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a daemon may say."""
+    assert told(monkeypatch, garbage, garbage, rates(d1=2.0)) == [{FILES["/drive/1"]: 2.0}]
