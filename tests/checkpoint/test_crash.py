@@ -13,7 +13,7 @@ import pytest
 
 @pytest.mark.parametrize(
     ("trials", "power", "least"),
-    [(20, 10, (1, 7, 2, 1)), pytest.param(40, 20, (3, 15, 4, 3), marks=pytest.mark.wide)],
+    [(10, 6, (1, 2, 1, 0)), pytest.param(40, 20, (3, 15, 4, 3), marks=pytest.mark.wide)],
     ids=["some", "more"],
 )
 def test_killed_lives_resume_bit_for_bit(

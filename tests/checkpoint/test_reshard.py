@@ -40,6 +40,7 @@ def test_from_one_rank_to_two_and_back(name: str, pair: RankPool, tmp_path: Path
     assert same(trained, everything(one)) == []
 
 
+@pytest.mark.wide
 def test_from_two_ranks_to_four(pair: RankPool, tmp_path: Path) -> None:
     """Four ranks, of which some have nothing of the smallest parameters."""
     recipe = Recipe(model="toy", steps=2)

@@ -21,7 +21,7 @@ from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.gradient import PagedGradient
 from support import models
 from support.ranks import RankPool
-from support.tables import all_but, in_turn
+from support.tables import all_but, in_turn, one_of
 from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded, state_in_memory, state_on_nvme
 
 Use = Callable[[nn.Module, torch.optim.Optimizer], Any]
@@ -210,7 +210,7 @@ USES: dict[str, Use] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", one_of(2, USES))
 def test_using_gradients_is_as_in_memory(use: str, tmp_path: Path) -> None:
     """What is seen, weights, moments and step counts."""
     assert compare(lambda m, o: steps(m, o, USES[use]), "in_forward", tmp_path) == []
@@ -398,7 +398,7 @@ LOOPS: dict[str, Loop] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("loop", "placement"), in_turn(LOOPS, KEPT))
+@pytest.mark.parametrize(("loop", "placement"), one_of(2, in_turn(LOOPS, KEPT)))
 def test_loops_are_as_in_memory(loop: str, placement: str, tmp_path: Path) -> None:
     """What is seen, weights, moments and step counts."""
     assert compare(LOOPS[loop], placement, tmp_path) == []
@@ -420,7 +420,7 @@ WIDE_ON_TWO = ("norm_1.0", "norm_3.0", "norm_-inf", "norm_0.0", "norm_not_foreac
                "cleared_to_zeros", "hook_of_two")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", all_but([*ON_TWO, *LOOPS_ON_TWO], *WIDE_ON_TWO))
+@pytest.mark.parametrize("name", one_of(2, all_but([*ON_TWO, *LOOPS_ON_TWO], *WIDE_ON_TWO)))
 def test_two_ranks_are_as_in_memory(name: str, tmp_path: Path, pair: RankPool) -> None:
     """Each rank has its slice; norms and what is not finite are those of all."""
     assert pair.run(compare_named, name, "in_forward", str(tmp_path)) == [[], []]

@@ -10,12 +10,13 @@ import torch
 import infinity
 from infinity.errors import UnsupportedError
 from support import models
+from support.tables import one_of
 from support.train import OPTIMIZERS, Paging, Recipe, compare, settings
 
 OTHERS = sorted(set(OPTIMIZERS) - {"adamw"})
 
 
-@pytest.mark.parametrize("optimizer", OTHERS)
+@pytest.mark.parametrize("optimizer", one_of(2, OTHERS))
 def test_an_element_wise_optimizer_keeps_its_bits(optimizer: str, tmp_path: Path) -> None:
     """State discovered by running the optimizer, and updated in slices by its own kernel."""
     recipe = Recipe(model="toy", optimizer=optimizer, clip=1.0 if optimizer == "sgd" else None)

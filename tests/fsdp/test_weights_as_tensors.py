@@ -23,6 +23,7 @@ from infinity.errors import UnsupportedError
 from infinity.fsdp.shard import PagedShard
 from support import models
 from support.ranks import RankPool
+from support.tables import one_of
 from support.train import Outcome, Paging, Recipe, batch, local, make_optimizer, offloaded, train
 
 RECIPE = Recipe(model="toy", steps=2)
@@ -160,7 +161,7 @@ def compare_edit(name: str, paging: Paging, folder: str) -> list[str]:
         return differing(expected, after_an_edit(model, optimizer, EDITS[name]))
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", one_of(3, EDITS))
 def test_edits_do_what_they_do_in_memory(name: str, tmp_path: Path) -> None:
     """Weights after the edit, and losses and weights of the steps after that."""
     assert compare_edit(name, LEAST, str(tmp_path)) == []
@@ -306,7 +307,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("name", one_of(3, COPIES))
 def test_copies_are_those_of_memory(name: str, tmp_path: Path) -> None:
     """And no copy depends on the run."""
     with both(tmp_path) as (model, paged, _):

@@ -56,6 +56,7 @@ def test_three_times_the_layers_need_no_more_memory(tmp_path: Path) -> None:
     assert large - small < 20 * MIB
 
 
+@pytest.mark.wide
 def test_formats_are_streamed(tmp_path: Path) -> None:
     """To write a folder of DCP takes a part of what is in it; to begin a run with it, not more than to train."""
     layers = 16

@@ -19,6 +19,7 @@ from infinity.telemetry.metrics import PARTS
 from support import models
 from support.fault_engine import Fault, FaultKind
 from support.ranks import RankPool
+from support.tables import in_turn, one_of
 from support.train import Outcome, Paging, Recipe, batch, faulty, offloaded, train
 
 RECIPE = Recipe(model="even", steps=2)
@@ -84,14 +85,18 @@ def delay_copy(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
     return SLOW * 8
 
 
-@pytest.mark.parametrize("placement", ["in_backward", "in_forward", "after_backward"])
 @pytest.mark.parametrize(
-    ("part", "delay"), [("compute", delay_compute), ("update", delay_update), ("copy", delay_copy), ("python", None)]
+    ("slow", "placement"),
+    in_turn(
+        [("compute", delay_compute), ("update", delay_update), ("copy", delay_copy), ("python", None)],
+        ["in_backward", "in_forward", "after_backward"],
+    ),
 )
 def test_what_is_slow_shows_in_its_part(
-    part: str, delay: Any, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: tuple[str, Any], placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sleeps in forward, in updates, beside copies and in the user's loop."""
+    part, delay = slow
     with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
         train(RECIPE, model, optimizer, Outcome())
         added = STEPS * (delay(monkeypatch, model) if delay else 5 * SLOW)
@@ -167,7 +172,7 @@ def test_the_norm_is_a_collective(tmp_path: Path, pair: RankPool) -> None:
     assert prompt > 0.8 > tardy
 
 
-@pytest.mark.parametrize("placement", ["in_backward", "in_forward", "after_backward"])
+@pytest.mark.parametrize("placement", one_of(2, ["in_backward", "in_forward", "after_backward"]))
 def test_the_timeline_has_every_byte_and_every_stall(placement: str, tmp_path: Path) -> None:
     """Bytes by path and direction as counted, stalls as booked; all within the run."""
     file = tmp_path / "timeline.json"

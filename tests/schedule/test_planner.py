@@ -18,6 +18,7 @@ from infinity.schedule.planner import LEAST_WRITING, Plan, least_frames, make_pl
 from infinity.schedule.trace import Access, Event, Mode
 from support.layouts import placements, transformer, transformer_step
 from support.plans import plans
+from support.tables import in_turn
 
 KIB = 1 << 10
 CYCLES = 5
@@ -185,9 +186,8 @@ def waiting(plan: Plan, layout: Layout, events: Sequence[Event], placement: Plac
     return found
 
 
-@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75, 0.9])
-@pytest.mark.parametrize("placement", LAWS)
-def test_a_transformer_reaches_the_closed_form(placement: str, share: float) -> None:
+@pytest.mark.parametrize(("share", "placement"), in_turn([0.1, 0.25, 0.5, 0.75, 0.9], LAWS))
+def test_a_transformer_reaches_the_closed_form(share: float, placement: str) -> None:
     """To within one page per role: bytes that stay save all of their transfers, bytes that wait at a turn one."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)

@@ -42,6 +42,20 @@ def variants(recipes: dict[str, Recipe], pagings: dict[str, Paging], *, wide: bo
     ]
 
 
+def one_of(number: int, rows: Iterable[Any]) -> list[Any]:
+    """Return all rows as parameters: of so many that are not `wide` yet, one after the other, all but the first are."""
+    listed: list[Any] = []
+    kept = 0
+    for row in rows:
+        parameter = row if isinstance(row, type(pytest.param())) else pytest.param(row)
+        if WIDE.mark not in [getattr(mark, "mark", mark) for mark in parameter.marks]:
+            if kept % number:
+                parameter = pytest.param(*parameter.values, id=parameter.id, marks=[*parameter.marks, WIDE])
+            kept += 1
+        listed.append(parameter)
+    return listed
+
+
 def all_but(names: Iterable[str], *wide: str) -> list[Any]:
     """Return all names as parameters, some of them marked `wide`.
 

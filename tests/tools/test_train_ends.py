@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from infinity_tools.signals import StopRequest
-from support.command import SMALL, environment, run_here, run_process
+from support.command import SMALL, environment, run_here
 
 
 def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_log_that_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> 
         os.mkfifo(tmp_path / "out/steps.jsonl")
     else:
         (tmp_path / "out/steps.jsonl").symlink_to(tmp_path / "other")
-    ended = run_process(tmp_path, *SMALL, "--out", "out", "--steps", "1")
+    ended = run_here(*SMALL, "--out", "out", "--steps", "1")
     assert ended.status == 2
     reason = "No such device" if kind == "pipe" else "it is a link"  # a pipe without a reader
     assert f"out/steps.jsonl cannot be written: {reason}" in ended.errors
@@ -111,8 +111,11 @@ def test_an_output_folder_that_takes_nothing_is_refused_before_the_first_step(tm
 
 @pytest.mark.parametrize(
     ("streams", "options", "status"),
-    [("<&- >&- 2>&-", "", 0), (">/dev/full 2>/dev/full", "", 1), ("2>&1 | true", "--commit-every 1", 0)],
-    ids=["closed", "full", "no reader"],
+    [
+        pytest.param("<&- >&- 2>&-", "", 0, id="closed", marks=pytest.mark.wide),
+        pytest.param(">/dev/full 2>/dev/full", "", 1, id="full", marks=pytest.mark.wide),
+        pytest.param("2>&1 | true", "--commit-every 1", 0, id="no reader"),
+    ],
 )
 def test_standard_streams_that_take_nothing_do_not_end_training(
     streams: str, options: str, status: int, tmp_path: Path

@@ -22,6 +22,7 @@ def train(folder: Path, *fault: str, out: str, resume: bool = False) -> Finished
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_two_ranks_end_with_the_reason_and_go_on_to_the_bit(tmp_path: Path) -> None:
     straight = train(tmp_path, "1", "eio", "100", "1", out="a")
     assert straight.summary["nvme_retries_total"] == 1

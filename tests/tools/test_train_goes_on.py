@@ -111,6 +111,7 @@ def test_resume_auto_never_begins_anew_beside_a_commit_that_it_cannot_take(state
     assert sorted(tmp_path.glob("*/*/**/*")) == before
 
 
+@pytest.mark.wide
 def test_resume_auto_is_decided_by_all_ranks(tmp_path: Path) -> None:
     """Two ranks begin one run, and go on with it together."""
     train = [*SMALL, "--out", "o", "--resume", "auto", "--json"]
