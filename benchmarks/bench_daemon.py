@@ -1,0 +1,380 @@
+"""What the node's daemon gives to runs that share drives, and what it costs them.
+
+- `fair_worst_ratio`: two jobs that are bound by one drive, one of which would take far more of it (it keeps more
+  requests in flight). By weights: by how much the shares of bytes depart from the weights, as a ratio (1.0 is exact);
+  `fair_without` is the same without a daemon, `fair_used` what both move together over that without a daemon.
+- `alone_over_without`: the step time of a job that is alone, with a daemon, over that without one, in turns.
+- `telemetry_share_of_step`: the time that a step spends in counting, over the step.
+- `scrape_cpu_seconds`: processor time of the daemon for one scrape of 8 ranks and 4 drives; `series`: how many it serves.
+
+The drive is a loop device over memory, held to a speed with the blkio controller of cgroup v1: needs root.
+
+    python benchmarks/bench_daemon.py [--model llama-100m] [--megabytes 300]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import loopdev
+from bench_step import RESULTS, ROOT, build, machine, publish, replay, spread, train_step
+
+BLKIO = Path("/sys/fs/cgroup/blkio")
+WEIGHTS = ((1, 1), (3, 1))
+DEPTHS = (64, 4)
+"""Requests in flight of the two jobs."""
+RANKS, DRIVES = 8, 4
+
+
+class SlowDrive:
+    """A loop device whose speed for the processes of a cgroup is set, as often as one likes."""
+
+    def __init__(self, folder: Path, group: Path) -> None:
+        device = os.stat(folder).st_dev
+        self.folder, self._group = folder, group
+        self._name = f"{os.major(device)}:{os.minor(device)}"
+
+    def set_speed(self, bytes_per_second: int) -> None:
+        """Limit reads and writes to so much each; 0 is no limit."""
+        for op in ("read", "write"):
+            (self._group / f"blkio.throttle.{op}_bps_device").write_text(f"{self._name} {bytes_per_second}")
+
+
+@contextmanager
+def throttled_group() -> Iterator[Path]:
+    """Make a cgroup of the blkio controller; processes join it by writing their number into `cgroup.procs`."""
+    group = BLKIO / f"infinity-bench-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        raise SystemExit(f"{group} cannot be made ({error.strerror}): needs root and blkio of cgroup v1") from error
+    try:
+        yield group
+    finally:
+        for _ in range(100):
+            try:
+                group.rmdir()
+                break
+            except OSError:  # a process has not quite ended
+                time.sleep(0.1)
+
+
+@contextmanager
+def daemon(runtime: Path, *options: str) -> Iterator[int]:
+    """Run infinityd; yield the port of its metrics and set `daemon.process`."""
+    log = runtime / "daemon.log"
+    command = [sys.executable, "-m", "infinity_daemon.main", "--runtime-dir", str(runtime), "--port", "0", *options]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, stderr=stderr)
+    try:
+        while not (found := re.search(r" started .*port=(\d+)", log.read_text())):
+            if process.poll() is not None:
+                raise SystemExit(log.read_text())
+            time.sleep(0.05)
+        daemon.process = process  # type: ignore[attr-defined]
+        yield int(found[1])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def job(pipe: Connection, options: argparse.Namespace, config: dict[str, Any], group: str, paths: list[str]) -> None:
+    """Hold a run; answer each message: `run` moves its plan's pages until the next message, `step` takes steps."""
+    if group:
+        (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+    import torch
+
+    torch.set_num_threads(1)
+    config = {**config, "storage": {**config.get("storage", {}), "paths": paths}}
+    model, optimizer, vocabulary = build(options, "infinity", paths[0], **config)
+    tokens = torch.randint(0, vocabulary, (1, options.seq))
+    for _ in range(3):
+        train_step(model, optimizer, tokens)
+    pipe.send(optimizer.run.folder.run_id)
+    while (message := pipe.recv()) is not None:
+        if message == "run":
+            while not pipe.poll():
+                replay(optimizer)
+        elif message == "bytes":
+            pipe.send(sum(optimizer.run.ledger.total_bytes.values()))
+        else:
+            seconds = []
+            for _ in range(message):
+                began = time.perf_counter()
+                train_step(model, optimizer, tokens)
+                seconds.append(time.perf_counter() - began)
+            pipe.send(seconds)
+    optimizer.close()
+
+
+@contextmanager
+def jobs(
+    options: argparse.Namespace, configs: list[dict[str, Any]], group: Path | None, paths: list[str]
+) -> Iterator[tuple[list[Connection], list[str]]]:
+    """Start jobs, one process each; yield pipes to them and their run ids."""
+    context = mp.get_context("spawn")
+    with ExitStack() as stack:
+        pipes = []
+        for number, config in enumerate(configs):
+            mine, theirs = context.Pipe()
+            folders = [str(Path(path) / f"job{number}") for path in paths]
+            for folder in folders:
+                os.makedirs(folder, exist_ok=True)
+            process = context.Process(target=job, args=(theirs, options, config, str(group or ""), folders))
+            process.start()
+            stack.callback(process.join)
+            stack.callback(mine.send, None)
+            pipes.append(mine)
+        yield pipes, [pipe.recv() for pipe in pipes]
+
+
+def moved_while(runtime: Path, runs: list[str], seconds: float) -> list[float]:
+    """Return the bytes that each run moves per second, as its stats page says."""
+    from infinity.telemetry import BY_NAME, read_stats_page
+    from infinity.telemetry.cells import label_sets
+
+    transfers = BY_NAME["io_bytes_total"]
+
+    def now() -> list[float]:
+        pages = [read_stats_page(runtime / f"{run}.rank0.stats") for run in runs]
+        return [
+            sum(page.value_at(transfers, values) for values in label_sets(transfers, page.header.devices))
+            for page in pages
+        ]
+
+    began, before = time.monotonic(), now()
+    time.sleep(seconds)
+    passed = time.monotonic() - began
+    return [(after - first) / passed for after, first in zip(now(), before, strict=True)]
+
+
+def fairness(options: argparse.Namespace, group: Path, folder: Path) -> dict[str, Any]:
+    """Return how two jobs share a drive, by weights, and without a daemon."""
+    drive = SlowDrive(folder, group)
+    found: dict[str, Any] = {}
+    for weights in (None, *WEIGHTS):
+        with ExitStack() as stack:
+            runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-")))
+            drive.set_speed(0)
+            configs = [
+                {
+                    "memory": {"host_bytes": options.host_memory},
+                    "storage": {"queue_depth": depth, "request_bytes": 256 << 10},
+                    "telemetry": {"runtime_dir": str(runtime)},
+                }
+                for depth in DEPTHS
+            ]
+            pipes, runs = stack.enter_context(jobs(options, configs, group, [str(folder)]))
+            if weights is not None:
+                settings = runtime / "infinityd.toml"
+                lines = "\n".join(f'"{run}" = {weight}' for run, weight in zip(runs, weights, strict=True))
+                settings.write_text(f"[fairness.weights]\n{lines}\n")
+                stack.enter_context(daemon(runtime, "--config", str(settings)))
+            drive.set_speed(options.megabytes << 20)
+            for pipe in pipes:
+                pipe.send("run")
+            time.sleep(options.settle)
+            rates = moved_while(runtime, runs, options.seconds)
+            for pipe in pipes:
+                pipe.send("bytes")
+            drive.set_speed(0)
+            for pipe in pipes:
+                pipe.recv()
+            shares = [rate / weight for rate, weight in zip(rates, weights or (1, 1), strict=True)]
+            name = ":".join(map(str, weights)) if weights else "without"
+            found[name] = {"bytes_per_second": rates, "ratio": max(shares) / min(shares)}
+            print(name, found[name], file=sys.stderr)
+    return found
+
+
+def alone(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the step time of a job with a daemon and without one, in turns."""
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-") as name:
+        runtime = Path(name)
+        config = {"memory": {"host_bytes": options.host_memory}, "telemetry": {"runtime_dir": name}}
+        with jobs(options, [config], None, [str(folder)]) as ((pipe,), _):
+            ratios, seconds = [], {"with": [], "without": []}  # type: ignore[var-annotated]
+            for turn in range(options.turns):
+                medians = {}
+                for kind in ("with", "without") if turn % 2 else ("without", "with"):
+                    with ExitStack() as stack:
+                        if kind == "with":
+                            stack.enter_context(daemon(runtime))
+                            time.sleep(2)
+                        pipe.send(options.steps)
+                        medians[kind] = statistics.median(pipe.recv())
+                        seconds[kind].append(medians[kind])
+                ratios.append(medians["with"] / medians["without"])
+                print("alone", medians, file=sys.stderr)
+            return {"ratio": spread(ratios), **{kind: spread(values) for kind, values in seconds.items()}}
+
+
+def telemetry(options: argparse.Namespace, folder: Path) -> float:
+    """Return the share of a step that is spent in the ledger, the clock that measures it included."""
+    from infinity.telemetry.ledger import Ledger
+
+    spent = 0.0
+
+    def timed(method: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal spent
+            began = time.perf_counter()
+            try:
+                return method(*arguments, **named)
+            finally:
+                spent += time.perf_counter() - began
+
+        return call
+
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-") as name:
+        model, optimizer, vocabulary = build(
+            options,
+            "infinity",
+            str(folder),
+            memory={"host_bytes": options.host_memory},
+            telemetry={"runtime_dir": name},
+        )
+        tokens = torch.randint(0, vocabulary, (1, options.seq))
+        for _ in range(3):
+            train_step(model, optimizer, tokens)
+        counted = ("moved", "copied", "stalled", "fetched", "moving", "spared", "_switch", "end_step", "enter")
+        originals = {method: getattr(Ledger, method) for method in counted}
+        for method, original in originals.items():
+            setattr(Ledger, method, timed(original))
+        began = time.perf_counter()
+        for _ in range(options.steps):
+            train_step(model, optimizer, tokens)
+        seconds = time.perf_counter() - began
+        for method, original in originals.items():
+            setattr(Ledger, method, original)
+        optimizer.close()
+    return spent / seconds
+
+
+def scrape(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a scrape costs with so many ranks and drives, and how many series it has."""
+    import psutil
+
+    from infinity.telemetry import Stats
+
+    with ExitStack() as stack:
+        runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-")))
+        folders = [str(runtime / f"drive{number}") for number in range(DRIVES)]
+        for folder in folders:
+            os.mkdir(folder)
+        devices = [f"nvme{number}" for number in range(DRIVES)]
+        for rank in range(RANKS):
+            info = {"paths": json.dumps(folders), "io_engine": "io_uring"}
+            stats = Stats.create(
+                runtime, run_id="20261123-000000-bench", rank=rank, local_rank=rank, world_size=RANKS, devices=devices,
+                info=info,
+            )  # fmt: skip
+            stack.callback(stats.close)
+        given = [word for folder in folders for word in ("--device-path", folder)]
+        port = stack.enter_context(daemon(runtime, *given))
+        process = psutil.Process(daemon.process.pid)  # type: ignore[attr-defined]
+        text = ""
+        for _ in range(3):
+            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
+        before, idle = process.cpu_times(), time.monotonic()
+        for _ in range(options.scrapes):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read()
+        after = process.cpu_times()
+        passed = time.monotonic() - idle
+        time.sleep(passed)
+        rest = process.cpu_times()  # what the daemon does by itself in as much time is no part of a scrape
+        busy = (after.user + after.system) - (before.user + before.system)
+        own = (rest.user + rest.system) - (after.user + after.system)
+        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+        return {"cpu_seconds": max(0.0, busy - own) / options.scrapes, "series": len(lines)}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return everything, as it is stored."""
+    result: dict[str, Any] = {"machine": machine(), "model": options.model}
+    with ExitStack() as stack:
+        group = stack.enter_context(throttled_group())
+        folder = stack.enter_context(loopdev.loop_device(options.device_bytes))
+        shared = fairness(options, group, folder)
+        by_weights = [shared[":".join(map(str, weights))] for weights in WEIGHTS]
+        without = sum(shared["without"]["bytes_per_second"])
+        result |= {
+            "fair": shared,
+            "fair_worst_ratio": max(found["ratio"] for found in by_weights),
+            "fair_without": shared["without"]["ratio"],
+            "fair_used": min(sum(found["bytes_per_second"]) / without for found in by_weights),
+        }
+        by_itself = alone(options, folder)
+        result |= {"alone": by_itself, "alone_over_without": by_itself["ratio"]["median"]}
+        result["telemetry_share_of_step"] = telemetry(options, folder)
+    scraped = scrape(options)
+    return result | {"scrape_cpu_seconds": scraped["cpu_seconds"], "series": scraped["series"]}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the figures."""
+    for name, value in result.items():
+        if isinstance(value, (int, float)):
+            print(f"{name:28} {value:.4g}")
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw the shares of the two jobs, without a daemon and by weights."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    names = list(result["fair"])
+    for number, label in enumerate(("many requests in flight", "few")):
+        values = [result["fair"][name]["bytes_per_second"][number] / 1e6 for name in names]
+        axes.bar([at + 0.4 * number for at in range(len(names))], values, width=0.38, label=label)
+    axes.set_xticks([at + 0.2 for at in range(len(names))], [name.replace("without", "no daemon") for name in names])
+    axes.set(ylabel="MB/s", title="Two jobs on one drive, by weights")
+    axes.legend()
+    figure.savefig(file, dpi=130)
+
+
+def main() -> None:
+    """Measure; write results/daemon.json and its picture."""
+    sys.path.insert(0, str(ROOT))
+    from infinity.units import parse_size
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-100m")
+    parser.add_argument("--seq", type=int, default=32, help="tokens of a step")
+    parser.add_argument("--megabytes", type=int, default=300, help="speed of the drive in MiB/s, in each direction")
+    parser.add_argument("--host-memory", type=parse_size, default=256 << 20)
+    parser.add_argument("--device-bytes", type=parse_size, default=6 << 30)
+    parser.add_argument("--settle", type=float, default=40, help="seconds until shares are measured")
+    parser.add_argument("--seconds", type=float, default=40, help="seconds in which they are")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
+    parser.add_argument("--scrapes", type=int, default=50)
+    parser.add_argument("--out", type=Path, default=RESULTS / "daemon.json")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    publish(measure(options), options, draw, show)
+
+
+if __name__ == "__main__":
+    main()
