@@ -27,11 +27,6 @@ class Found:
     pages: tuple[Snapshot, ...]
     broken: int
 
-    @property
-    def live(self) -> tuple[Snapshot, ...]:
-        """Pages of ranks that run."""
-        return tuple(page for page in self.pages if page.alive)
-
 
 class StatsPages:
     """Reads the folder anew at every `scan`; remembers since when a rank is gone. Threads may share it."""

@@ -28,6 +28,7 @@ from infinity_daemon.pages import StatsPages
 from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.server import SocketServer
+from infinity_daemon.wear import WearWatch
 
 SOCKET_NAME: Final = "infinityd.sock"
 _SWEEP_SECONDS: Final = 2.0
@@ -59,8 +60,13 @@ async def run(options: Options) -> None:
     reservations = Reservations()
     profile = Profiles(options.runtime_dir)
     await profile.load()
+    wear = WearWatch({})
     devices = DevicesCollector(
-        paths=options.device_paths, pages=pages, reserved=reservations.by_drive, bandwidth=profile.of
+        paths=options.device_paths,
+        pages=pages,
+        reserved=reservations.by_drive,
+        bandwidth=profile.of,
+        wear=wear,
     )
     collection = Collection([BuildCollector(started), devices, RanksCollector(pages)])
     about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": started}
@@ -71,6 +77,7 @@ async def run(options: Options) -> None:
         profile=profile,
         reservations=reservations,
         known_paths=devices.known_paths,
+        wear=wear,
         is_alive=lambda owner: server.is_alive(owner),
         about=lambda: {**about, "collectors": collection.health},
     )
