@@ -314,7 +314,7 @@ def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     from infinity.content.format import FORMATS
 
     cases = [("fp32", placement, share) for placement in PLACEMENTS for share in SHARES]
-    cases += [("fp32", "in_both", 0.0), *((fmt, "in_backward", 0.0) for fmt in FORMATS if fmt != "fp32")]
+    cases += [(fmt, "in_backward", 0.0) for fmt in FORMATS if fmt != "fp32"]
     context = mp.get_context("spawn")
     found = []
     with Progress(transient=True) as progress:

@@ -91,12 +91,11 @@ class StateConfig:
 class UpdateConfig:
     """Where in the step the optimizer's update runs."""
 
-    placement: Literal["auto", "in_backward", "in_both", "in_forward", "after_backward"] = _setting(
+    placement: Literal["auto", "in_backward", "in_forward", "after_backward"] = _setting(
         "auto",
         "`in_backward` updates a unit as soon as its gradients are reduced, `in_forward` when the next forward gathers "
-        "it, `in_both` a part of each unit in either, `after_backward` in `step()`. `auto` takes in_backward when the "
-        "first step shows that nothing global is needed (no clipping, one backward per step), or in_both if steps end "
-        "sooner so; else in_forward.",
+        "it, `after_backward` in `step()`. `auto` takes in_backward when the first step shows that nothing global is "
+        "needed (no clipping, one backward per step), else in_forward.",
     )
     cores: int = _setting(
         -1,

@@ -4,7 +4,7 @@ A unit's shards are grouped into *segments*: shards that share dtype and state f
 element space, shards back to back, each starting at a multiple of `SHARD_ALIGNMENT` elements. Its UPDATE
 pages cut that space evenly, and hold for their range of elements master and moments one after the other; its
 PARAM pages cut it again, and its GRAD pages, once for each component of the gradient. All join pieces of the finest of
-these cuts, so that an update can be divided where no page is on both sides.
+these cuts.
 
 [Note: alignment and bits] Vectorised kernels treat the last few elements of a tensor with scalar code.
 Because every cut is a multiple of `RANGE_ALIGNMENT` elements from the segment's start, and every shard starts

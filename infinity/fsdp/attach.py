@@ -47,8 +47,7 @@ class Attachment:
         Raises:
             UnsupportedError: a parameter cannot be given another value. Hooks that were made are removed.
         """
-        # All parameters, in the order of the shards.
-        self._members = [member for unit in sharded.members for member in unit]
+        self._members = sharded.shards
         with ExitStack() as undo:
             groups = [group for group, unit in zip(sharded.groups, sharded.members, strict=True) for _ in unit]
             for shard, (group, member) in enumerate(zip(groups, self._members, strict=True)):

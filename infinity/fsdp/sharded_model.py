@@ -97,6 +97,11 @@ class ShardedModel:
             on_meta="meta" in devices,
         )
 
+    @property
+    def shards(self) -> tuple[Member, ...]:
+        """All parameters, in the order of the shards."""
+        return tuple(member for unit in self.members for member in unit)
+
     def parameters(self) -> list[list[nn.Parameter]]:
         """Return the sharded parameters, unit by unit."""
         return [[member.param.sharded_param for member in unit] for unit in self.members]

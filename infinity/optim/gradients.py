@@ -233,19 +233,18 @@ class Gradients:
         name = self._layout.units[unit].name
         if unit in self._updates.begun:
             raise InfinityError(SECOND.format(unit=name))
-        early = self._planner.placement.division(unit)
+        in_backward = unit in self._planner.placement.in_backward
         with torch.no_grad(), record_function(f"infinity::gradients ({name})"):
             grads = {shard: gradient.held.reshape(-1) for shard, gradient in arrivals.items()}  # type: ignore[union-attr]
-            if early < len(self._layout.unit_ranges[unit]):
-                if self._arrived is not None:
-                    torch.cuda.current_stream().wait_event(self._arrived)
-                self._store(unit, arrivals, early)
-            else:
+            if in_backward:
                 self._recording.gradients(unit, self._components.get(unit, 1))
-            if early:
                 for gradient in arrivals.values():
                     gradient.end(USED_IN_BACKWARD)
                 self._updates.begin_in_backward(unit, grads, self._arrived)
+            else:
+                if self._arrived is not None:
+                    torch.cuda.current_stream().wait_event(self._arrived)
+                self._store(unit, arrivals)
 
     # What is done to one #
 
@@ -458,36 +457,30 @@ class Gradients:
 
     # Pages #
 
-    def _store(self, unit: int, arrivals: Mapping[int, OneGradient], start: int = 0) -> None:
-        """Store what is held of a unit's ranges from `start` on, added to what is stored."""
+    def _store(self, unit: int, arrivals: Mapping[int, OneGradient]) -> None:
+        """Store what is held of a unit's gradients, added to what is stored."""
         self._updates.run_pending(unit)
         stored = self._stored.pop(unit, {})
         totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
         before = self._components.get(unit, 1)
-        components = max(
-            before, self._components_of(unit, totals, start, added=any(shard in stored for shard in totals))
-        )
+        components = max(before, self._components_of(unit, totals, added=any(shard in stored for shard in totals)))
         self._recording.gradients(unit, components)
         self._components[unit] = components
-        accesses = store_gradient_accesses(
-            self._layout, unit, start=start, stored=before if stored else 0, components=components
-        )
+        accesses = store_gradient_accesses(self._layout, unit, stored=before if stored else 0, components=components)
         with self._ledger.part("copy"):
             self._walk(accesses, stored, totals)
-        norms: Sequence[torch.Tensor | None] = [None] * len(totals)
-        if not start:
-            with self._ledger.part("update"):
-                norms = torch._foreach_norm(list(totals.values()), 2.0)
+        with self._ledger.part("update"):
+            norms = torch._foreach_norm(list(totals.values()), 2.0)
         for shard, norm in zip(totals, norms, strict=True):
             gradient = arrivals[shard]
             gradient.held, gradient.stored, gradient.length, gradient.edits = None, True, norm, []
         self._stored[unit] = stored | {shard: arrivals[shard] for shard in totals}  # at the end: arrival order
 
-    def _components_of(self, unit: int, values: Mapping[int, torch.Tensor], start: int, *, added: bool) -> int:
-        """Return how many components hold gradients of a unit's ranges; a sum of two is taken to need all there are."""
+    def _components_of(self, unit: int, values: Mapping[int, torch.Tensor], *, added: bool) -> int:
+        """Return how many components hold gradients of a unit; a sum of two is taken to need all there are."""
         pages = [
             self._layout.pages[access[0].page]
-            for access in store_gradient_accesses(self._layout, unit, start=start, stored=0, components=1)
+            for access in store_gradient_accesses(self._layout, unit, stored=0, components=1)
         ]
         divided = [
             part
@@ -541,7 +534,7 @@ class Gradients:
             self._store(unit, {shard: gradient})
             return
         self._updates.run_pending(unit)
-        self._add_components(unit, self._components_of(unit, {shard: values}, 0, added=False))
+        self._add_components(unit, self._components_of(unit, {shard: values}, added=False))
         components = gradient_components(segment.format, values)
         for pages, component in zip(segment.grad_pages[: self._components[unit]], components, strict=False):
             for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Literal
 
@@ -21,8 +20,8 @@ Start = Literal["pending", "nothing", "settling"]
 class StepPlanner:
     """Chooses the update placement, and lets the pager follow a plan for it.
 
-    The first step is served on demand and shows what steps look like (*recording*). At its end the candidates for the
-    placement are fixed once. A step that looks otherwise than the one before is planned anew, with the best of them.
+    The first step is served on demand and shows what steps look like (*recording*). At its end the placement is chosen,
+    once. A step that looks otherwise than the one before is planned anew.
     """
 
     def __init__(
@@ -37,12 +36,10 @@ class StepPlanner:
         """
         self._layout, self._pager, self._ledger = layout, pager, ledger
         self._frames, self._wanted, self._threaded = frames, wanted, threaded
-        # Names of placements that are possible; empty while recording.
-        self._candidates: tuple[str, ...] = (wanted,) if wanted in ("in_forward", "after_backward") else ()
+        self.placed = wanted if wanted in ("in_forward", "after_backward") else "recording"
+        """The name of the placement; ``recording`` until it is chosen."""
         self.placement = Placement()
         """Where updates run in the step that is running; changes between steps only."""
-        self.placed = wanted if self._candidates else "recording"
-        """The name of that, or ``recording``."""
         self.events: tuple[Event, ...] = ()
         """What the last step that was planned for looked like."""
         self.plan: Plan | None = None
@@ -52,7 +49,7 @@ class StepPlanner:
     @property
     def recording(self) -> bool:
         """Whether the placement is still to be chosen."""
-        return not self._candidates
+        return self.placed == "recording"
 
     @property
     def automatic(self) -> bool:
@@ -60,7 +57,7 @@ class StepPlanner:
         return self._wanted == "auto"
 
     def choose(self, events: tuple[Event, ...], late: bool) -> None:
-        """Choose the candidates once, after the first step; of those, the best one for a step of other events.
+        """Choose the placement once, after the first step; plan anew for a step of other events.
 
         Args:
             late: updates in backward would be too early: something has looked at gradients or weights, or changed
@@ -69,24 +66,24 @@ class StepPlanner:
         Raises:
             InfinityError: the placement that is set is impossible.
         """
-        if not self._candidates:
+        if self.recording:
             early = frozenset() if late else eligible_for_backward(events)
-            if self._wanted in ("in_backward", "in_both") and not early:
+            if self._wanted == "in_backward" and not early:
                 raise InfinityError(
-                    f'update.placement = "{self._wanted}" is impossible here: the step clips, or uses gradients '
+                    'update.placement = "in_backward" is impossible here: the step clips, or uses gradients '
                     'otherwise, or every unit has several gradients per step; set "auto", "in_forward" or '
                     '"after_backward"'
                 )
-            automatic = ("in_backward", "in_both") if early else ("in_forward",)
-            self._candidates = automatic if self.automatic else (self._wanted,)
+            self.placed = "in_backward" if early else "in_forward"
         if events != self.events:
-            choices: dict[tuple[Access, ...], tuple[str, Placement]] = {}
-            for name, overlapped in itertools.product(self._candidates, (True, False) if self._threaded else (False,)):
-                choice = replace(Placement.of(name, events, self._layout), overlapped=overlapped)
-                choices.setdefault(expand(events, self._layout, choice), (name, choice))
+            # Updates beside computation are worth a try only where they have a thread.
+            choices: dict[tuple[Access, ...], Placement] = {}
+            for overlapped in (True, False) if self._threaded else (False,):
+                choice = replace(Placement.of(self.placed, events), overlapped=overlapped)
+                choices.setdefault(expand(events, self._layout, choice), choice)
             plans = [make_plan(trace, self._layout, self._frames, threaded=self._threaded) for trace in choices]
             plan = preferred(plans, self._layout, threaded=self._threaded)
-            self.placed, self.placement = choices[plan.trace]
+            self.placement = choices[plan.trace]
             self._plans = {"pending": plan}
 
     def follow(self, events: tuple[Event, ...], *, pending: bool) -> None:

@@ -242,7 +242,7 @@ class StepRunner:
             updates.run_left()
             if self._skip:
                 gradients.discard()
-                updates.skip()
+                updates.end_step()
                 self._ledger.skipped()
             else:
                 updates.finish(gradients.use_up(), gradients.components, events)
@@ -256,7 +256,6 @@ class StepRunner:
     def _begin(self) -> None:
         """Begin a step: nothing was gathered, and no gradients have arrived."""
         self._recording.clear()
-        self.updates.forget_begun()
         self._backward = -1
         self._skip = False
 
@@ -271,11 +270,6 @@ class StepRunner:
         """Check that steps can still be taken. Raises `InfinityError`, with the reason, where they cannot."""
         if self._closed:
             raise InfinityError(self._closed)
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing can be done any more."""
-        return bool(self._closed)
 
     def end(self, why: str) -> None:
         """Refuse everything from now on, with `why`; what was begun goes on."""

@@ -129,9 +129,8 @@ class Update:
 
     `settings` has those of its group for every shard that has a gradient; `before` the scalars of shards at the start
     of the step, whose number is `step`. Gradients are in `grads` by shard, flat, on the device, which has them behind
-    `arrived`; or else in GRAD pages, to which `edits` are still to be done, by shard. Of a unit that is updated in
-    backward in part, the other part is in GRAD pages. `own` is what the optimizer keeps on itself, as the
-    step found it.
+    `arrived`; or else `components` of each are in GRAD pages, and `edits` are still to be done to them, by shard.
+    `own` is what the optimizer keeps on itself, as the step found it.
     """
 
     layout: Layout
@@ -142,15 +141,12 @@ class Update:
     grads: Mapping[int, torch.Tensor] | None = None
     arrived: torch.cuda.Event | None = None
     edits: Mapping[int, Sequence[Edit]] = field(default_factory=dict)
+    components: int = 0
     own: Own = field(default_factory=dict)
     after: dict[int, Scalars] = field(default_factory=dict)
     """Scalars of the shards after the step."""
     elements: int = 0
     """Elements updated so far."""
-    begun: int = 0
-    """How many of the unit's ranges, the first ones, were given to be updated."""
-    components: int = 0
-    """How many components of its gradients are stored, for the ranges still to be updated; 0 for those in `grads`."""
 
     def run(self, ranges: Sequence[Opened]) -> None:
         """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""

@@ -7,9 +7,6 @@ few bytes: the training thread needs it at once, and can compute with it while t
 done to them, and the settings of their groups. Each unit is updated in the next forward, before it is gathered. Whoever
 wants to see the state in between calls `settle`.
 
-Of a unit that is updated in both passes, the first ranges are updated in backward, and the gradients of the others are
-stored; it is one `Update`, which has ended when the last range has.
-
 [Note: updates on another thread] An update takes its place in the plan, page by page, when it is due (a lease); the
 arithmetic runs on the worker's thread, in the same order. Whoever needs one of the pages earlier waits for it.
 """
@@ -110,7 +107,7 @@ class Updates:
         """Run the update in backward that waits for the next gather, if one does."""
         unit, self._reduced = self._reduced, -1
         if unit >= 0:
-            self._run(unit, self.begun[unit], self._planner.placement.division(unit))
+            self._run(unit, self.begun[unit])
 
     # In step() and in the next forward #
 
@@ -130,36 +127,28 @@ class Updates:
         self._due = self._planner.placement.due(events)
         settings = self._given.settings_of(shard for edits in stored.values() for shard in edits)
         for unit, edits in stored.items():
-            update = self.begun.get(unit) or Update(
+            self._pending[unit] = Update(
                 self._layout,
                 self._given.kernel,
                 {shard: settings[shard] for shard in edits},
                 self.scalars,
                 self.step,
                 edits=edits,
+                components=components[unit],
                 own=self._given.kernel.own(),
             )
-            update.components = components[unit]
-            self._pending[unit] = update
-        self._end_step()
+        self.end_step()
         self._given.kernel.advance()
-        # Divided otherwise than the next steps will be, if this one was the first of its kind.
-        if any(update.begun != self._planner.placement.division(unit) for unit, update in self._pending.items()):
+        # In backward of the next steps, if this one was the first of its kind.
+        if self._planner.placement.in_backward & self._pending.keys():
             self._due = {}
         for unit in update_order(self._pending):
             if unit not in self._due.values():
                 self.run_pending(unit)
 
-    def skip(self) -> None:
-        """End a step that updates nothing."""
-        self._end_step()
-
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
+        """Count a step; no unit counts as updated in backward any more."""
         self.step += 1
-        self.forget_begun()
-
-    def forget_begun(self) -> None:
-        """Note that no unit counts as updated in backward any more."""
         self.begun = {}
         self._reduced = -1
 
@@ -172,7 +161,7 @@ class Updates:
         """Run the update of a unit that was left to the next forward, if it still waits."""
         update = self._pending.pop(unit, None)
         if update is not None:
-            self._run(unit, update, len(self._layout.unit_ranges[unit]))
+            self._run(unit, update)
 
     def run_due(self, gathered: int) -> None:
         """Run the update that was left to the moment at which a unit has been gathered."""
@@ -195,21 +184,20 @@ class Updates:
 
     # One of them #
 
-    def _run(self, unit: int, update: Update, stop: int) -> None:
-        """Give the worker a unit's ranges up to `stop` that are still to be updated; their leases are taken here."""
-        unit_ranges, name = self._layout.unit_ranges[unit], self._layout.units[unit].name
+    def _run(self, unit: int, update: Update) -> None:
+        """Give the worker a unit's ranges to update; their leases are taken here."""
+        name = self._layout.units[unit].name
         ranges: deque[_Range] = deque()
         # In a profile this is the whole update, or, with a thread for updates, when it was handed over.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
-            for segment, position in unit_ranges[update.begun : stop]:
+            for segment, position in self._layout.unit_ranges[unit]:
                 lease = self._pager.lease(
                     range_access(segment, position, components=update.components), threaded=self._worker.threaded
                 )
                 ranges.append(_Range(segment, segment.ranges[position], lease))
-            update.begun = stop
-            self._worker.submit(partial(self._update, update, ranges, stop == len(unit_ranges)))
+            self._worker.submit(partial(self._update, update, ranges))
 
-    def _update(self, update: Update, ranges: deque[_Range], ends: bool) -> None:
+    def _update(self, update: Update, ranges: deque[_Range]) -> None:
         """Update ranges in order: one that is waited for, and with it those behind it that are there."""
         while ranges:
             with ExitStack() as held:
@@ -224,7 +212,6 @@ class Updates:
                         held.push(ranges[0].lease)
                 update.run(opened)
         update.grads = None
-        if ends:
-            update.run_empty()
-            self.scalars.update(update.after)
-            self.elements += update.elements
+        update.run_empty()
+        self.scalars.update(update.after)
+        self.elements += update.elements

@@ -30,7 +30,7 @@ def make_committer(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optim
     """
     described = RunDescription(
         layout=run.layout,
-        tensors=tuple(_whole(member) for unit in sharded.members for member in unit),
+        tensors=tuple(_whole(member) for member in sharded.shards),
         buffers=private.persistent_buffers(sharded.model),
     )
     file = run.folder.commits / f"rank{run.ranks.rank:05d}.room.tmp"

@@ -47,7 +47,7 @@ class Filling:
         """
         self._run, self._sharded = run, sharded
         # All parameters, in the order of the shards.
-        self._members = [member for unit in sharded.members for member in unit]
+        self._members = sharded.shards
         # Makes what nothing else has: buffers, and parameters without weights.
         self._initialiser = ModuleInitialiser(sharded.model, run.settings.run.seed, init)
 

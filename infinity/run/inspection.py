@@ -97,7 +97,7 @@ def plan_memory(
 def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Tell the kernel the shape of slices, by shard, where the optimizer needs another than (n,)."""
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    for shard, member in enumerate(member for unit in sharded.members for member in unit):
+    for shard, member in enumerate(sharded.shards):
         param = member.param.sharded_param
         if param.requires_grad:
             slices = kernel.discover(param, group_of[id(param)]).slices

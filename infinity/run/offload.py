@@ -173,8 +173,7 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
         checkpointer.forget_others()
     numbers = {id(param): shard for shard, param in enumerate(steps.parameters)}
     of_model = {param: numbers[id(param)] for param in sharded.model.parameters()}
-    members = (member for unit in sharded.members for member in unit)
-    names = {name: shard for shard, member in enumerate(members) for name in member.names}
+    names = {name: shard for shard, member in enumerate(sharded.shards) for name in member.names}
     states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=steps.made_with_state)
     paged = PagedOptimizer(given, run, runner, states, checkpointer, resumed)
     if run.place.source is not None:  # the new run is one to resume from before the old one is no longer needed

@@ -279,7 +279,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def update_placement(self) -> str:
-        """``in_backward``, ``in_both``, ``in_forward`` or ``after_backward``; ``recording`` in the first step."""
+        """``in_backward``, ``in_forward`` or ``after_backward``; ``recording`` in the first step."""
         return self._runner.planner.placed
 
     def predict_seconds(self, bandwidth: float, computation: float) -> float:

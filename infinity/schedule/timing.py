@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
-from infinity.schedule.placement import BACKWARD
 from infinity.schedule.trace import Access, Mode
 
+BACKWARD = 2.5
+"""Computation of a unit in backward, over that in forward: between 2, and 3 where backward computes forward again."""
 _STEPS = 2
 """How many steps it takes until one is like those that follow."""
 

@@ -8,7 +8,6 @@ changing the placement needs no new recording.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
@@ -84,28 +83,21 @@ def gather_accesses(layout: Layout, unit: int) -> Iterator[Access]:
             yield (Use(page.index, Mode.READ),)
 
 
-def store_gradient_accesses(
-    layout: Layout, unit: int, *, stored: int, components: int, start: int = 0
-) -> Iterator[Access]:
+def store_gradient_accesses(layout: Layout, unit: int, *, stored: int, components: int) -> Iterator[Access]:
     """Yield the GRAD pages that an arriving gradient is added to, or written to where none is stored.
 
     Args:
         stored: how many components of it are stored already.
         components: how many are stored then.
-        start: the first of the unit's ranges whose gradient is stored.
     """
-    for segment, ranges in itertools.groupby(layout.unit_ranges[unit][start:], key=lambda item: item[0]):
-        first = segment.ranges[next(ranges)[1]].start
-        for pages in zip(*segment.grad_pages[:components], strict=True):
-            if pages[0].start >= first:
-                yield tuple(Use(page.index, Mode.UPDATE if page.component < stored else Mode.WRITE) for page in pages)
+    for index in layout.unit_segments[unit]:
+        for pages in zip(*layout.segments[index].grad_pages[:components], strict=True):
+            yield tuple(Use(page.index, Mode.UPDATE if page.component < stored else Mode.WRITE) for page in pages)
 
 
-def update_accesses(
-    layout: Layout, unit: int, *, start: int = 0, stop: int | None = None, components: int = 0
-) -> Iterator[Access]:
-    """Yield one access for each range of a unit's update, or for some; with so many components of its gradient."""
-    for segment, position in layout.unit_ranges[unit][start:stop]:
+def update_accesses(layout: Layout, unit: int, *, components: int = 0) -> Iterator[Access]:
+    """Yield one access for each range of a unit's update, with so many components of its gradient."""
+    for segment, position in layout.unit_ranges[unit]:
         yield range_access(segment, position, components=components)
 
 

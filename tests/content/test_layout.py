@@ -22,8 +22,6 @@ from infinity.content.layout import (
     overlapping,
 )
 from infinity.errors import BudgetError
-from infinity.schedule.placement import divisions
-from infinity.schedule.trace import update_accesses
 from support.layouts import FORMATS, layouts
 
 
@@ -143,21 +141,6 @@ def test_unit_tables_agree_with_the_shards(layout: Layout) -> None:
         assert list(layout.unit_shards[unit]) == expected
         trained = {layout.shards[index].segment for index in expected if layout.shards[index].spec.trainable}
         assert set(layout.unit_segments[unit]) == trained
-
-
-@given(layouts())
-def test_an_update_is_divided_between_pages(layout: Layout) -> None:
-    """None is used on both sides; all or nothing is always possible."""
-    for unit, ranges in enumerate(layout.unit_ranges):
-        places = list(divisions(layout, unit))
-        assert places == sorted(set(places))
-        assert {0, len(ranges)} <= set(places)
-        for place in places:
-            before, behind = (
-                {use.page for access in update_accesses(layout, unit, components=2, **part) for use in access}
-                for part in ({"stop": place}, {"start": place})
-            )
-            assert not before & behind
 
 
 @given(layouts())

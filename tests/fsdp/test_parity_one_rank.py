@@ -65,20 +65,6 @@ CASES = [
         DELAYS,
     ),
     *variants(
-        {
-            "plain": Recipe(model="even"),
-            "checkpointing": Recipe(model="even", checkpointing=True, seed=1),
-            "eval-between": Recipe(model="even", evaluate=True, seed=2),
-        },
-        {
-            "both": Paging(arena="least", placement="in_both"),
-            "both-half": Paging(arena="50%", placement="in_both"),
-            "both-delays": Paging(arena="least", placement="in_both", delays=True),
-            "both-no-worker": Paging(arena="least", placement="in_both", cores=0),
-            "both-split": Paging(arena="least", placement="in_both", format="split"),
-        },
-    ),
-    *variants(
         {"plain": Recipe(), "clip": Recipe(clip=0.5)},
         {
             "paths": Paging(arena="least", paths=3),

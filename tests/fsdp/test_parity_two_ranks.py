@@ -50,7 +50,7 @@ CASES = [
     *variants({"toy": Recipe(model="toy", clip=0.5)}, {"paths": Paging(paths=2)}),
     *variants(
         {"even": Recipe(model="even"), "eval-between": Recipe(model="even", evaluate=True, seed=1)},
-        {"both-delays": Paging(arena="least", placement="in_both", delays=True)},
+        {"backward-delays": Paging(arena="least", placement="in_backward", delays=True)},
     ),
 ]
 

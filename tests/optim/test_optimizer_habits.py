@@ -24,7 +24,6 @@ from support.train import Paging, Recipe, batch, build, local, make_optimizer, o
 
 RECIPE = Recipe(model="toy")
 KEPT = ("after_backward", "in_forward")
-GONE = ("in_backward", "in_both")
 
 
 def backward(model: nn.Module, number: int = 0) -> None:
@@ -48,7 +47,7 @@ def evaluate(model: nn.Module) -> None:
 # Weights between backward and step #
 
 
-@pytest.mark.parametrize("placement", GONE)
+@pytest.mark.parametrize("placement", ["in_backward"])
 @pytest.mark.parametrize(
     "look",
     [
@@ -156,7 +155,7 @@ def freezing(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     return [local(param) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("placement", [*KEPT, *GONE])
+@pytest.mark.parametrize("placement", [*KEPT, "in_backward"])
 def test_parameters_that_are_frozen_later_are_as_in_memory(placement: str, tmp_path: Path) -> None:
     """They keep their values and states, and are trained again when they are unfrozen."""
     model = build(RECIPE)

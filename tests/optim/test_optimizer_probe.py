@@ -55,8 +55,7 @@ def test_what_can_be_served_keeps_its_bits(name: str, tmp_path: Path) -> None:
     ("name", "placement"),
     [
         ("counter_in_group", "in_backward"),
-        ("counter_in_group", "in_both"),
-        ("counter_on_self", "in_both"),
+        ("counter_on_self", "in_forward"),
         ("counter_in_group", "after_backward"),
     ],
 )

@@ -273,7 +273,7 @@ def small_bench(timeout: float = 300) -> tuple[Layout, Plan, Bench]:
     """Return a bench with few frames, in the middle of nothing."""
     layout = transformer(4, 16 * 1024, 64 << 10)
     events = transformer_step(4)
-    plan = make_plan(expand(events, layout, Placement.of("in_backward", events, layout)), layout, 10)
+    plan = make_plan(expand(events, layout, Placement.of("in_backward", events)), layout, 10)
     return layout, plan, Bench(layout, plan.frames, timeout=timeout)
 
 

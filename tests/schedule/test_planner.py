@@ -191,9 +191,7 @@ def test_a_transformer_reaches_the_closed_form(placement: str, share: float) -> 
     """To within one page per role: bytes that stay save all of their transfers, bytes that wait at a turn one."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
-    placed = replace(
-        Placement.of(placement, events, layout), overlapped=False
-    )  # overlapping costs bytes where frames are few
+    placed = replace(Placement.of(placement, events), overlapped=False)  # overlapping costs bytes where frames are few
     plan = make_plan(expand(events, layout, placed), layout, int(share * layout.state_bytes) // PAGE)
     for role in Role:
         moving = sum(page.nbytes for page in layout.pages if page.role is role and page.index not in plan.resident)
@@ -290,7 +288,7 @@ def test_state_formats_reach_the_closed_form(share: float, key: str) -> None:
     layers = 12
     layout = transformer(layers, 16 * 5 * 1024, PAGE, key)
     events = transformer_step(layers)
-    trace = expand(events, layout, replace(Placement.of("in_backward", events, layout), overlapped=False))
+    trace = expand(events, layout, replace(Placement.of("in_backward", events), overlapped=False))
     plan = make_plan(trace, layout, 24 + int(share * len(layout.pages)))
     weights, state = layout.bytes_of(Role.PARAM), layout.state_bytes
     cached = sum(layout.pages[page].nbytes for page in plan.resident)
@@ -311,7 +309,7 @@ def test_weights_are_kept_first() -> None:
     """A resident weight byte saves three transfers, any other byte two."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
-    trace = expand(events, layout, Placement.of("in_backward", events, layout))
+    trace = expand(events, layout, Placement.of("in_backward", events))
     plan = make_plan(trace, layout, 120)
     assert plan.resident
     assert {layout.pages[page].role for page in plan.resident} == {Role.PARAM}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
-from infinity.schedule.placement import BACKWARD, Placement, expand
+from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
-from infinity.schedule.timing import Clockwork, computation
+from infinity.schedule.timing import BACKWARD, Clockwork, computation
 from infinity.schedule.trace import Access
 from support.layouts import transformer, transformer_step
 from support.plans import plans
@@ -25,7 +25,7 @@ LAYERS, ELEMENTS = 12, 10 * 32 * 1024
 def step(*, threaded: bool = False) -> tuple[tuple[Access, ...], Layout]:
     """Return the accesses of a transformer's step that updates in backward."""
     layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
-    placement = replace(Placement.of("in_backward", events, layout), overlapped=threaded)
+    placement = replace(Placement.of("in_backward", events), overlapped=threaded)
     return expand(events, layout, placement), layout
 
 
@@ -114,30 +114,6 @@ def test_an_arena_with_room_for_a_unit_keeps_the_drive_busy(threaded: bool) -> N
     assert of_narrow > 1.4 * narrow.traffic.total_bytes
     assert of_wide < 1.3 * wide.traffic.total_bytes
     assert preferred([narrow, wide], layout, threaded=threaded) is wide
-
-
-@pytest.mark.parametrize("threaded", [False, True])
-def test_what_both_passes_move_hides_behind_both(threaded: bool) -> None:
-    """With a share of every update in forward, forward moves its share; so steps take less time where nothing idles."""
-    layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
-    found = {}
-    for name in ("in_backward", "in_both"):
-        placement = replace(Placement.of(name, events, layout), overlapped=threaded)
-        plan = make_plan(expand(events, layout, placement), layout, 96, threaded=threaded)
-        (length,) = lengths(plan, layout, [plan.traffic.total_bytes], threaded=threaded)
-        found[name] = length / plan.traffic.total_bytes
-    assert found["in_both"] < found["in_backward"] - 0.09
-    assert found["in_both"] < 1.13
-
-
-def test_the_first_unit_is_updated_in_backward_alone() -> None:
-    """There is no computation before it is gathered; of all others, about the same share is left."""
-    layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
-    placement = Placement.of("in_both", events, layout)
-    shares = [placement.in_backward[unit] / len(layout.unit_ranges[unit]) for unit in range(LAYERS)]
-    assert shares[0] == 1.0
-    assert placement.in_forward == frozenset(range(1, LAYERS))
-    assert all(0.65 < share < 0.85 for share in shares[1:])
 
 
 def test_the_drive_moves_one_page_after_the_other() -> None:

@@ -51,7 +51,7 @@ def test_measured_bytes_are_the_planned_ones_in_other_loops(recipe: Recipe, tmp_
     assert seen["planned_read"] > 0
 
 
-@pytest.mark.parametrize("placement", all_but(PLACEMENTS, "in_both", "after_backward"))
+@pytest.mark.parametrize("placement", all_but(PLACEMENTS, "in_backward", "after_backward"))
 def test_measured_bytes_are_the_planned_ones_on_two_ranks(placement: str, tmp_path: Path, pair: RankPool) -> None:
     """Each rank moves its own shards."""
     paging = Paging(arena="least", placement=placement)

@@ -22,7 +22,7 @@ from support.rows import EQUAL, REFUSED, Row
 from support.train import OPTIMIZERS, Paging, batch, host_bytes, settings, state_in_memory, state_on_nvme
 
 STEPS = 5
-EARLY = ("in_backward", "in_both")
+EARLY = ("in_backward",)
 LATE = ("auto", "in_forward", "after_backward")
 EVERYWHERE = ("auto", *EARLY, "in_forward", "after_backward")
 PLACEMENT = r"update\.placement"

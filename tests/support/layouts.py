@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from infinity.content.format import HALVES, StateFormat
 from infinity.content.layout import Layout, ShardSpec, UnitSpec, build_layout
-from infinity.schedule.placement import Placement, divisions
+from infinity.schedule.placement import Placement
 from infinity.schedule.trace import Event, EventKind
 
 ADAM = (("exp_avg", "float32"), ("exp_avg_sq", "float32"))
@@ -20,7 +20,7 @@ FORMATS = {
     "frozen": StateFormat(param="bfloat16", master="float32"),
 }
 FORMATS |= {name: FORMATS["mixed"].stored_as(name) for name in ("split", "bf16-moments", "8bit")}
-PLACEMENTS = ("in_backward", "in_both", "in_forward", "after_backward")
+PLACEMENTS = ("in_backward", "in_forward", "after_backward")
 KIB = 1 << 10
 
 
@@ -65,17 +65,10 @@ def steps(draw: st.DrawFn, layout: Layout) -> tuple[Event, ...]:
 
 @st.composite
 def placements(draw: st.DrawFn, layout: Layout, events: tuple[Event, ...]) -> Placement:
-    """Draw a placement for a step; some of what is updated in backward may be left to the next forward."""
-    placement = Placement.of(draw(st.sampled_from(PLACEMENTS)), events, layout)
-    placement = replace(placement, overlapped=draw(st.booleans()))
-    if draw(st.booleans()):
-        return placement
-    early = {unit: draw(st.sampled_from(list(divisions(layout, unit)))) for unit in placement.in_backward}
-    gathered = {event.unit for event in events if event.kind is EventKind.GATHER}
-    left = frozenset(unit for unit, number in early.items() if number < len(layout.unit_ranges[unit])) & gathered
-    if draw(st.booleans()):  # else what is left is updated in step()
-        placement = replace(placement, in_forward=placement.in_forward | left)
-    return replace(placement, in_backward=early)
+    """Draw a placement for a step; some of what could be updated in backward may be updated in `step()`."""
+    placement = Placement.of(draw(st.sampled_from(PLACEMENTS)), events)
+    early = frozenset(unit for unit in sorted(placement.in_backward) if draw(st.booleans()))
+    return replace(placement, in_backward=early, overlapped=draw(st.booleans()))
 
 
 def transformer(layers: int, elements: int, page_bytes: int, key: str = "mixed") -> Layout:

@@ -388,8 +388,6 @@ def _pretences(recipe: Recipe, paging: Paging, found: Outcome) -> list[str]:
     listed = []
     if len(set(found.losses)) == 1:
         listed.append("the loss never changes")
-    if paging.placement == "auto" and found.placement == "in_both":
-        wanted = "in_both"
     if found.placement != wanted:
         listed.append(f"updates ran {found.placement}, not {wanted}")
     if (found.moved > 0) is not (paging.arena != "all"):

@@ -217,7 +217,6 @@ TOGETHER = [
     train("--resume-path d", "--resume-path d needs --resume"),
     train("--no-strict", "--no-strict", "--model tiny"),
     train("--update in_backward --max-grad-norm 1", "in_backward", "--max-grad-norm", "in_forward"),
-    train("--update in_both --max-grad-norm 1", "in_both", "--max-grad-norm", "in_forward"),
     train("--host-memory 1MiB --page-bytes 2MiB", "memory.host_bytes", "memory.page_bytes"),
     train("--page-bytes 100000", "100000", "65536"),
     train("--page-bytes 64", "64", "65536"),

@@ -43,9 +43,9 @@ def test_equal_or_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_what_is_counted_is_counted_in_every_placement_and_resumed(name: str, tmp_path: Path) -> None:
-    """Updates in both passes, or after `step` returned and from a commit: the same bits."""
+    """Updates in backward, or after `step` returned and from a commit: the same bits."""
     row = found(name)
-    assert compare(row.make, tmp_path, page=row.page, placement="in_both") == []
+    assert compare(row.make, tmp_path, page=row.page, placement="in_backward") == []
     assert compare(row.make, tmp_path, page=row.page, placement="in_forward", commit=4) == []
 
 

@@ -53,26 +53,43 @@ class TrainOptions:
     """What to train and how; where the state lives is in `Config`."""
 
     model: str
+    """Preset, or folder of a configuration or a pretrained model, see `find_model`."""
     strict: bool
+    """Refuse a pretrained folder that lacks weights of the model, or has others."""
     data: tuple[Path, ...]
+    """Files to train on, as bytes; none: the sources of Python's standard library."""
     out: Path | None
+    """Folder of summary and log; None: `runs/` and the time."""
     batch_tokens: int
+    """Tokens of a step, over all ranks."""
     micro_tokens: int | None
+    """Tokens of a rank's forward pass; None: all of its tokens of a step."""
     seq: int
+    """Tokens of a sequence."""
     steps: int
+    """Step at which the run ends, counted from the very first."""
     given: Mapping[str, Any]
     """What the command line says of the recipe."""
     override: bool
+    """Whether what is `given` replaces the recipe of a run that goes on."""
     again: tuple[str, ...]
     """The command line without what a run that goes on gets anew."""
     commit_every: int
+    """Steps between commits; 0: only one, at the end."""
     dtype: str
+    """What the model computes in: `bf16`, `fp32`, or `auto`: bf16 where the processor has it."""
     activation_checkpointing: bool
+    """Whether blocks compute their forward again in backward."""
     threads: int
+    """CPU threads of torch; 0: torch's default."""
     metrics_port: int | None
+    """Where rank 0 serves its metrics; None: nowhere, 0: any free port."""
     metrics_host: str
+    """Address that it listens on."""
     metrics_linger: float
+    """Seconds that it still serves after the last step."""
     json: bool
+    """Whether the summary goes to standard output as JSON, and nothing else."""
 
 
 def run_training(options: TrainOptions, settings: Config) -> int:
@@ -362,9 +379,9 @@ def _check(options: TrainOptions, settings: Config) -> None:
 
 
 def _check_clipping(by: str, settings: Config) -> None:
-    if settings.update.placement in ("in_backward", "in_both"):
+    if settings.update.placement == "in_backward":
         raise ConfigError(
-            f"--update {settings.update.placement} updates before the global norm is known, which {by} needs; "
+            f"--update in_backward updates before the global norm is known, which {by} needs; "
             "use --update in_forward or leave --update out"
         )
 

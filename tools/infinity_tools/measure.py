@@ -22,18 +22,29 @@ class RankReport:
 
     node: int
     records: tuple[StepRecord, ...]
+    """One per step."""
     kernel: tuple[tuple[int, int] | None, ...]
+    """Bytes read and written in each step, as the kernel counts them; None where it does not."""
     parameters: int
+    """Elements of the whole model."""
     state_bytes: int
+    """Of weights and optimizer state of this rank."""
     arena_bytes: int
+    """Of pinned memory."""
     stored_bytes: int
     """Space that its files take on NVMe."""
     peak_rss_bytes: int
+    """Of the process, since its start."""
     read_bytes_total: int
+    """From NVMe, since the start."""
     written_bytes_total: int
+    """To NVMe, since the start."""
     retries_total: int
+    """Requests to NVMe that were repeated."""
     predicted_read_bytes: int
+    """Of a step, by the plan; 0 without one."""
     predicted_written_bytes: int
+    """Likewise."""
     bandwidth: float
     """Bytes per second in the step that moved pages fastest, while it did; 0 where none moved any."""
     predicted_seconds: float
@@ -50,7 +61,9 @@ class KernelCounts:
     """Bytes that the kernel says this process read from and wrote to storage, step by step."""
 
     steps: list[tuple[int, int] | None] = field(default_factory=list)
+    """Bytes read and written, by step; None where the kernel does not count."""
     _before: tuple[int, int] | None = None
+    """The same since the start of the process, as the step began."""
 
     def begin(self) -> None:
         """Bytes from now on belong to the next step."""

@@ -25,8 +25,11 @@ class Preset:
     """A model by name: the class of its configuration in transformers, and the values that differ."""
 
     config: str
+    """Name of the class in transformers."""
     values: Mapping[str, Any]
+    """Arguments of that class."""
     doc: str
+    """One line, for `infinity train --model list`."""
 
 
 def _llama(doc: str, hidden: int, inner: int, layers: int, heads: int, **values: Any) -> Preset:
@@ -70,8 +73,11 @@ class ModelSource:
     """A model that can be built: its configuration, and the folder of its weights if it is pretrained."""
 
     name: str
+    """As it was asked for."""
     config: Any
+    """Configuration of transformers."""
     weights: Path | None = None
+    """Folder; None: first values are random."""
 
 
 def find_model(name: str) -> ModelSource:

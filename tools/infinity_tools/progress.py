@@ -31,11 +31,17 @@ class StepView:
 
     step: int
     loss: float
+    """Mean over the step's tokens."""
     seconds: float
+    """From the end of the step before."""
     tokens: int
+    """Of the step, over all ranks."""
     read_bytes: float
+    """From NVMe."""
     written_bytes: float
+    """To NVMe."""
     stall_share: float
+    """Part of its seconds in which a rank waited for pages, 0 to 1; the mean of the ranks."""
 
     def figures(self, left: str, room: int) -> str:
         """Return loss, time left and as many rates as there is room for, in columns; the first two in any case."""

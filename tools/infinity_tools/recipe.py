@@ -15,11 +15,15 @@ class Recipe:
     """Options of AdamW and of its rate. Commits have them, and a run that is resumed goes on with them."""
 
     lr: float = 3e-4
+    """The highest rate."""
     weight_decay: float = 0.1
+    """AdamW's."""
     warmup_steps: int = 4
+    """Steps in which the rate rises."""
     lr_steps: int = 0
     """Step at which the rate's cosine reaches its end."""
     max_grad_norm: float | None = None
+    """Gradients are clipped to this norm; None: they are not."""
 
     def factor(self, step: int) -> float:
         """Return the factor on the rate by step: a linear warm-up, then half a cosine down to a tenth."""

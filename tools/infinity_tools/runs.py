@@ -48,6 +48,7 @@ class Commit:
 
     name: CommitName
     created: float
+    """Seconds since 1970."""
     manifests: dict[int, Path]
     nbytes: int
     own_bytes: int
@@ -103,12 +104,18 @@ class BadPage:
     """A page, or a whole file (`page` is None), that is not what was committed."""
 
     step: int
+    """Of the commit that names it."""
     rank: int
+    """Whose page it is."""
     page: int | None
     path: str
+    """The file."""
     offset: int
+    """Of its first byte in the file."""
     length: int
+    """Bytes."""
     reason: str
+    """What is wrong with it."""
 
 
 def _meant(paths: Sequence[Path]) -> Path | None:
@@ -271,6 +278,7 @@ class _Read(NamedTuple):
     names: list[Published]
     manifests: list[Manifest]
     problem: str
+    """Empty: none."""
 
 
 class Check:
@@ -420,9 +428,11 @@ class Waste:
     """
 
     what: str
+    """What it is, in words."""
     run: StoredRun | None
     files: tuple[Path, ...]
     nbytes: int
+    """Space that its removal gives back."""
 
     @property
     def name(self) -> str:

@@ -33,20 +33,34 @@ class RunFacts:
 
     run_id: str
     model: str
+    """As it was asked for."""
     dtype: str
+    """What it computes in."""
     parameters: int
+    """Elements of the whole model."""
     world_size: int
     first_step: int
+    """The first step of this process, counted from the very first of the run."""
     tokens_per_step: int
+    """Over all ranks."""
     micro_batches: int
+    """Forward passes of a rank in a step."""
     sequence_length: int
+    """Tokens."""
     losses: tuple[float, ...]
+    """One per step."""
     io_engine: str
+    """Name of the engine that moved the bytes."""
     update_placement: str
+    """Where the updates of units ran."""
     nvme_paths: tuple[str, ...]
+    """As they were given."""
     interrupted: bool
+    """Whether a signal ended the run early."""
     committed_step: int | None
+    """Step of the newest commit; None: there is none."""
     recipe: Mapping[str, Any]
+    """See `Recipe`."""
 
 
 def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def train(
         str | None,
         typer.Option(
             callback=setting("update.placement"),
-            help="auto, in_backward, in_both, in_forward or after_backward. [default: auto]",
+            help="auto, in_backward, in_forward or after_backward. [default: auto]",
             rich_help_panel=_STATE,
         ),
     ] = None,
