@@ -5,7 +5,7 @@
   `fair_without` is the same without a daemon, `fair_used` what both move together over that without a daemon.
 - `alone_over_without`: the step time of a job that is alone, with a daemon, over that without one, in turns.
 - `telemetry_share_of_step`: the time that a step spends in counting, over the step.
-- `scrape_cpu_seconds`: processor time of the daemon for one scrape of 8 ranks and 4 drives; `series`: how many it serves.
+- `scrape_cpu_seconds`: processor time of the daemon for one scrape of 8 ranks and 4 drives; `series`: how many.
 
 The drive is a loop device over memory, held to a speed with the blkio controller of cgroup v1: needs root.
 
@@ -175,17 +175,14 @@ def fairness(options: argparse.Namespace, group: Path, folder: Path) -> dict[str
             configs = [
                 {
                     "memory": {"host_bytes": options.host_memory},
-                    "storage": {"queue_depth": depth, "request_bytes": 256 << 10},
+                    "storage": {"queue_depth": depth, "request_bytes": 256 << 10, "weight": weight},
                     "telemetry": {"runtime_dir": str(runtime)},
                 }
-                for depth in DEPTHS
+                for depth, weight in zip(DEPTHS, weights or (1, 1), strict=True)
             ]
             pipes, runs = stack.enter_context(jobs(options, configs, group, [str(folder)]))
             if weights is not None:
-                settings = runtime / "infinityd.toml"
-                lines = "\n".join(f'"{run}" = {weight}' for run, weight in zip(runs, weights, strict=True))
-                settings.write_text(f"[fairness.weights]\n{lines}\n")
-                stack.enter_context(daemon(runtime, "--config", str(settings)))
+                stack.enter_context(daemon(runtime))
             drive.set_speed(options.megabytes << 20)
             for pipe in pipes:
                 pipe.send("run")

@@ -5,57 +5,55 @@ Every field carries its documentation; `docs/settings.md` is generated from here
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import os
 import tempfile
-import tomllib
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from infinity.access import read_regular, whose_folder, why_not_written
+from infinity.access import whose_folder, why_not_written
 from infinity.errors import ConfigError
-from infinity.schema import Mismatch, Rule, UnknownKey, integer, one_of, record, size
-from infinity.units import GIB, KIB, LARGEST, MIB, format_setting
+from infinity.settings import Settings, setting
+from infinity.units import GIB, KIB, MIB
 
-_FILE_LIMIT = 1 * MIB
-
-
-def _setting(default: Any, doc: str, *, size: bool = False, minimum: int = 0, maximum: int = LARGEST) -> Any:
-    """Declare a setting; the bounds are those of numbers and sizes, both included."""
-    return field(default=default, metadata={"doc": doc, "size": size, "minimum": minimum, "maximum": maximum})
+_SYSTEM = Path("/run/infinity")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:
     """Where pages live and how they are moved."""
 
-    paths: tuple[str, ...] = _setting(
+    paths: tuple[str, ...] = setting(
         (),
         "Folders on NVMe drives, one or more; pages are spread over them. One that is missing is made, if the folder "
         "that it lies in is there.",
     )
-    engine: Literal["auto", "io_uring", "threads"] = _setting(
+    engine: Literal["auto", "io_uring", "threads"] = setting(
         "auto", "I/O engine. `auto` takes io_uring where the kernel allows it, else threads."
     )
-    request_bytes: int = _setting(
+    request_bytes: int = setting(
         2 * MIB,
         "Largest single request to a drive; a page is moved as several.",
         size=True,
         minimum=4 * KIB,
         maximum=GIB,
     )
-    queue_depth: int = _setting(32, "Requests in flight at most.", minimum=1, maximum=4096)
-    retries: int = _setting(
+    queue_depth: int = setting(32, "Requests in flight at most.", minimum=1, maximum=4096)
+    weight: int = setting(
+        1,
+        "Share of a drive that several runs use at the same time, relative to theirs: of 3 and 1, the first gets three "
+        "quarters. Needs `infinityd`.",
+        minimum=1,
+        maximum=1000,
+    )
+    retries: int = setting(
         3,
         "How often a transfer of a page that failed with EIO, or brought a page that does not match its checksum, is "
         "submitted again before it ends the run.",
         maximum=1000,
     )
-    timeout_seconds: int = _setting(
+    timeout_seconds: int = setting(
         120, "A transfer that takes longer ends the run with a report of what is waited for.", minimum=1, maximum=10**6
     )
 
@@ -64,13 +62,13 @@ class StorageConfig:
 class MemoryConfig:
     """The host arena."""
 
-    host_bytes: int = _setting(
+    host_bytes: int = setting(
         0,
         "Size of the pinned host arena of this rank, allocated once. 0: a quarter of what the machine has free and the "
         "limits of this process's control groups (containers, Slurm, systemd) leave, shared by the ranks of the node.",
         size=True,
     )
-    page_bytes: int = _setting(
+    page_bytes: int = setting(
         0, "Largest page, and the size of a frame. 0: derived from the arena and the model.", size=True
     )
 
@@ -79,7 +77,7 @@ class MemoryConfig:
 class StateConfig:
     """How the state of a parameter is stored. Bytes are those of bf16 weights, an fp32 master and Adam."""
 
-    format: Literal["fp32", "split", "bf16-moments", "8bit"] = _setting(
+    format: Literal["fp32", "split", "bf16-moments", "8bit"] = setting(
         "fp32",
         "`fp32`: 14 bytes per parameter. `split`: the same values, bit for bit, in 12.125: weight and master share 16 "
         "bits. `bf16-moments` (8.125) also stores the optimizer's fp32 states in bf16, rounded at random without bias; "
@@ -91,13 +89,13 @@ class StateConfig:
 class UpdateConfig:
     """Where in the step the optimizer's update runs."""
 
-    placement: Literal["auto", "in_backward", "in_forward", "after_backward"] = _setting(
+    placement: Literal["auto", "in_backward", "in_forward", "after_backward"] = setting(
         "auto",
         "`in_backward` updates a unit as soon as its gradients are reduced, `in_forward` when the next forward gathers "
         "it, `after_backward` in `step()`. `auto` takes in_backward when the first step shows that nothing global is "
         "needed (no clipping, one backward per step), else in_forward.",
     )
-    cores: int = _setting(
+    cores: int = setting(
         -1,
         "Cores that updates may take, on a thread beside the training thread; 0: they run on that thread. -1: 1 where "
         "a GPU computes, or torch leaves a core of this rank's share idle; else 0, as they would take turns.",
@@ -119,26 +117,26 @@ class UpdateConfig:
 class RunConfig:
     """Identity of a run."""
 
-    seed: int = _setting(0, "Seed of the initialisation of models on the meta device.")
-    resume: str = _setting(
+    seed: int = setting(0, "Seed of the initialisation of models on the meta device.")
+    resume: str = setting(
         "",
         "`latest`, or the id of a run in the first path, to continue from its last commit. `auto`: as `latest`, but a "
         "new run begins where there is none; a commit that is damaged, or of another model, is still refused. With "
         "another number of ranks, page size or paths a new run begins from that commit; all files of the old one must "
         "be reachable.",
     )
-    resume_paths: tuple[str, ...] = _setting(
+    resume_paths: tuple[str, ...] = setting(
         (),
         "Where the run to continue from lies, in the order of its storage.paths, if that is elsewhere; it stays there. "
         "Empty: storage.paths.",
     )
-    resume_step: int = _setting(
+    resume_step: int = setting(
         -1, "Step of the commit to continue from; -1: the newest. Commits of later steps are removed.", minimum=-1
     )
-    retained_commits: int = _setting(
+    retained_commits: int = setting(
         1, "Commits that are kept, the newest ones; each takes the size of the state on NVMe, once more.", minimum=1
     )
-    keep: Literal["auto", "always", "never"] = _setting(
+    keep: Literal["auto", "always", "never"] = setting(
         "auto", "What `close()` leaves on disk: `auto` keeps a run that has a commit and removes one that has none."
     )
 
@@ -147,18 +145,18 @@ class RunConfig:
 class TelemetryConfig:
     """Counters for the daemon and the exporter."""
 
-    runtime_dir: str = _setting(
+    runtime_dir: str = setting(
         "",
         "Folder of the stats pages that `infinityd` reads; the user's or root's, and nobody else's to write. Empty: "
-        "`infinity` in the folder that `XDG_RUNTIME_DIR` names, if that is the user's; else `infinity-<user id>` in "
-        "the system's temporary folder.",
+        "`infinity` in the folder that `XDG_RUNTIME_DIR` names, if that is the user's; else `/run/infinity`, if that "
+        "is; else `infinity-<user id>` in the system's temporary folder.",
     )
-    timeline: str = _setting(
+    timeline: str = setting(
         "",
         "File that each rank writes at its end for ui.perfetto.dev: when which page was moved, which unit gathered and "
         "updated, and what was waited for. Ranks above 0 put their number into the name. Empty: none.",
     )
-    timeline_events: int = _setting(200_000, "How many of the latest events the timeline keeps.", minimum=1)
+    timeline_events: int = setting(200_000, "How many of the latest events the timeline keeps.", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,14 +176,10 @@ class Config:
         Raises:
             ConfigError: an unknown setting, or a value of the wrong type or range.
         """
-        tree: dict[str, Any] = {}
-        for name, value in dotted.items():
-            section, dot, key = name.partition(".")
-            if dot:
-                tree.setdefault(section, {})[key] = value
-            else:
-                tree[section] = value
-        return _merged(self, tree)
+        return _SETTINGS.with_values(self, dotted)
+
+
+_SETTINGS = Settings(Config)
 
 
 def runtime_dir(config: TelemetryConfig) -> Path:
@@ -193,10 +187,18 @@ def runtime_dir(config: TelemetryConfig) -> Path:
     if config.runtime_dir:
         return Path(config.runtime_dir)
     session = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    with contextlib.suppress(OSError):  # `su` leaves that of another user
-        if session.is_absolute() and session.lstat().st_uid == os.geteuid() and not whose_folder(session):
-            return session / "infinity"
+    if session.is_absolute() and _is_own(session):  # `su` leaves that of another user
+        return session / "infinity"
+    if _is_own(_SYSTEM):
+        return _SYSTEM
     return Path(tempfile.gettempdir()) / f"infinity-{os.geteuid()}"
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder.lstat().st_uid == os.geteuid() and not whose_folder(folder)
+    except OSError:
+        return False
 
 
 def load_config(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
@@ -206,21 +208,7 @@ def load_config(source: Config | Mapping[str, Any] | str | os.PathLike[str] | No
         ConfigError: an unknown key (the nearest known one is named), a value of the wrong type or range,
             or a file that is missing or is not TOML.
     """
-    if source is None:
-        return Config()
-    if isinstance(source, Config):
-        return source
-    if isinstance(source, Mapping):
-        return _merged(Config(), source)
-    if not isinstance(source, str | os.PathLike):
-        raise ConfigError(f"config = {source!r:.80} is neither a TOML file nor a mapping nor a Config")
-    try:
-        data = tomllib.loads(read_regular(os.path.realpath(source), _FILE_LIMIT).decode())
-    except OSError as error:
-        raise ConfigError(f"configuration file {os.fspath(source)!r} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"configuration file {os.fspath(source)!r} is not valid TOML: {error}") from error
-    return _merged(Config(), data)
+    return _SETTINGS.load(source)
 
 
 def check_config(config: Config) -> None:
@@ -266,93 +254,9 @@ def check_config(config: Config) -> None:
         raise ConfigError(f"storage.request_bytes = {config.storage.request_bytes} must be a multiple of 4096")
 
 
-def _merged(base: Config, values: Mapping[str, Any]) -> Config:
-    """Return the settings with those replaced that a tree of plain data names. Raises `ConfigError`."""
-    try:
-        changed = _CONFIG(values)
-    except UnknownKey as error:
-        prefix, what = (f"{error.place}.", "settings") if error.place else ("", "sections")
-        near = _nearest(str(error.key), values.get(error.key), prefix)
-        hint = f"; did you mean {near}?" if near else ""
-        name = f"{prefix}{error.key}"[:80]
-        raise ConfigError(f"unknown setting {name}{hint} (known {what} here: {', '.join(error.known)})") from None
-    except Mismatch as error:
-        raise ConfigError(str(error)) from None
-    return replace(base, **{name: replace(getattr(base, name), **settings) for name, settings in changed.items()})
-
-
-def _nearest(key: str, value: Any, prefix: str) -> str:
-    """Return the section or setting that was meant, if any is near: the same word elsewhere, or a similar one."""
-    if not prefix and isinstance(value, Mapping):
-        return "".join(difflib.get_close_matches(key, _RULES, n=1, cutoff=0.4))
-    everywhere = {name: f"{section}.{name}" for section in reversed(_RULES) for name in _RULES[section]}
-    if key in everywhere:
-        return everywhere[key]
-    if near := difflib.get_close_matches(key, _RULES.get(prefix[:-1], ()), n=1, cutoff=0.4):
-        return f"{prefix}{near[0]}"
-    return "".join(everywhere[near] for near in difflib.get_close_matches(key, everywhere, n=1, cutoff=0.6))
-
-
-def _word(value: Any) -> str:
-    """A text that may be a path."""
-    if not isinstance(value, str):
-        raise Mismatch(value, "must be a text")
-    if "\0" in value:
-        raise Mismatch(value, "has a zero byte in it, which no path can have")
-    return value
-
-
-def _words(value: Any) -> tuple[str, ...]:
-    """Texts that may be paths; also from Python, as tuples and objects of `pathlib`."""
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in value):
-        raise Mismatch(value, "must be a list of texts")
-    return tuple(_word(os.fspath(item)) for item in value)
-
-
-def _rule_of(kind: Any, metadata: Mapping[str, Any]) -> Rule:
-    """Return the rule of a setting of this type."""
-    if kind is int:
-        return (size if metadata["size"] else integer)(metadata["minimum"], metadata["maximum"])
-    if typing.get_origin(kind) is Literal:
-        return one_of(*typing.get_args(kind))
-    return _word if kind is str else _words
-
-
-_RULES = {
-    section: {item.name: _rule_of(typing.get_type_hints(kind)[item.name], item.metadata) for item in fields(kind)}
-    for section, kind in typing.get_type_hints(Config).items()
-}
-_SECTIONS = {name: record(lacking=rules, **rules) for name, rules in _RULES.items()}  # type: ignore[arg-type]
-_CONFIG = record(lacking=_SECTIONS, **_SECTIONS)  # type: ignore[arg-type]
-
-
-def _range(metadata: Mapping[str, Any]) -> str:
-    """Return the bounds of a number in words."""
-    shown = format_setting if metadata["size"] else str
-    if metadata["maximum"] == LARGEST:
-        return f"{shown(metadata['minimum'])} or more"
-    return f"from {shown(metadata['minimum'])} to {shown(metadata['maximum'])}"
-
-
 def settings_markdown() -> str:
     """Return the text of docs/settings.md."""
-    lines = [
-        "# Settings",
-        "",
-        "Generated by `python -m infinity.config`; do not edit. A TOML file has one table per section; sizes are bytes",
-        'or text such as `"64MiB"`. Unknown keys are refused.',
-        "",
-    ]
-    for section in fields(Config):
-        table = section.default_factory  # type: ignore[union-attr]
-        lines += [f"## [{section.name}]", "", (table.__doc__ or "").strip(), ""]
-        lines += ["| setting | default | range | meaning |", "|---|---|---|---|"]
-        for item in fields(table):  # type: ignore[arg-type]
-            default = str(list(item.default)) if isinstance(item.default, tuple) else repr(item.default)
-            bounds = _range(item.metadata) if isinstance(item.default, int) else ""
-            lines.append(f"| `{item.name}` | `{default}` | {bounds} | {item.metadata['doc']} |")
-        lines.append("")
-    return "\n".join(lines)
+    return _SETTINGS.markdown("Settings", "python -m infinity.config")
 
 
 if __name__ == "__main__":

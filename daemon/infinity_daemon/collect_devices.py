@@ -1,4 +1,4 @@
-"""Collector `devices`: the drives behind the paths that the daemon was given and that live ranks use."""
+"""Collector `devices`: the drives behind the paths that the daemon was given and that ranks use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 from prometheus_client.core import Metric as Family
 
-from infinity.io.drives import SYSFS, Drive, Place, counters, locate, space, wear_ratio
+from infinity.io.drives import SYSFS, Drive, Place, counters, locate, space
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import new_family
 from infinity_daemon.bandwidth import Profile
 from infinity_daemon.pages import StatsPages
+from infinity_daemon.wear import WearWatch
 
 Samples = Iterator[tuple[dict[str, str], float]]
 
@@ -20,7 +21,8 @@ Samples = Iterator[tuple[dict[str, str], float]]
 class DevicesCollector:
     """Serves the ``device_*`` metrics, once per drive however many paths are on it.
 
-    `reserved` gives the bytes reserved per drive name, `bandwidth` the profile of a drive or None.
+    `reserved` gives the bytes reserved per drive name, `bandwidth` the profile of a drive or None; `wear` is looked
+    after here.
     """
 
     name = "devices"
@@ -32,10 +34,13 @@ class DevicesCollector:
         pages: StatsPages,
         reserved: Callable[[], Mapping[str, int]],
         bandwidth: Callable[[Drive], Profile | None],
+        wear: WearWatch,
         sysfs: Path = SYSFS,
     ) -> None:
-        self._paths, self._pages = tuple(paths), pages
-        self._reserved, self._bandwidth, self._sysfs = reserved, bandwidth, sysfs
+        self.paths = tuple(paths)
+        """The daemon's own; replaced when settings are read again."""
+        self._pages = pages
+        self._reserved, self._bandwidth, self._wear, self._sysfs = reserved, bandwidth, wear, sysfs
 
     def collect(self) -> Iterator[Family]:
         """Yield the families. Raises OSError at the end if one of the daemon's own paths cannot be read."""
@@ -45,8 +50,10 @@ class DevicesCollector:
             try:
                 places[path] = locate(path, self._sysfs)
             except OSError as error:
-                failed += [error] if path in self._paths else []
+                failed += [error] if path in self.paths else []
         drives = {place.drive.name: place.drive for place in places.values()}
+        self._wear.look(drives.values())
+        worn = {name: self._wear.of(drive) for name, drive in drives.items()}
         for name, samples in {
             "device_read_bytes_total": self._counters(drives, "read"),
             "device_written_bytes_total": self._counters(drives, "written"),
@@ -54,7 +61,8 @@ class DevicesCollector:
             "device_capacity_bytes": _spaces(places.values(), "capacity"),
             "device_free_bytes": _spaces(places.values(), "free"),
             "device_reserved_bytes": self._reservations(drives),
-            "device_wear_ratio": self._wear(drives),
+            "device_wear_ratio": _known((name, wear.ratio) for name, wear in worn.items()),
+            "device_endurance_days": _known((name, wear.days) for name, wear in worn.items()),
             "rank_device_info": self._owners(places),
         }.items():
             family = new_family(BY_NAME[name])
@@ -65,9 +73,9 @@ class DevicesCollector:
             raise failed[0]
 
     def known_paths(self) -> tuple[str, ...]:
-        """Return the daemon's own paths and those of live ranks, each once."""
-        used = (path for page in self._pages.scan().live for path in page.header.paths)
-        return tuple(dict.fromkeys((*self._paths, *used)))
+        """Return the daemon's own paths and those of ranks whose pages are served, each once."""
+        used = (path for page in self._pages.scan().pages for path in page.header.paths)
+        return tuple(dict.fromkeys((*self.paths, *used)))
 
     def _counters(self, drives: Mapping[str, Drive], side: str) -> Samples:
         for name, drive in drives.items():
@@ -87,12 +95,6 @@ class DevicesCollector:
         for name in dict.fromkeys((*drives, *reserved)):
             yield {"device": name}, reserved.get(name, 0)
 
-    def _wear(self, drives: Mapping[str, Drive]) -> Samples:
-        for name, drive in drives.items():
-            ratio = wear_ratio(drive, self._sysfs)
-            if ratio is not None:
-                yield {"device": name}, ratio
-
     def _owners(self, places: Mapping[str, Place]) -> Samples:
         for page in self._pages.scan().pages:
             who = {"run": page.header.run_id, "rank": str(page.header.rank)}
@@ -100,6 +102,12 @@ class DevicesCollector:
                 if path in places:
                     block = places[path].drive.name
                     yield {**who, "device": device, "block_device": block}, 1
+
+
+def _known(values: Iterable[tuple[str, float | None]]) -> Samples:
+    for name, value in values:
+        if value is not None:
+            yield {"device": name}, value
 
 
 def _spaces(places: Iterable[Place], side: str) -> Samples:

@@ -41,6 +41,8 @@ class Usage:
     """Bytes read and written, by drive."""
     stalled: float
     """Seconds that its training thread stood still for pages."""
+    weight: float = 1.0
+    """`storage.weight` of its run."""
 
 
 def usages(pages: Iterable[Snapshot], drive_of: Callable[[str], str | None]) -> dict[Rank, Usage]:
@@ -59,7 +61,9 @@ def usages(pages: Iterable[Snapshot], drive_of: Callable[[str], str | None]) -> 
             if drive is not None:
                 moved[drive] += page.value_at(transfers, values)
         stalled = sum(page.value_at(stalls, values) for values in label_sets(stalls, devices))
-        found[page.header.run_id, page.header.rank] = Usage(moved=dict(moved), stalled=stalled)
+        found[page.header.run_id, page.header.rank] = Usage(
+            moved=dict(moved), stalled=stalled, weight=page.header.weight
+        )
     return found
 
 
@@ -76,13 +80,9 @@ class _Run:
 
 
 class Fairness:
-    """The rates of runs, from what their ranks have moved; used from the event loop only.
+    """The rates of runs, from what their ranks have moved; used from the event loop only."""
 
-    `weights` gives the weight of runs by their id; others have 1. It may be replaced at any time.
-    """
-
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self.weights = weights
+    def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
         """The runs that have live ranks, by id."""
         self._observed = 0.0
@@ -109,7 +109,7 @@ class Fairness:
         for drive in {drive for run in self._runs.values() for drive in run.rate}:
             moving = {name: run.rate[drive] for name, run in self._runs.items() if run.rate.get(drive, 0.0) > 0}
             wanting = {name for name in moving if self._runs[name].stalled >= _WANTS}
-            weights = {name: self.weights.get(name, 1.0) for name in moving}
+            weights = {name: max(rank.weight for rank in self._runs[name].ranks.values()) for name in moving}
             rates[drive] = next_rates(self._rates.get(drive, {}), moving, wanting, weights)
         self._rates = rates
 

@@ -1,59 +1,67 @@
-"""Console script `infinityd`."""
+"""`infinityd`: the node's daemon."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from infinity.command import HELP, Command, Version, failures, finite
-from infinity.config import TelemetryConfig, runtime_dir
-from infinity.errors import ConfigError
-from infinity.node import SOCKET_NAME
-from infinity.telemetry.exporter import LOOPBACK
+from infinity.command import HELP, Command, Version, failures
+from infinity_daemon.config import DaemonConfig, load_daemon_config
 from infinity_daemon.log import start_logging
-from infinity_daemon.service import Options, run
+from infinity_daemon.service import run
 
 
 def _daemon(
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Settings as TOML (docs/daemon-settings.md); options override it. SIGHUP reads it again."),
+    ] = None,
     runtime_folder: Annotated[
-        str,
+        str | None,
         typer.Option("--runtime-dir", help="Folder of the stats pages; default as telemetry.runtime_dir."),
-    ] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port of /metrics and /healthz; 0 takes any.")] = 9470,
-    host: Annotated[str, typer.Option(help="Address to listen on, without authentication; 0.0.0.0 is all.")] = LOOPBACK,
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="TCP port of /metrics and /healthz; 0 takes any. [default: 9470]"),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 is all. [default: 127.0.0.1]")] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="File with the token that whoever reads metrics must send. [default: none]")
+    ] = None,
     device_path: Annotated[
         list[str] | None,
         typer.Option(help="Folder on an NVMe drive to report; may be repeated. Those of live ranks are found."),
     ] = None,
     socket: Annotated[
-        str, typer.Option(help=f"Unix socket for ranks; default {SOCKET_NAME} in the runtime folder.")
-    ] = "",
-    keep_dead_minutes: Annotated[
-        float, typer.Option(min=0, max=10**9, callback=finite, help="How long the page of a dead rank is still served.")
-    ] = 15.0,
+        str | None, typer.Option(help="Unix socket for ranks. [default: infinityd.sock in the runtime folder]")
+    ] = None,
+    keep_dead_seconds: Annotated[
+        int | None, typer.Option(min=0, help="How long the page of a dead rank is still served. [default: 900]")
+    ] = None,
     version: Version = False,
 ) -> None:
-    """Serve the metrics of this node's ranks and drives, and answer the ranks' questions about space."""
+    """Serve the metrics of this node's ranks and drives, and answer the ranks' questions about them."""
+    options: dict[str, Any] = {
+        "pages.runtime_dir": runtime_folder,
+        "pages.keep_dead_seconds": keep_dead_seconds,
+        "server.port": port,
+        "server.host": host,
+        "server.token_file": token_file,
+        "server.socket": socket,
+        "drives.paths": device_path,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+
+    def load() -> DaemonConfig:
+        return load_daemon_config(config, given)
+
     with failures():
-        for path in device_path or ():
-            if not os.path.isdir(path):
-                raise ConfigError(f"--device-path {path!r} is not a folder; name one on a drive that is mounted")
-    folder = runtime_dir(TelemetryConfig(runtime_dir=runtime_folder))
-    start_logging()
-    options = Options(
-        runtime_dir=folder,
-        socket=Path(socket) if socket else folder / SOCKET_NAME,
-        host=host,
-        port=port,
-        device_paths=tuple(device_path or ()),
-        keep_dead_seconds=60 * keep_dead_minutes,
-    )
-    with failures():
-        asyncio.run(run(options))
+        settings = load()
+        start_logging()
+        asyncio.run(run(settings, load))
 
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -27,11 +27,6 @@ class Found:
     pages: tuple[Snapshot, ...]
     broken: int
 
-    @property
-    def live(self) -> tuple[Snapshot, ...]:
-        """Pages of ranks that run."""
-        return tuple(page for page in self.pages if page.alive)
-
 
 class StatsPages:
     """Reads the folder anew at every `scan`; remembers since when a rank is gone. Threads may share it."""
@@ -45,7 +40,8 @@ class StatsPages:
             keep_ended_seconds: how long that of a rank that ended in order is; two scrapes should fit.
         """
         self._folder = folder
-        self._keep = {"dead": keep_dead_seconds, "ended": keep_ended_seconds}  # by status
+        self.keep = {"dead": keep_dead_seconds, "ended": keep_ended_seconds}
+        """Seconds by status; replaced when settings are read again."""
         self._gone_since: dict[tuple[int, int, Status], float] = {}
         """Monotonic seconds at which a scan first found a page with a status that it cannot leave, by device and
         inode; under `_lock`."""
@@ -74,7 +70,7 @@ class StatsPages:
             if not page.alive:
                 key = (about.st_dev, about.st_ino, page.status)
                 gone[key] = self._gone_since.get(key, time.monotonic())
-                if time.monotonic() - gone[key] >= self._keep[page.status]:
+                if time.monotonic() - gone[key] >= self.keep[page.status]:
                     _remove(path, about)
                     continue
             pages.append(page)
@@ -88,7 +84,7 @@ class StatsPages:
             for path in self._folder.iterdir():
                 if _DRAFT.fullmatch(path.name):
                     about = path.stat(follow_symlinks=False)
-                    if time.time() - about.st_mtime >= self._keep["dead"]:
+                    if time.time() - about.st_mtime >= self.keep["dead"]:
                         _remove(path, about)
 
 

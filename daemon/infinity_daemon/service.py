@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -16,8 +16,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from infinity import __version__
-from infinity.access import own_folder
-from infinity.errors import ConfigError
+from infinity.access import own_folder, read_own
+from infinity.errors import ConfigError, InfinityError
 from infinity.io.drives import locate
 from infinity.telemetry.exporter import serve_registry
 from infinity_daemon.bandwidth import Profiles
@@ -25,89 +25,127 @@ from infinity_daemon.collect_build import BuildCollector
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
+from infinity_daemon.config import DaemonConfig
 from infinity_daemon.fairness import Fairness, usages
 from infinity_daemon.log import event
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.server import SocketServer
+from infinity_daemon.wear import WearWatch
 
 _SWEEP_SECONDS: Final = 1.0
+_MOST_TOKEN: Final = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a daemon runs; how long pages of ranks that died, or ended in order, are still served."""
-
-    runtime_dir: Path
-    socket: Path
-    host: str
-    port: int
-    device_paths: tuple[str, ...] = ()
-    keep_dead_seconds: float = 900.0
-    keep_ended_seconds: float = 120.0
-
-
-async def run(options: Options) -> None:
+async def run(config: DaemonConfig, load: Callable[[], DaemonConfig]) -> None:
     """Serve until SIGTERM or SIGINT.
 
+    Args:
+        load: reads the settings again, for SIGHUP.
+
     Raises:
-        ConfigError: a folder, port or socket that cannot be used.
+        ConfigError: a folder, port, socket or token that cannot be used.
         FolderBusyError: another daemon holds the socket.
     """
-    _make_folder(options.runtime_dir)
-    started = time.time()
-    pages = StatsPages(options.runtime_dir, options.keep_dead_seconds, options.keep_ended_seconds)
-    reservations = Reservations()
-    profile = Profiles(options.runtime_dir)
-    await profile.load()
-    devices = DevicesCollector(
-        paths=options.device_paths, pages=pages, reserved=reservations.by_drive, bandwidth=profile.of
-    )
-    collection = Collection([BuildCollector(started), devices, RanksCollector(pages)])
-    about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": started}
-    fairness = Fairness({})
-    server: SocketServer
-
-    requests = Requests(
-        pages=pages,
-        profile=profile,
-        reservations=reservations,
-        known_paths=devices.known_paths,
-        is_alive=lambda owner: server.is_alive(owner),
-        rates_of=fairness.rates_of,
-        about=lambda: {**about, "collectors": collection.health},
-    )
-    server = SocketServer(options.socket, requests.answer)
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await server.start()
-    try:
-        registry = CollectorRegistry()
-        registry.register(collection)
-        with serve_registry(
-            options.port, registry, lambda: {**about, "collectors": collection.health}, options.host
-        ) as http:
-            about["metrics_port"] = http.port
-            event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=options.socket)
-            await _sweep_until(stop, pages, reservations, server, fairness)
-    finally:
-        await server.stop()
-    event(logging.INFO, "stopped")
+    token = _token(config.server.token_file)
+    _make_folder(config.runtime_dir)
+    await Daemon(config, token).serve(load)
 
 
-async def _sweep_until(
-    stop: asyncio.Event, pages: StatsPages, reservations: Reservations, server: SocketServer, fairness: Fairness
-) -> None:
-    """Until told to stop: end reservations of the dead, remove old pages, and share drives out among the living."""
-    while not stop.is_set():
-        for entry in reservations.expire(server.is_alive):
-            event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
-        found = await asyncio.to_thread(pages.scan)
-        fairness.observe(await asyncio.to_thread(usages, found.live, _drive_of), time.monotonic())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
+class Daemon:
+    """The parts of a daemon, and what they are told of the settings. Life cycle: made, then `serve`, once."""
+
+    def __init__(self, config: DaemonConfig, token: str) -> None:
+        self._config, self._token = config, token
+        self._started = time.time()
+        self._pages = StatsPages(config.runtime_dir, 0, 0)
+        self._reservations = Reservations()
+        self._profile = Profiles(config.runtime_dir)
+        self._wear = WearWatch({})
+        self._fairness = Fairness()
+        self._devices = DevicesCollector(
+            paths=(),
+            pages=self._pages,
+            reserved=self._reservations.by_drive,
+            bandwidth=self._profile.of,
+            wear=self._wear,
+        )
+        self._collection = Collection([BuildCollector(self._started), self._devices, RanksCollector(self._pages)])
+        requests = Requests(
+            pages=self._pages,
+            profile=self._profile,
+            reservations=self._reservations,
+            known_paths=self._devices.known_paths,
+            wear=self._wear,
+            is_alive=lambda owner: self._server.is_alive(owner),
+            rates_of=self._rates_of,
+            about=self._about,
+        )
+        self._server = SocketServer(config.socket, requests.answer)
+        self._port = 0  # TCP port of the metrics, once they are served
+        self._apply(config)
+
+    def _about(self) -> dict[str, object]:
+        """Return what the daemon tells about itself."""
+        about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": self._started}
+        return {**about, "metrics_port": self._port, "collectors": self._collection.health}
+
+    def _rates_of(self, run: str) -> Mapping[str, float]:
+        return self._fairness.rates_of(run) if self._config.fairness.enabled else {}
+
+    def _apply(self, config: DaemonConfig) -> None:
+        """Let the parts go by these settings; what is used at the start only stays."""
+        self._config = config
+        self._pages.keep = {"dead": config.pages.keep_dead_seconds, "ended": config.pages.keep_ended_seconds}
+        self._devices.paths = config.drives.paths
+        self._wear.endurance = {locate(path).drive.name: size for path, size in config.drives.endurance.items()}
+        self._wear.daily_share = config.drives.daily_share
+
+    def _reload(self, load: Callable[[], DaemonConfig]) -> None:
+        before = self._config
+        try:
+            config = load()
+            self._apply(config)
+        except (InfinityError, OSError) as error:
+            event(logging.ERROR, "config.refused", reason=str(error))
+            return
+        kept = [name for name in ("server", "runtime_dir") if getattr(config, name) != getattr(before, name)]
+        event(logging.INFO, "config.read")
+        if kept:
+            event(
+                logging.WARNING, "config.restart", changed=",".join(kept), reason="these count from the next start on"
+            )
+
+    async def serve(self, load: Callable[[], DaemonConfig]) -> None:
+        """Serve until SIGTERM or SIGINT; on SIGHUP, go by the settings that `load` returns. Raises as `run`."""
+        await self._profile.load()
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reload, load)
+        await self._server.start()
+        try:
+            registry, server = CollectorRegistry(), self._config.server
+            registry.register(self._collection)
+            with serve_registry(server.port, registry, self._about, server.host, token=self._token) as http:
+                self._port = http.port
+                event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=self._config.socket)
+                await self._sweep_until(stop)
+        finally:
+            await self._server.stop()
+        event(logging.INFO, "stopped")
+
+    async def _sweep_until(self, stop: asyncio.Event) -> None:
+        """Until told to stop: end reservations of the dead, remove old pages, and share drives among the living."""
+        while not stop.is_set():
+            for entry in self._reservations.expire(self._server.is_alive):
+                event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
+            found = await asyncio.to_thread(self._pages.scan)
+            live = [page for page in found.pages if page.alive]
+            self._fairness.observe(await asyncio.to_thread(usages, live, _drive_of), time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
 
 
 @lru_cache(maxsize=256)
@@ -117,6 +155,23 @@ def _drive_of(path: str) -> str | None:
         return locate(path).drive.name
     except OSError:
         return None
+
+
+def _token(file: str) -> str:
+    """Return the token in a file; none without a file. Raises `ConfigError`."""
+    if not file:
+        return ""
+    try:
+        if os.stat(file).st_mode & 0o077:
+            raise ConfigError(f"server.token_file: {file!r} is others' to read; chmod 600 it")
+        token = read_own(os.path.realpath(file), _MOST_TOKEN).decode().strip()
+    except OSError as error:
+        raise ConfigError(f"server.token_file: {file!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"server.token_file: {file!r} is not text") from error
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(f"server.token_file: {file!r} must hold one word of ASCII; `openssl rand -hex 32` makes one")
+    return token
 
 
 def _make_folder(folder: Path) -> None:

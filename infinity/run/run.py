@@ -292,6 +292,7 @@ def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folder
             "torch_version": torch.__version__,
             "io_engine": engine,
             "paths": json.dumps(paths),
+            "weight": str(settings.storage.weight),
         },
     )
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import socket
 import socketserver
@@ -230,9 +231,19 @@ def serve(port: int, source: Source, host: str = LOOPBACK) -> ExporterServer:
 
 
 def serve_registry(
-    port: int, registry: CollectorRegistry, health: Callable[[], Mapping[str, object]], host: str = LOOPBACK
+    port: int,
+    registry: CollectorRegistry,
+    health: Callable[[], Mapping[str, object]],
+    host: str = LOOPBACK,
+    *,
+    token: str = "",
 ) -> ExporterServer:
-    """Serve a registry as `serve` does; `health` adds to the JSON object of ``/healthz``.
+    """Serve a registry as `serve` does.
+
+    Args:
+        health: adds to the JSON object of ``/healthz``.
+        token: what whoever asks has to send in the header ``Authorization: Bearer <token>``, but for ``/healthz``; none
+            if it is empty.
 
     Raises:
         ConfigError: the port is taken or may not be used.
@@ -250,7 +261,12 @@ def serve_registry(
     metrics = make_wsgi_app(registry)
 
     def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] == "HEAD":  # as GET, without what it answers
+            list(application({**environ, "REQUEST_METHOD": "GET"}, start))
+            return []
         path = environ.get("PATH_INFO", "")
+        if token and path != "/healthz" and not _has(token, environ):
+            return _answer(start, "401 Unauthorized", {"error": "send the header Authorization: Bearer <token>"})
         if path == "/metrics":
             return metrics(environ, start)  # type: ignore[no-any-return]
         if path == "/healthz":
@@ -259,6 +275,11 @@ def serve_registry(
 
     server.set_app(application)
     return ExporterServer(server)
+
+
+def _has(token: str, environ: WSGIEnvironment) -> bool:
+    given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1", "replace")
+    return hmac.compare_digest(given, b"Bearer " + token.encode())
 
 
 def _answer(start: StartResponse, status: str, body: Mapping[str, object]) -> Iterable[bytes]:

@@ -230,6 +230,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         _DEVICE,
     ),
     _daemon(
+        "device_endurance_days",
+        "gauge",
+        "Days until a drive has been written what it is rated for, at the rate of the last hour; where that is set.",
+        _DEVICE,
+    ),
+    _daemon(
         "rank_device_info",
         "info",
         "Which drive is behind the device number of a rank; always 1.",

@@ -61,7 +61,7 @@ class StatsHeader:
     `started` is the Unix time at which the page was made; `process_started` and `pid_namespace` tell the
     writer from a later process with the same number (clock ticks since boot, inode; 0: unknown). `devices`
     are the values of the label ``device``. `info` holds free texts: ``version``, ``torch_version``,
-    ``io_engine``, and ``paths`` (a JSON list of the configured paths, in the order of `devices`).
+    ``io_engine``, ``paths`` (a JSON list of the configured paths, in the order of `devices`) and ``weight``.
     """
 
     run_id: str
@@ -86,6 +86,12 @@ class StatsHeader:
         if not isinstance(found, list) or not all(isinstance(path, str) for path in found):
             return ()
         return tuple(found[:MAX_DEVICES])
+
+    @property
+    def weight(self) -> float:
+        """Share of a drive relative to other runs (`storage.weight`), from 1 on; 1 where the writer did not tell."""
+        told = self.info.get("weight", "")
+        return float(told) if told.isascii() and told.isdigit() and 0 < len(told) <= 4 and int(told) else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

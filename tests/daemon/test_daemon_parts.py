@@ -25,6 +25,7 @@ from infinity_daemon.collection import Collection
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.reservations import Owner, Reservations
 from infinity_daemon.server import SocketServer
+from infinity_daemon.wear import WearWatch
 
 DRIVE = Drive(name="nvme0n1", identity="wwid-0")
 ALICE, BOB = Owner(pid=10, process_started=1), Owner(pid=11, process_started=1)
@@ -203,6 +204,7 @@ def devices_text(tmp_path, paths, pages=None):
         pages=pages or StatsPages(tmp_path / "none", 60, 60),
         reserved=dict,
         bandwidth=lambda drive: None,
+        wear=WearWatch({}),
     )
     collection, text = scrape(collector)
     return collection, text()

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from infinity.config import Config, settings_markdown
+import pytest
+
+import infinity.config as of_runs
+import infinity_daemon.config as of_the_daemon
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_settings_page_is_current() -> None:
+@pytest.mark.parametrize(("page", "module"), [("settings.md", of_runs), ("daemon-settings.md", of_the_daemon)])
+def test_the_settings_page_is_current(page: str, module: Any) -> None:
     """`make docs` was run after the last change of a setting."""
-    assert (DOCS / "settings.md").read_text() == settings_markdown()
+    assert (DOCS / page).read_text() == module.settings_markdown()
 
 
-def test_every_setting_is_documented() -> None:
+@pytest.mark.parametrize("tree", [of_runs.Config, of_the_daemon.DaemonConfig])
+def test_every_setting_is_documented(tree: Any) -> None:
     """No field without a sentence."""
-    for section in fields(Config):
-        for setting in fields(section.default_factory):
-            assert setting.metadata["doc"].endswith("."), f"{section.name}.{setting.name}"
+    for section in fields(tree):
+        for setting in fields(section.default_factory):  # type: ignore[arg-type]
+            assert setting.metadata["doc"].rstrip("`").endswith("."), f"{section.name}.{setting.name}"

@@ -12,8 +12,8 @@ import infinity
 from support.modules import MODULES, ROOT, imported, modules
 
 LEVELS = {
-    "config": 0, "schema": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0, "variables": 0,
-    "extras": 0, "torchrun": 0, "command": 0,
+    "config": 0, "settings": 0, "schema": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0,
+    "variables": 0, "extras": 0, "torchrun": 0, "command": 0,
     "io": 1, "memory": 1, "telemetry": 1, "content": 1, "node": 1, "ranks": 1, "peers": 1,
     "store": 2, "schedule": 2, "budget": 2, "checkpoint": 2,
     "fsdp": 3, "accumulation": 3, "optim": 3, "formats": 3, "sources": 3,
@@ -22,6 +22,7 @@ LEVELS = {
 }  # fmt: skip
 NO_TORCH = (
     "config",
+    "settings",
     "schema",
     "errors",
     "units",
@@ -41,7 +42,8 @@ NO_TORCH = (
     "schedule.planner",
 )
 DAEMON_MAY = {
-    "command", "config", "schema", "errors", "units", "hugepages", "access", "extras", "io", "node", "telemetry"
+    "command", "config", "settings", "schema", "errors", "units", "hugepages", "access", "extras", "io", "node",
+    "telemetry",
 }  # fmt: skip
 
 

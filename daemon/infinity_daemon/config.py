@@ -1,0 +1,113 @@
+"""Settings of the daemon, read as those of a run are; `docs/daemon-settings.md` is generated from here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infinity.config import TelemetryConfig, runtime_dir
+from infinity.errors import ConfigError
+from infinity.node import SOCKET_NAME
+from infinity.settings import Settings, setting
+from infinity.telemetry.exporter import LOOPBACK
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where the daemon listens. Changes count from the next start on."""
+
+    host: str = setting(LOOPBACK, "Address to listen on; 0.0.0.0 is all of them: then set `token_file`.")
+    port: int = setting(9470, "TCP port of /metrics and /healthz; 0 takes any that is free.", maximum=65535)
+    token_file: str = setting(
+        "",
+        "File with a token; who asks over HTTP must send it as `Authorization: Bearer <token>`, but for /healthz. Read "
+        "at the start; others must not be able to read it. Empty: nobody is asked for one.",
+    )
+    socket: str = setting("", f"Unix socket for ranks. Empty: `{SOCKET_NAME}` in the runtime folder.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagesConfig:
+    """The stats pages of ranks."""
+
+    runtime_dir: str = setting(
+        "", "Folder of the pages, which counts from the next start on. Empty: as `telemetry.runtime_dir` of a run."
+    )
+    keep_dead_seconds: int = setting(900, "How long the page of a rank that died is still served.")
+    keep_ended_seconds: int = setting(
+        120, "How long the page of a rank that ended in order is still served: two scrapes should fit."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrivesConfig:
+    """The drives of the node."""
+
+    paths: tuple[str, ...] = setting((), "Folders on NVMe drives to report; those of live ranks are found.")
+    endurance: Mapping[str, int] = setting(
+        {},
+        'Bytes that a drive may be written with in its life (TBW), by a folder on it: `"/nvme0" = "1200000GB"`.',
+        size=True,
+        minimum=1,
+    )
+    daily_share: float = setting(
+        0.001, "Share of a drive's endurance per day above which a run is warned at its start.", maximum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FairnessConfig:
+    """Drives that several runs use at the same time."""
+
+    enabled: bool = setting(
+        True, "Hold runs back that move more than their share of a drive (`storage.weight`) while others wait for it."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonConfig:
+    """All settings of a daemon."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    pages: PagesConfig = field(default_factory=PagesConfig)
+    drives: DrivesConfig = field(default_factory=DrivesConfig)
+    fairness: FairnessConfig = field(default_factory=FairnessConfig)
+
+    @property
+    def runtime_dir(self) -> Path:
+        """Folder of the stats pages."""
+        return runtime_dir(TelemetryConfig(runtime_dir=self.pages.runtime_dir))
+
+    @property
+    def socket(self) -> Path:
+        """The Unix socket."""
+        return Path(self.server.socket) if self.server.socket else self.runtime_dir / SOCKET_NAME
+
+
+_SETTINGS = Settings(DaemonConfig)
+
+
+def load_daemon_config(source: str | os.PathLike[str] | None, given: Mapping[str, Any]) -> DaemonConfig:
+    """Return the settings of a TOML file, or the defaults, with those replaced that are `given` by their dotted names.
+
+    Raises:
+        ConfigError: as `infinity.config.load_config`; a folder of a drive that is not there.
+    """
+    config = _SETTINGS.with_values(_SETTINGS.load(source), given)
+    for name, paths in (("paths", config.drives.paths), ("endurance", config.drives.endurance)):
+        for path in paths:
+            if not os.path.isdir(path):
+                raise ConfigError(f"drives.{name}: {path!r} is not a folder; name one on a drive that is mounted")
+    return config
+
+
+def settings_markdown() -> str:
+    """Return the text of docs/daemon-settings.md."""
+    return _SETTINGS.markdown("Settings of infinityd", "python -m infinity_daemon.config")
+
+
+if __name__ == "__main__":
+    print(settings_markdown(), end="")  # noqa: T201

@@ -1,0 +1,348 @@
+"""Prints Grafana's dashboard: `python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json`.
+
+Expressions name metrics as the table does (`infinity/telemetry/metrics.py`). The prefix and the selection of runs and
+ranks are put in here; a name that the table does not have is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from infinity.telemetry import METRICS, PREFIX
+
+SOURCE: Final = {"type": "prometheus", "uid": "prometheus"}
+CHOSEN: Final = 'run=~"$run",rank=~"$rank"'
+COLUMNS, WIDTH, HEIGHT = 3, 8, 8
+
+SERIES: Final = {
+    metric.name + suffix: metric
+    for metric in METRICS
+    for suffix in (("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",))
+}
+_NAME: Final = re.compile(rf"\b({'|'.join(sorted(SERIES, key=len, reverse=True))})\b(?:{{([^}}]*)}})?")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel. `queries` are pairs of an expression and its legend; a table has no legends."""
+
+    title: str
+    unit: str
+    about: str
+    queries: tuple[tuple[str, str], ...]
+    kind: Literal["timeseries", "stacked", "stat", "table"] = "timeseries"
+
+
+_RATE = "[$__rate_interval]"
+
+ROWS: Final[dict[str, tuple[Panel, ...]]] = {
+    "Training": (
+        Panel("Runs", "none", "Runs whose pages are served.", (("max by (run, world_size) (run_info)", ""),), "table"),
+        Panel("Loss", "none", "As reported last; mean over ranks.", (("avg by (run) (training_loss)", "{{run}}"),)),
+        Panel(
+            "Tokens per second", "short", "All ranks of a run.",
+            ((f"sum by (run) (rate(training_tokens_total{_RATE}))", "{{run}}"),),
+        ),
+        Panel(
+            "Step time", "s", "Mean and 95th percentile over the selected ranks.",
+            (
+                (f"sum by (run) (rate(step_duration_seconds_sum{_RATE})) / "
+                 f"sum by (run) (rate(step_duration_seconds_count{_RATE}))", "{{run}} mean"),
+                (f"histogram_quantile(0.95, sum by (run, le) (rate(step_duration_seconds_bucket{_RATE})))",
+                 "{{run}} p95"),
+            ),
+        ),
+        Panel(
+            "Gradient norm", "none", "Before clipping; 0 where optimizer.clip_grad_norm_ is not called.",
+            (("avg by (run) (training_gradient_norm)", "{{run}}"),),
+        ),
+        Panel(
+            "Learning rate", "none", "Of the first param group.",
+            (("avg by (run) (training_learning_rate)", "{{run}}"),),
+        ),
+        Panel("Steps", "short", "Since the process began.", (("max by (run) (steps_total)", "{{run}}"),)),
+        Panel(
+            "Parameters updated", "ops", "Per second, all ranks of a run.",
+            ((f"sum by (run) (rate(optimizer_updated_parameters_total{_RATE}))", "{{run}}"),),
+        ),
+        Panel(
+            "Since the last step", "s", "A run that stands still shows here.",
+            (("time() - max by (run) (step_last_completed_timestamp_seconds > 0)", "{{run}}"),), "stat",
+        ),
+    ),
+    "Where the time goes": (
+        Panel(
+            "Seconds per step by part", "s", "Mean over the selected ranks.",
+            ((f"sum by (part) (rate(step_part_seconds_total{_RATE})) / on () group_left () "
+              f"sum(rate(steps_total{_RATE}))", "{{part}}"),), "stacked",
+        ),
+        Panel(
+            "Share of time by phase", "percentunit", "Commits and the time between steps included; mean over ranks.",
+            ((f"avg by (phase) (rate(step_phase_seconds_total{_RATE}))", "{{phase}}"),), "stacked",
+        ),
+        Panel(
+            "Fetches by result", "percentunit",
+            "Share of page fetches that were ready in time (hit), still being read (late) or not begun (miss).",
+            ((f"sum by (result) (rate(prefetch_fetches_total{_RATE})) / on () group_left () "
+              f"sum(rate(prefetch_fetches_total{_RATE}))", "{{result}}"),), "stacked",
+        ),
+        Panel(
+            "Stall share by cause", "percentunit", "Share of time in which the training thread stood still.",
+            ((f"avg by (run, cause) (sum by (run, rank, cause) (rate(stall_seconds_total{_RATE})))",
+              "{{run}} {{cause}}"),),
+        ),
+        Panel(
+            "Stall share by phase", "percentunit", "The same, by the phase of the step.",
+            ((f"avg by (run, phase) (sum by (run, rank, phase) (rate(stall_seconds_total{_RATE})))",
+              "{{run}} {{phase}}"),),
+        ),
+        Panel(
+            "Waiting for a frame", "percentunit", "Share of time, mean over ranks.",
+            ((f"avg by (run) (rate(pool_wait_seconds_total{_RATE}))", "{{run}}"),),
+        ),
+    ),
+    "NVMe traffic of the ranks": (
+        Panel(
+            "By operation and role", "Bps", "Bytes moved, all selected ranks.",
+            ((f"sum by (op, state) (rate(io_bytes_total{_RATE}))", "{{op}} {{state}}"),),
+        ),
+        Panel(
+            "By run and drive", "Bps", "Which run moves how much on which drive.",
+            ((f"sum by (run, instance, block_device, op) (rate(io_bytes_total{_RATE}) * "
+              "on (instance, run, rank, device) group_left (block_device) rank_device_info)",
+              "{{run}} {{instance}} {{block_device}} {{op}}"),),
+        ),
+        Panel(
+            "Bytes per step: predicted and measured", "bytes",
+            "All selected ranks. Measured reads and those that were spared are the predicted ones.",
+            (
+                ("sum by (run, op) (plan_predicted_bytes_per_step)", "{{run}} {{op}} predicted"),
+                (f"sum by (run, op) (rate(io_bytes_total{_RATE})) / on (run) group_left () "
+                 f"avg by (run) (rate(steps_total{_RATE}))", "{{run}} {{op}} measured"),
+                (f"sum by (run) (rate(prefetch_spared_bytes_total{_RATE})) / avg by (run) (rate(steps_total{_RATE}))",
+                 "{{run}} read spared"),
+            ),
+        ),
+        Panel(
+            "Bandwidth of a rank while pages move", "Bps", "Bytes by the time in which any page was on its way.",
+            ((f"sum by (run) (rate(io_bytes_total{_RATE})) / sum by (run) (rate(transfer_seconds_total{_RATE}))",
+              "{{run}}"),),
+        ),
+        Panel(
+            "Request time", "s", "From submission to completion: median and 99th percentile.",
+            (
+                (f"histogram_quantile(0.5, sum by (op, le) (rate(io_request_duration_seconds_bucket{_RATE})))",
+                 "{{op}} p50"),
+                (f"histogram_quantile(0.99, sum by (op, le) (rate(io_request_duration_seconds_bucket{_RATE})))",
+                 "{{op}} p99"),
+            ),
+        ),
+        Panel("Requests in flight", "short", "At the end of a step.",
+              (("sum by (run, op) (io_inflight_requests)", "{{run}} {{op}}"),)),
+        Panel(
+            "Written per token", "bytes", "What training costs the drives.",
+            ((f'sum by (run) (rate(io_bytes_total{{op="write"}}{_RATE})) / '
+              f"sum by (run) (rate(training_tokens_total{_RATE}))", "{{run}}"),),
+        ),
+        Panel(
+            "Weights copied to the device", "Bps", "All ranks of a run.",
+            ((f"sum by (run) (rate(gather_copied_bytes_total{_RATE}))", "{{run}}"),),
+        ),
+        Panel(
+            "Errors, retries, departures from the plan, steps without update", "short",
+            "Increase over the interval; all should be 0.",
+            (
+                (f"sum by (run, op, reason) (increase(io_errors_total{_RATE}))", "{{run}} {{op}} {{reason}}"),
+                (f"sum by (run, op) (increase(io_retries_total{_RATE}))", "{{run}} {{op}} retries"),
+                (f"sum by (run) (increase(plan_divergences_total{_RATE}))", "{{run}} departures"),
+                (f"max by (run) (increase(steps_skipped_total{_RATE}))", "{{run}} skipped"),
+            ),
+        ),
+    ),
+    "Memory and commits": (
+        Panel("Arena frames", "short", "Frames of the host arena by use.",
+              (("sum by (status) (pool_frames)", "{{status}}"),), "stacked"),
+        Panel(
+            "State by tier", "bytes", "Bytes held, and what the tier may hold.",
+            (
+                ("sum by (run, tier, state) (tier_used_bytes)", "{{run}} {{tier}} {{state}}"),
+                ("sum by (run, tier) (tier_capacity_bytes)", "{{run}} {{tier}} at most"),
+            ),
+        ),
+        Panel(
+            "Commit time", "s", "Until a commit is durable, over the last hour.",
+            (
+                ("sum by (run) (increase(commit_duration_seconds_sum[1h])) / "
+                 "sum by (run) (increase(commit_duration_seconds_count[1h]))", "{{run}} mean"),
+                ("histogram_quantile(0.95, sum by (run, le) (increase(commit_duration_seconds_bucket[1h])))",
+                 "{{run}} p95"),
+            ),
+        ),
+        Panel(
+            "Age of the last commit", "s", "What a crash now would cost; of the rank that is furthest behind.",
+            (("time() - min by (run) (commit_last_success_timestamp_seconds > 0)", "{{run}}"),), "stat",
+        ),
+    ),
+    "Drives": (
+        Panel(
+            "Traffic", "Bps", "By everybody on the node, from the kernel's counters.",
+            (
+                (f"sum by (instance, device) (rate(device_read_bytes_total{_RATE}))", "{{instance}} {{device}} read"),
+                (f"sum by (instance, device) (rate(device_written_bytes_total{_RATE}))",
+                 "{{instance}} {{device}} written"),
+                ("max by (instance, device, op) (device_bandwidth_bytes_per_second)",
+                 "{{instance}} {{device}} {{op}} profiled"),
+            ),
+        ),
+        Panel(
+            "Space", "bytes", "Free, reserved by runs, and in all.",
+            (
+                ("max by (instance, device) (device_free_bytes)", "{{instance}} {{device}} free"),
+                ("max by (instance, device) (device_reserved_bytes)", "{{instance}} {{device}} reserved"),
+                ("max by (instance, device) (device_capacity_bytes)", "{{instance}} {{device}} in all"),
+            ),
+        ),
+        Panel("Wear", "percentunit", "Share of the rated life that is used, where the drive tells.",
+              (("max by (instance, device) (device_wear_ratio)", "{{instance}} {{device}}"),), "stat"),
+        Panel("Days left", "d", "Until the rated bytes are written, at the rate of the last hour; where that is set.",
+              (("min by (instance, device) (device_endurance_days)", "{{instance}} {{device}}"),), "stat"),
+    ),
+    "Daemon": (
+        Panel("Ranks", "short", "Stats pages that the daemon found.",
+              (("sum by (instance, status) (daemon_ranks)", "{{instance}} {{status}}"),), "stat"),
+        Panel("Collectors", "none", "1 = the collector's last run succeeded.",
+              (("min by (instance, collector) (daemon_collector_success)", "{{instance}} {{collector}}"),), "stat"),
+        Panel("Collector time", "s", "Seconds of the last run.",
+              (("max by (instance, collector) (daemon_collector_duration_seconds)", "{{instance}} {{collector}}"),)),
+        Panel("Up for", "s", "How long the daemon runs.",
+              (("time() - daemon_start_time_seconds", "{{instance}}"),), "stat"),
+        Panel("Versions of ranks", "none", "And the I/O engine they chose.",
+              (("count by (run, version, torch_version, io_engine) (build_info)", ""),), "table"),
+        Panel("Versions of daemons", "none", "Of infinity and of Python.",
+              (("max by (instance, version, python_version) (daemon_build_info)", ""),), "table"),
+    ),
+}  # fmt: skip
+
+
+def expand(expression: str) -> str:
+    """Return an expression with the names that Prometheus has, and with the selection of the dashboard.
+
+    Raises:
+        ValueError: it names no metric of the table, or one that the table does not have.
+    """
+    if not _NAME.search(expression):
+        raise ValueError(f"{expression}: no metric of the table")
+
+    def full(match: re.Match[str]) -> str:
+        name, given = match.groups()
+        chosen = CHOSEN if SERIES[name].server == "rank" else ""
+        matchers = ",".join(filter(None, (chosen, given)))
+        return PREFIX + name + (f"{{{matchers}}}" if matchers else "")
+
+    left = re.findall(r"\b\w+(?:_total|_seconds|_bytes|_info|_sum|_count|_bucket)\b", _NAME.sub("", expression))
+    if left:
+        raise ValueError(f"{expression}: the table of metrics has no {left[0]}")
+    return _NAME.sub(full, expression)
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    table = panel.kind == "table"
+    custom = {"drawStyle": "line", "lineWidth": 1, "fillOpacity": 10, "showPoints": "never", "spanNulls": False}
+    if panel.kind == "stacked":
+        custom |= {"fillOpacity": 40, "stacking": {"mode": "normal", "group": "A"}}
+    lines = panel.kind in ("timeseries", "stacked")
+    options: dict[str, Any] = {
+        "legend": {"displayMode": "list", "placement": "bottom"},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+    if not lines:
+        options = {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none", "textMode": "value_and_name"}
+    found: dict[str, Any] = {
+        "id": number,
+        "type": "timeseries" if lines else panel.kind,
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": SOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit, **({"custom": custom} if lines else {})}, "overrides": []},
+        "options": {"showHeader": True} if table else options,
+        "targets": [
+            {
+                "refId": chr(ord("A") + index),
+                "datasource": SOURCE,
+                "expr": expand(expression),
+                **({"format": "table", "instant": True} if table else {"legendFormat": legend}),
+            }
+            for index, (expression, legend) in enumerate(panel.queries)
+        ],
+    }
+    if table:
+        hidden = {"excludeByName": {"Time": True, "Value": True}}
+        found["transformations"] = [{"id": "organize", "options": hidden}]
+    return found
+
+
+def _panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    top = 0
+    for title, panels in ROWS.items():
+        place = {"h": 1, "w": COLUMNS * WIDTH, "x": 0, "y": top}
+        found.append(
+            {"id": len(found) + 1, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+        )
+        for index, panel in enumerate(panels):
+            row, column = divmod(index, COLUMNS)
+            place = {"h": HEIGHT, "w": WIDTH, "x": column * WIDTH, "y": top + 1 + row * HEIGHT}
+            found.append(_panel(panel, len(found) + 1, place))
+        top += 1 + HEIGHT * -(-len(panels) // COLUMNS)
+    return found
+
+
+def _variable(name: str, label: str, query: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": query, "refId": name},
+        "definition": query,
+        "refresh": 2,
+        "includeAll": True,
+        "allValue": ".*",
+        "multi": True,
+        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+        "sort": 3,
+    }
+
+
+def dashboard() -> dict[str, Any]:
+    """Return the dashboard."""
+    return {
+        "uid": "infinity",
+        "title": "infinity",
+        "tags": ["infinity"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": False,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "timezone": "browser",
+        "annotations": {"list": []},
+        "links": [],
+        "graphTooltip": 1,
+        "templating": {
+            "list": [
+                _variable("run", "Run", f"label_values({PREFIX}run_info, run)"),
+                _variable("rank", "Rank", f'label_values({PREFIX}run_info{{run=~"$run"}}, rank)'),
+            ]
+        },
+        "panels": _panels(),
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(dashboard(), indent=1) + "\n")

@@ -1,0 +1,190 @@
+"""How fast drives are used up: what they tell, and what is made of the rate at which they are written."""
+
+import asyncio
+import json
+import os
+import threading
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from infinity.io.drives import Drive, locate
+from infinity.telemetry import Stats
+from infinity_daemon.collect_devices import DevicesCollector
+from infinity_daemon.collection import Collection
+from infinity_daemon.pages import StatsPages
+from infinity_daemon.requests import Requests
+from infinity_daemon.reservations import Owner
+from infinity_daemon.wear import DAY, Health, WearWatch, health_of
+
+DRIVE = Drive(name="nvme9n1", identity="wwid-9")
+GIB = 1 << 30
+
+
+def sysfs_with(root, written=0, drive=DRIVE):
+    """A sysfs in which a drive has been written to, in bytes."""
+    folder = root / "class/block" / drive.name
+    (folder / "device").mkdir(parents=True, exist_ok=True)
+    (folder / "stat").write_text(f"0 0 0 0 0 0 {written // 512} 0 0 0 0\n")
+    return root
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A PATH of its own, on which `add(name, answer)` puts a program that notes its arguments and prints an answer."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def add(name, answer, status=0):
+        (folder / f"{name}.answer").write_text(answer if isinstance(answer, str) else json.dumps(answer))
+        program = folder / name
+        program.write_text(
+            f'#!/bin/sh\necho "$@" >> {folder}/{name}.asked\n'
+            f'while IFS= read -r line || [ -n "$line" ]; do printf \'%s\\n\' "$line"; done < {folder}/{name}.answer\n'
+            f"exit {status}\n"
+        )
+        program.chmod(0o755)
+        return folder / f"{name}.asked"
+
+    return add
+
+
+def test_a_drive_is_asked_by_nvme_cli(tmp_path, programs):
+    asked = programs("nvme", {"percent_used": 7, "data_units_written": "2000000"})
+    programs("smartctl", {})
+    assert health_of(DRIVE, sysfs_with(tmp_path)) == Health(ratio=0.07, written=2_000_000 * 512_000)
+    assert asked.read_text() == "smart-log -o json /dev/nvme9n1\n"
+
+
+def test_smartctl_answers_where_nvme_cli_may_not_ask(tmp_path, programs):
+    programs("nvme", "Failed to open /dev/nvme9n1: Permission denied\n", status=1)
+    log = {"nvme_smart_health_information_log": {"percentage_used": 101, "data_units_written": 3}}
+    programs("smartctl", log, status=4)
+    assert health_of(DRIVE, sysfs_with(tmp_path)) == Health(ratio=1.01, written=3 * 512_000)
+    programs("smartctl", {"endurance_used": {"current_percent": 12}})
+    disk = Drive(name="sdz", identity="")
+    assert health_of(disk, sysfs_with(tmp_path, drive=disk)) == Health(ratio=0.12)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["", "[]", "null", "{", '{"percent_used": -1}', '{"percent_used": 256}', '{"percent_used": 1.5}',
+     '{"percent_used": "x", "data_units_written": []}', "[" * 99999, '{"percent_used": "' + "9" * 99999 + '"}'],
+)  # fmt: skip
+def test_any_other_answer_is_none(tmp_path, programs, answer):
+    programs("nvme", answer)
+    assert health_of(DRIVE, sysfs_with(tmp_path)) == Health()
+
+
+def test_without_programs_and_for_what_is_no_drive_nothing_is_known(tmp_path, programs):
+    assert health_of(DRIVE, sysfs_with(tmp_path)) == Health()
+    asked = programs("smartctl", {"endurance_used": {"current_percent": 12}})
+    loop = Drive(name="loop0", identity="loop0")
+    assert health_of(loop, tmp_path) == Health()
+    assert not asked.exists()
+
+
+def test_a_program_that_hangs_is_ended_and_holds_up_nobody(tmp_path, monkeypatch, programs):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(*_, timeout, **__):
+        assert timeout < 60
+        begun.set()
+        go_on.wait(300)
+        raise TimeoutError
+
+    programs("nvme", {})
+    monkeypatch.setattr("infinity_daemon.wear.subprocess.run", hang)
+    watch = WearWatch({}, sysfs=sysfs_with(tmp_path))
+    watch.look([DRIVE])
+    assert begun.wait(300)
+    watch.look([DRIVE])
+    assert watch.of(DRIVE).ratio is None
+    go_on.set()
+    watch._asking.join(300)
+    assert watch.of(DRIVE).ratio is None
+
+
+def test_days_are_those_at_the_rate_of_the_last_hour(tmp_path, programs, monkeypatch):
+    asked = programs("nvme", {"percent_used": 50})
+    now = 1e6
+    monkeypatch.setattr("infinity_daemon.wear.time.monotonic", lambda: now)
+    watch = WearWatch({DRIVE.name: 1000 * GIB}, sysfs=sysfs_with(tmp_path, 10 * GIB))
+
+    def look(seconds, written):
+        nonlocal now
+        now += seconds
+        sysfs_with(tmp_path, written)
+        watch.look([DRIVE])
+        watch._asking.join(300)
+        return watch.of(DRIVE)
+
+    assert look(0, 10 * GIB).days is None
+    assert look(30, 99 * GIB).bytes_per_second is None  # a minute is the least
+    assert look(30, 16 * GIB).bytes_per_second == 6 * GIB / 60
+    assert watch.of(DRIVE).days == pytest.approx(500 / 0.1 / DAY)  # half of its life is used
+    assert len(asked.read_text().splitlines()) == 1
+    for minute in range(1, 121):
+        found = look(60, (16 + minute) * GIB)
+    assert found.bytes_per_second == pytest.approx(GIB / 60)
+    assert len(asked.read_text().splitlines()) == 13  # once in ten minutes
+    assert look(60, 5 * GIB).bytes_per_second is None  # another drive under the name
+    assert look(60, 5 * GIB).days is None  # nothing is written
+
+
+def test_a_drive_that_is_used_up_has_no_day_left_and_the_unrated_none_is_known_of(tmp_path, programs, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("infinity_daemon.wear.time.monotonic", lambda: now)
+    watch, unrated = (WearWatch(rated, sysfs=tmp_path) for rated in ({DRIVE.name: GIB}, {}))
+    for written in (GIB, 2 * GIB):
+        sysfs_with(tmp_path, written)
+        watch.look([DRIVE])
+        unrated.look([DRIVE])
+        now += 60
+    assert watch.of(DRIVE).days == 0
+    assert unrated.of(DRIVE).days is None
+
+
+def test_wear_is_served_and_told_to_ranks(tmp_path, programs, monkeypatch):
+    drive = locate(str(tmp_path)).drive
+    programs("smartctl", {"endurance_used": {"current_percent": 25}})
+    programs("nvme", {"percent_used": 25})
+    now = 0.0
+    monkeypatch.setattr("infinity_daemon.wear.time.monotonic", lambda: now)
+    watch = WearWatch({drive.name: 600 * 10**12}, 0.002, sysfs=tmp_path / "sys")
+    pages = StatsPages(tmp_path, 60, 60)
+    collector = DevicesCollector(
+        paths=[str(tmp_path)], pages=pages, reserved=dict, bandwidth=lambda drive: None, wear=watch
+    )
+    registry = CollectorRegistry()
+    registry.register(Collection([collector]))
+    for moment, written in ((0.0, 0), (60.0, GIB)):
+        now = moment
+        sysfs_with(tmp_path / "sys", written, drive)
+        text = generate_latest(registry).decode()
+        watch._asking.join(300)
+    assert f'infinity_device_wear_ratio{{device="{drive.name}"}} 0.25' in text
+    days = 450 * 10**12 / (GIB / 60) / DAY
+    found = next(line for line in text.splitlines() if line.startswith("infinity_device_endurance_days{"))
+    assert float(found.split()[1]) == pytest.approx(days)
+    requests = Requests(
+        pages=pages, profile=None, reservations=None, known_paths=tuple, wear=watch, is_alive=bool, about=dict
+    )
+    line = json.dumps({"op": "wear", "paths": [str(tmp_path), "/proc"]}).encode()
+    answer = asyncio.run(requests.answer(line, Owner(pid=os.getpid(), process_started=1)))
+    rated = {"device": drive.name, "bytes": 600 * 10**12, "daily_share": 0.002}
+    assert answer == {"ok": True, "wear": {str(tmp_path): rated, "/proc": None}}
+
+
+def test_the_drive_of_a_rank_that_has_ended_is_still_told(tmp_path):
+    """Its last bytes are of that drive; nothing else would say so."""
+    info = {"paths": json.dumps([str(tmp_path)])}
+    stats = Stats.create(tmp_path, run_id="r", rank=0, local_rank=0, world_size=1, devices=["nvme0"], info=info)
+    stats.close()
+    collector = DevicesCollector(
+        paths=[], pages=StatsPages(tmp_path, 60, 60), reserved=dict, bandwidth=lambda drive: None, wear=WearWatch({})
+    )
+    served = {family.name: family.samples for family in collector.collect()}
+    (sample,) = served["infinity_rank_device_info"]
+    assert sample.labels["block_device"] == locate(str(tmp_path)).drive.name
