@@ -27,7 +27,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,11 @@ def job(pipe: Connection, options: argparse.Namespace, config: dict[str, Any], g
     optimizer.close()
 
 
+def _end(pipe: Connection) -> None:
+    with suppress(OSError):  # it has ended by itself, and said why
+        pipe.send(None)
+
+
 @contextmanager
 def jobs(
     options: argparse.Namespace, configs: list[dict[str, Any]], group: Path | None, paths: list[str]
@@ -139,7 +144,7 @@ def jobs(
             process = context.Process(target=job, args=(theirs, options, config, str(group or ""), folders))
             process.start()
             stack.callback(process.join)
-            stack.callback(mine.send, None)
+            stack.callback(_end, mine)
             pipes.append(mine)
         yield pipes, [pipe.recv() for pipe in pipes]
 
@@ -361,7 +366,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=32, help="tokens of a step")
     parser.add_argument("--megabytes", type=int, default=300, help="speed of the drive in MiB/s, in each direction")
     parser.add_argument("--host-memory", type=parse_size, default=256 << 20)
-    parser.add_argument("--device-bytes", type=parse_size, default=6 << 30)
+    parser.add_argument("--device-bytes", type=parse_size, default=9 << 30)
     parser.add_argument("--settle", type=float, default=40, help="seconds until shares are measured")
     parser.add_argument("--seconds", type=float, default=40, help="seconds in which they are")
     parser.add_argument("--turns", type=int, default=9)

@@ -169,7 +169,14 @@ def test_wear_is_served_and_told_to_ranks(tmp_path, programs, monkeypatch):
     found = next(line for line in text.splitlines() if line.startswith("infinity_device_endurance_days{"))
     assert float(found.split()[1]) == pytest.approx(days)
     requests = Requests(
-        pages=pages, profile=None, reservations=None, known_paths=tuple, wear=watch, is_alive=bool, about=dict
+        pages=pages,
+        profile=None,
+        reservations=None,
+        known_paths=tuple,
+        wear=watch,
+        is_alive=bool,
+        rates_of=dict,
+        about=dict,
     )
     line = json.dumps({"op": "wear", "paths": [str(tmp_path), "/proc"]}).encode()
     answer = asyncio.run(requests.answer(line, Owner(pid=os.getpid(), process_started=1)))
