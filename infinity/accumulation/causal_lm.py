@@ -44,8 +44,11 @@ class SlicedCausalLM(SlicedForward):
         Raises:
             UnsupportedError: the loss is not a sum over labels.
         """
-        given = inspect.signature(self.whole).bind(*args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
+        signature = inspect.signature(self.whole)
+        given = signature.bind(*args, **kwargs).arguments
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
         labels = given.pop("labels", None)
         if labels is None:
             return self.whole(*args, **kwargs)

@@ -55,7 +55,8 @@ class SlicedForward:
 
         def run_slice(anchor: torch.Tensor, *parts: Any) -> tuple[Any, ...]:
             outputs, rebuild = flatten(call.run(function, parts))
-            rebuilds.append(rebuild)
+            if not rebuilds:  # that of another slice, or of one that is computed again, has the same structure
+                rebuilds.append(rebuild)
             return tuple(outputs)
 
         if slicing is not None:

@@ -158,7 +158,8 @@ class SlicingFinder:
 
     A kind is numbers of dimensions and dtypes of tensors, and the values of all other arguments, since a layer may do
     something else for another number or string. Of 64 kinds it is kept; calls of further ones (a counter of steps is
-    another number each time), and calls with objects that may change, are tried anew each time. A warning says so once.
+    another number each time), calls with objects that may change, and those that can be sliced in several ways which
+    give the same, are tried anew each time. A warning says so once.
 
     `batch_dim` is the user's: for the first tensor, or by the names of arguments.
     """
@@ -215,8 +216,7 @@ class SlicingFinder:
                 "for a row depends on how many rows there are, or on which of them it is (x.shape[0], len(x), indices "
                 "of rows); take such numbers from outside of the layer"
             )
-        if len(possible) == 1:  # else what was of no influence may be of some the next time
-            self._keep(key, chosen)
+        self._keep(key if len(possible) == 1 else None, chosen)  # what was of no influence may be of some the next time
         return chosen
 
     def _keep(self, key: Any, slicing: Slicing) -> None:
@@ -225,8 +225,9 @@ class SlicingFinder:
         elif not self._warned:
             self._warned = True
             _log.warning(
-                "%s is called with ever other values of arguments, such as a counter, or with an object that may "
-                "change; micro_batches tries each such call anew, which costs time",
+                "%s is called with ever other values of arguments, such as a counter, with an object that may "
+                "change, or so that it can be sliced in several ways (name dimensions with batch_dim); micro_batches "
+                "tries each such call anew, which costs time",
                 self._name,
             )
 
@@ -248,7 +249,7 @@ class SlicingFinder:
             if isinstance(leaf, torch.Tensor) and leaf.ndim:
                 if name in by_name:
                     said[index] = by_name[name]
-                elif not any(dim is not None for dim in said) and not any(by_name.values()):
+                elif all(dim is None for dim in (*said, *by_name.values())):
                     said[index] = default
                 dim = said[index]
                 if dim is not None and not 0 <= dim < leaf.ndim:
@@ -294,7 +295,7 @@ class _Trial:
         self._function, self._call, self._module = function, call, module
 
     def possible(self, candidates: tuple[tuple[int | None, ...], ...]) -> tuple[list[tuple[Slicing, list[Any]]], str]:
-        """Return the ways in which the layer can be called with slices, each with what it returns for two rows.
+        """Return the ways in which the layer can be called with slices, each with what it returns for two rows or one.
 
         Returns:
             The ways, and why the first of the others is none.
@@ -311,6 +312,7 @@ class _Trial:
             if outputs is None:
                 reason = reason or why
             else:
+                # Of a batch of two, two rows are all: an argument that is cut and one that is not would not differ.
                 found.append((Slicing(inputs, outputs), two if self._batch(inputs) > 2 else one))
         return found, reason
 
@@ -450,20 +452,19 @@ class _Trial:
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        """Put back random states and buffers."""
-        held = [
-            (module, name, buffer, buffer.clone())
-            for module in self._module.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        """Put back random states and buffers; those that a trial makes are gone."""
+        modules = list(self._module.modules())
+        buffers = [dict(module._buffers) for module in modules]
+        values = [(buffer, buffer.clone()) for of in buffers for buffer in of.values() if buffer is not None]
         with torch.random.fork_rng(devices=self._devices()):
             try:
                 yield
             finally:
                 with torch.no_grad():
-                    for module, name, buffer, value in held:
-                        module._buffers[name] = buffer
+                    for module, before in zip(modules, buffers, strict=True):
+                        module._buffers.clear()
+                        module._buffers.update(before)
+                    for buffer, value in values:
                         buffer.copy_(value)
 
 

@@ -495,8 +495,17 @@ def _is_unused(buffer: torch.Tensor) -> bool:
 
 
 def local_gradient(param: nn.Parameter) -> torch.Tensor:
-    """Return the local part of a reduced gradient."""
+    """Return the local part of a reduced gradient.
+
+    Raises:
+        UnsupportedError: it is distributed in another way than its parameter, so that this is a part of something else.
+    """
     grad = param.grad
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        raise UnsupportedError(
+            f"a gradient was assigned with placements {grad.placements}, but its parameter has {param.placements}; "
+            "assign grad.redistribute(param.device_mesh, param.placements)"
+        )
     return grad._local_tensor if isinstance(grad, DTensor) else grad  # type: ignore[return-value]
 
 

@@ -90,6 +90,12 @@ class GivenOptimizer:
             for group in self.optimizer.param_groups
         ]
 
+    def check_copies(self) -> None:
+        """Check that settings, and what the optimizer keeps on itself, can be copied. Raises `UnsupportedError`."""
+        for group in self.optimizer.param_groups:
+            snapshot(group)
+        self.kernel.own()
+
     def note_settings(self) -> None:
         """Note the settings with which updates in backward begin, once per step.
 
@@ -115,6 +121,8 @@ class GivenOptimizer:
                     return f"{key} was removed"
                 if not same_setting(now[key], value):
                     return f"{key} was changed from {value} to {now[key]}"
+            if added := now.keys() - before.keys() - {"params"}:
+                return f"{min(added)} was added"
         return f"an attribute of {self.name} was changed" if self.kernel.own() is not own else ""
 
     def check_settings(self) -> None:

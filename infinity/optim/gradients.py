@@ -200,7 +200,10 @@ class Gradients:
         if local is None:
             self._drop(shard)
         elif self._is_current(shard, local):
-            self._current[shard].arriving = False
+            gradient = self._current[shard]
+            gradient.arriving = False
+            if gradient.held is not None:
+                self._note_event(gradient.held)  # behind what hooks of the user have done to it
         else:
             found = self._begin(shard, local.clone() if isinstance(local, PagedGradient) else local)
         if self._arrivals and len(self._arrivals) == self._trainable[self._unit]:
@@ -213,8 +216,12 @@ class Gradients:
             self.close_arrivals()
             self._unit = unit
         self._arrivals[gradient.shard] = gradient
-        if gradient.held is not None and gradient.held.is_cuda:
-            self._arrived = torch.cuda.current_stream(gradient.held.device).record_event()
+        if gradient.held is not None:
+            self._note_event(gradient.held)
+
+    def _note_event(self, held: torch.Tensor) -> None:
+        if held.is_cuda:
+            self._arrived = torch.cuda.current_stream(held.device).record_event()
 
     def close_arrivals(self) -> None:
         """Store or use the gradients of the unit whose gradients were coming in.
@@ -233,17 +240,18 @@ class Gradients:
         name = self._layout.units[unit].name
         if unit in self._updates.begun:
             raise InfinityError(SECOND.format(unit=name))
-        in_backward = unit in self._planner.placement.in_backward
+        # What was written into gradients before backward is stored; then the sum is too, and `step()` uses it.
+        in_backward = unit in self._planner.placement.in_backward and unit not in self._stored
         with torch.no_grad(), record_function(f"infinity::gradients ({name})"):
+            if self._arrived is not None and not in_backward:
+                torch.cuda.current_stream().wait_event(self._arrived)
             grads = {shard: gradient.held.reshape(-1) for shard, gradient in arrivals.items()}  # type: ignore[union-attr]
             if in_backward:
                 self._recording.gradients(unit, self._components.get(unit, 1))
+                self._updates.begin_in_backward(unit, grads, self._arrived)  # may refuse: then nothing is used up
                 for gradient in arrivals.values():
                     gradient.end(USED_IN_BACKWARD)
-                self._updates.begin_in_backward(unit, grads, self._arrived)
             else:
-                if self._arrived is not None:
-                    torch.cuda.current_stream().wait_event(self._arrived)
                 self._store(unit, arrivals)
 
     # What is done to one #
@@ -326,6 +334,7 @@ class Gradients:
         self._begin_anew(gradient)
         self._unstore(gradient)
         gradient.held, gradient.zero, gradient.edits, gradient.length = None, True, [], None
+        gradient.arriving = False
         self.changed = True
 
     def _begin_anew(self, gradient: OneGradient) -> None:
@@ -508,10 +517,10 @@ class Gradients:
                 ]
                 for component in components[old:] if old else ():
                     component.zero_()  # of shards that have none this time
-                for shard, held, part in self._slices(pages[0], totals):
+                for shard, at, part in self._slices(pages[0], totals):
                     fmt = self._layout.format_of(shard)
                     if shard in stored:
-                        before = gradient_of(fmt, [component[held] for component in components[:old]])
+                        before = gradient_of(fmt, [component[at] for component in components[:old]])
                         if stored[shard].edits:
                             before = before.clone()
                             for edit in stored[shard].edits:
@@ -520,7 +529,7 @@ class Gradients:
                     for component, values in zip(
                         components, gradient_components(fmt, part), strict=False
                     ):  # those that are stored
-                        component[held].copy_(values)
+                        component[at].copy_(values)
 
     def _write(self, gradient: OneGradient, values: torch.Tensor) -> None:
         """Store the elements of one gradient, flat, in place of what is stored of it."""

@@ -79,13 +79,14 @@ class UpdateKernel:
         self._runner = self.template.over([])  # the copy that updates; has parameters only inside of `update`
         self._step = private.unhooked_step(self._runner)  # its step, without the hooks of users
         self.shapes: dict[int, tuple[int, ...]] = {}
-        """By shard: the shape in which slices are given to the optimizer, where it is not (n,)."""
+        """By shard: the shape in which slices are given to the optimizer, where it is not (n,); -1 for what the length
+        of a slice decides. Set by the probe while it tries, then once by `give_shapes`, before the first update."""
         self.advancing: frozenset[str] = frozenset()
         """Settings of param groups that an update changes."""
         self.advancing_own: frozenset[str] = frozenset()
         """Attributes of the optimizer itself that an update changes."""
         self._own: Own = {}  # the last that `own` returned
-        self._applied: Own = {}  # the one that the runner has
+        self._applied: Own = {}  # the one that the runner has; this and the runner belong to the thread of updates
         self.uses_closure = False
         """Whether updates depend on the loss that a closure returns."""
         self.builds = any(optimizer.state.values()) and self._makes_its_state()

@@ -67,7 +67,7 @@ class _Subject:
     case: Case  # what kind of parameter it stands for
     group: int  # among those that are probed
     shape: tuple[int, ...]  # of the whole parameter
-    late: bool = False  # it has no gradient in the steps `_MISSING`
+    sometimes_missing: bool = False  # it has no gradient in the steps `_MISSING`
 
     @property
     def row(self) -> int:
@@ -338,7 +338,7 @@ class _Probe:
 
     def _gradient(self, number: int, step: int) -> torch.Tensor | None:
         subject = self._subjects[number]
-        if subject.late and step in _MISSING:
+        if subject.sometimes_missing and step in _MISSING:
             return None
         generator = torch.Generator().manual_seed(100 * (number + 1) + step)
         scale = _SCALES[step % len(_SCALES)] * (1 + number % 3)
@@ -354,7 +354,7 @@ class _Probe:
         kind: type[nn.Parameter] = nn.Parameter,
     ) -> _Trained:
         """Train subjects whole, with a copy of the user's optimizer; `alone` it has the groups of these only."""
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # that of the CPU alone: `fork_rng` puts no other back
         params = {number: kind(self._values(number)) for number in numbers}
         groups = self._groups()
         for place, group in enumerate(groups):
@@ -488,7 +488,7 @@ def _subjects(case: Case, group: int) -> Iterator[_Subject]:
         shape = (first, *_divided(rest, ndim - 1)) if ndim > 1 else (first * rest,)
         yield _Subject(case, group, shape)
         if first == _LEADING[0]:
-            yield _Subject(case, group, shape, late=True)
+            yield _Subject(case, group, shape, sometimes_missing=True)
 
 
 def _divided(number: int, parts: int) -> tuple[int, ...]:

@@ -157,8 +157,9 @@ class StepRunner:
         """Let the weights and the state of a shard be those of the last step, before anybody looks at them.
 
         Raises:
-            InfinityError: its unit was updated in backward already, and `step()` has not been called.
+            InfinityError: its unit was updated in backward already, and `step()` has not been called; or all has ended.
         """
+        self.check_open()
         self._check_weights(self._layout.shards[shard].unit)
         if self.planner.recording and not private.in_backward():
             self._looked_between |= self.has_gradients
@@ -187,7 +188,7 @@ class StepRunner:
         self._gradients.reconcile()
         if not self.has_gradients and self._recording.has_gradients:  # all were dropped, and with them this step
             self._begin()
-            self._pager.begin_step()
+            self.planner.follow(self.planner.events, pending=self.updates.waiting)
 
     def close_arrivals(self) -> None:
         """Store or use the gradients that were coming in: nobody waits for others of their unit."""
@@ -222,11 +223,13 @@ class StepRunner:
 
         Raises:
             InfinityError: settings were changed after updates had run in backward, or the placement is impossible.
+            UnsupportedError: a setting, or what the optimizer keeps on itself, cannot be copied; nothing is used up.
         """
         gradients, updates = self._gradients, self.updates
         if not self.has_gradients and not gradients.zeros:
             self._given.kernel.advance()  # what optimizers count without any gradient
             return None
+        self._given.check_copies()
         self._ledger.enter("other")
         with record_function("infinity::step"):
             late = gradients.looked_at
@@ -248,14 +251,15 @@ class StepRunner:
                 updates.finish(gradients.use_up(), gradients.components, events)
             self._begin()
             self.planner.follow(events, pending=updates.waiting)
-            self._given.forget_settings()
         pager = self._pager
-        updated, self._counted = updates.elements - self._counted, updates.elements
+        elements = updates.elements  # read once: the worker's thread adds to it
+        updated, self._counted = elements - self._counted, elements
         return self._ledger.end_step(updates.step, updated, pager.census(), pager.held_bytes(), pager.in_flight())
 
     def _begin(self) -> None:
         """Begin a step: nothing was gathered, and no gradients have arrived."""
         self._recording.clear()
+        self._given.forget_settings()
         self._backward = -1
         self._skip = False
 
@@ -276,7 +280,11 @@ class StepRunner:
         self._closed = why
 
     def drain(self) -> None:
-        """Wait until nothing is in flight, so that byte counters stand still. No step can be taken afterwards."""
+        """Wait until updates that were begun have run and nothing is in flight, so that byte counters stand still.
+
+        Updates that are left to the next forward do not run. No step can be taken afterwards.
+        """
+        self.updates.drain()
         self._worker.close()
         self._pager.drain()
 

@@ -127,10 +127,11 @@ class Opened:
 class Update:
     """The update of one unit.
 
-    `settings` has those of its group for every shard that has a gradient; `before` the scalars of shards at the start
-    of the step, whose number is `step`. Gradients are in `grads` by shard, flat, on the device, which has them behind
-    `arrived`; or else `components` of each are in GRAD pages, and `edits` are still to be done to them, by shard.
-    `own` is what the optimizer keeps on itself, as the step found it.
+    `settings` has those of its group for every shard that has a gradient; `before` is what `Updates` keeps of all
+    shards: of these nothing changes there until this update has ended, as updates run one after the other and `after`
+    is taken over last. The number of the step is `step`. Gradients are in `grads` by shard, flat, on the device, which
+    has them behind `arrived`; or else `components` of each are in GRAD pages, and `edits` are still to be done to them,
+    by shard. `own` is what the optimizer keeps on itself, as the step found it.
     """
 
     layout: Layout

@@ -126,6 +126,7 @@ class Updates:
         """
         self._due = self._planner.placement.due(events)
         settings = self._given.settings_of(shard for edits in stored.values() for shard in edits)
+        own = self._given.kernel.own()
         for unit, edits in stored.items():
             self._pending[unit] = Update(
                 self._layout,
@@ -135,7 +136,7 @@ class Updates:
                 self.step,
                 edits=edits,
                 components=components[unit],
-                own=self._given.kernel.own(),
+                own=own,
             )
         self.end_step()
         self._given.kernel.advance()
@@ -210,7 +211,11 @@ class Updates:
                     contents = ranges[0].lease.hold_at_once() if more else None
                     if contents is not None:
                         held.push(ranges[0].lease)
-                update.run(opened)
+                try:
+                    update.run(opened)
+                except Exception as error:
+                    self._pager.fail(error)  # before the leases are returned: nobody is to use these pages
+                    raise
         update.grads = None
         update.run_empty()
         self.scalars.update(update.after)

@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
+from infinity.errors import InfinityError
+
 
 class UpdateWorker:
     """Runs updates one after the other, on a thread that takes `cores` of the CPU, or at once where that is 0.
@@ -39,8 +41,9 @@ class UpdateWorker:
         try:
             with torch.no_grad():
                 job()
-        except Exception as error:
-            self._failed(error)
+        except BaseException as error:  # an interrupt too: a unit that was updated in part must not be committed
+            what = f"an update was interrupted by {type(error).__name__}; resume from the last commit"
+            self._failed(error if isinstance(error, Exception) else InfinityError(what))
             raise
 
     def drain(self) -> None:
@@ -52,3 +55,4 @@ class UpdateWorker:
         """Drop what has not begun, and end the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
+        self._last = None  # for `wait` a job that was dropped would never end

@@ -22,7 +22,7 @@ from infinity.fsdp.gradient import PagedGradient
 from support import models
 from support.ranks import RankPool
 from support.tables import all_but, in_turn, one_of
-from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded, state_in_memory, state_on_nvme
+from support.train import Paging, Recipe, batch, build, local, make_optimizer, offloaded, state_in_memory, state_on_nvme
 
 Use = Callable[[nn.Module, torch.optim.Optimizer], Any]
 RECIPE = Recipe(model="toy")
@@ -507,6 +507,26 @@ def test_updates_in_backward_know_these_loops(loop: str, tmp_path: Path) -> None
         return []
 
     assert compare(habit, placement, tmp_path) == []
+
+
+def written_before_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Gradients that are kept are filled by hand, then backward adds to them."""
+    for number in range(4):
+        if number > 1:
+            with torch.no_grad():
+                for param in list(model.parameters())[:3]:
+                    if param.grad is not None:
+                        param.grad.copy_(torch.full_like(param, 0.01 * number))
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return [local(param) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("placement", [*KEPT, "in_backward"])
+def test_backward_adds_to_what_was_written_by_hand(placement: str, tmp_path: Path) -> None:
+    """One update with the sum, wherever updates run."""
+    assert compare(written_before_backward, placement, tmp_path) == []
 
 
 @pytest.mark.parametrize("placement", ["auto", *KEPT, "in_backward"])
