@@ -29,6 +29,8 @@ _AHEAD: Final = 1.03
 _DOWN: Final = 0.95
 _UP: Final = 1.05
 """How much a rate changes in a second, at most."""
+_BEHIND: Final = 1.1
+"""How much the rate of the run that has got least rises in a second."""
 _UNUSED: Final = 0.8
 """A rate of which less is used holds nobody back, and is taken away when nobody wants more."""
 
@@ -128,10 +130,12 @@ def next_rates(
     if len(moving) < 2:
         return {}
     served = {run: moving[run] / weights[run] for run in moving}
-    found: dict[str, float] = {}
+    # Limits rise before they go: one that went at once would let a run that is behind by noise take all of the drive.
+    raised = {run: _UP * rate for run, rate in rates.items() if moving.get(run, 0.0) > _UNUSED * rate}
     if not wanting:
-        return {run: _UP * rate for run, rate in rates.items() if moving.get(run, 0.0) > _UNUSED * rate}
+        return raised
     last = min(wanting, key=lambda run: (served[run], run))
+    found = {last: _BEHIND * rates[last]} if last in raised else {}
     for run in moving.keys() - {last}:
         target, rate = _AHEAD * served[last] * weights[run], rates.get(run)
         if rate is None and moving[run] <= target:

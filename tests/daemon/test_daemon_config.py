@@ -1,0 +1,170 @@
+"""How a daemon is configured, and what of it changes while it runs."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from infinity.config import load_config
+from infinity.errors import ConfigError
+from infinity_daemon.config import load_daemon_config
+from support.daemon_process import daemon, get, until
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def asked(port: int, path: str, *, method: str = "GET", token: str = "") -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and content of an answer."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read()
+
+
+def test_a_file_and_options_over_it(tmp_path: Path) -> None:
+    """Read as the settings of a run are."""
+    (tmp_path / "drive").mkdir()
+    file = tmp_path / "infinityd.toml"
+    file.write_text(
+        f'[server]\nport = 9\n[pages]\nkeep_dead_seconds = 60\n[drives]\nendurance = {{"{tmp_path}/drive" = "600TB"}}\n'
+    )
+    config = load_daemon_config(file, {"server.port": 0, "drives.paths": [str(tmp_path)]})
+    assert (config.server.port, config.server.host) == (0, "127.0.0.1")
+    assert (config.pages.keep_dead_seconds, config.pages.keep_ended_seconds) == (60, 120)
+    assert config.drives.endurance == {f"{tmp_path}/drive": 600 * 10**12}
+    assert config.drives.paths == (str(tmp_path),)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[sever]\nport = 1", "unknown setting sever; did you mean server?"),
+        ("[server]\nprot = 1", "unknown setting server.prot; did you mean server.port?"),
+        ("[server]\nport = 70000", "server.port = 70000 is above the maximum of 65535"),
+        ("[pages]\nhost = '::'", "unknown setting pages.host; did you mean server.host?"),
+        ("[drives]\npaths = ['/nope']", "drives.paths: '/nope' is not a folder"),
+        ("[drives]\nendurance = {'/nope' = '1TB'}", "drives.endurance: '/nope' is not a folder"),
+        ("[drives]\nendurance = {'/' = 'much'}", "drives.endurance./ = 'much' is not a size"),
+        ("[drives]\nendurance = 3", "drives.endurance = 3 must be an object"),
+        ("[drives]\ndaily_share = 2", "drives.daily_share = 2 must be a number from 0 to 1"),
+        ("[fairness]\nenabled = 1", "fairness.enabled = 1 must be true or false"),
+        ("[server", "is not valid TOML"),
+    ],
+)
+def test_mistakes_are_those_of_the_settings_of_a_run(text: str, says: str, tmp_path: Path) -> None:
+    """Section and key, value, and what is meant."""
+    (tmp_path / "infinityd.toml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_daemon_config(tmp_path / "infinityd.toml", {})
+    assert says in str(caught.value)
+
+
+def test_settings_are_read_again_on_sighup(tmp_path: Path) -> None:
+    """Those that need a restart are said; a file that is wrong changes nothing."""
+    (tmp_path / "drive").mkdir()
+    file = tmp_path / "infinityd.toml"
+    file.write_text("")
+    with daemon(tmp_path, "--config", str(file)) as process:
+        assert "infinity_device_free_bytes{" not in get(process.port, "/metrics")
+        file.write_text("[drives]\npaths = 3\n")
+        process.send_signal(signal.SIGHUP)
+        until(lambda: "config.refused" in process.log.read_text())
+        file.write_text(f'[server]\nhost = "0.0.0.0"\n[drives]\npaths = ["{tmp_path}/drive"]\n')
+        process.send_signal(signal.SIGHUP)
+        until(lambda: "config.read" in process.log.read_text())
+        assert "infinity_device_free_bytes{" in get(process.port, "/metrics")
+        assert "config.restart changed=server" in process.log.read_text()
+
+
+def test_who_reads_metrics_must_have_the_token(tmp_path: Path) -> None:
+    """Health is told to all: what watches a container has none."""
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    token.chmod(0o600)
+    with daemon(tmp_path, "--token-file", str(token)) as process:
+        for wrong in ("", "0123456789abcde", "0123456789abcdef0", "\xff"):
+            status, _, content = asked(process.port, "/metrics", token=wrong)
+            assert status == 401
+            assert b"Authorization: Bearer" in content
+        assert asked(process.port, "/metrics", token="0123456789abcdef")[0] == 200
+        assert asked(process.port, "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "says"),
+    [("", 0o600, "one word"), ("two words", 0o600, "one word"), ("ä", 0o600, "one word"), ("x", 0o644, "chmod 600")],
+)
+def test_a_token_that_is_none_is_refused(content: str, mode: int, says: str, tmp_path: Path) -> None:
+    """Before anything is served."""
+    from infinity_daemon.service import _token
+
+    token = tmp_path / "token"
+    token.write_text(content)
+    token.chmod(mode)
+    with pytest.raises(ConfigError, match=says):
+        _token(str(token))
+
+
+def test_head_is_get_without_content(tmp_path: Path) -> None:
+    """As load balancers ask."""
+    with daemon(tmp_path) as process:
+        for path, expected in (("/metrics", 200), ("/healthz", 200), ("/nothing", 404)):
+            status, headers, content = asked(process.port, path, method="HEAD")
+            assert (status, content) == (expected, b"")
+            assert headers["Content-Type"] == asked(process.port, path)[1]["Content-Type"]
+
+
+@pytest.mark.parametrize("unit", ["infinityd.service", "infinityd-user.service"])
+def test_units_of_systemd_are_accepted(unit: str, tmp_path: Path) -> None:
+    """By systemd itself where it is there; what they start is the command that there is."""
+    parsed = configparser.ConfigParser(strict=False, interpolation=None)
+    parsed.optionxform = str  # type: ignore[assignment,method-assign]
+    parsed.read(DEPLOY / "systemd" / unit)
+    assert "infinityd" in parsed["Service"]["ExecStart"]
+    assert parsed["Service"]["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    copied = tmp_path / "infinityd.service"
+    shutil.copy(DEPLOY / "systemd" / unit, copied)
+    command = ["systemd-analyze", "verify", *(["--user"] if "user" in unit else []), "--man=no", str(copied)]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert "infinityd" not in found.stderr, found.stderr
+
+
+def test_the_daemonset_starts_what_there_is() -> None:
+    """Its settings are read, and every mount has its volume."""
+    yaml = pytest.importorskip("yaml")
+    config, daemonset = yaml.safe_load_all((DEPLOY / "kubernetes/infinityd.yaml").read_text())
+    text = config["data"]["infinityd.toml"].replace('"/nvme"', '"/"')
+    file = Path("infinityd.toml")
+    import tomllib
+
+    from infinity_daemon.config import _SETTINGS
+
+    loaded = _SETTINGS.load(tomllib.loads(text))
+    assert loaded.pages.runtime_dir == "/run/infinity"
+    spec = daemonset["spec"]["template"]["spec"]
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    for container in (*spec["initContainers"], *spec["containers"]):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    assert spec["containers"][0]["command"] == ["infinityd", "--config", f"/etc/infinity/{file}"]
+
+
+def test_the_weight_of_a_run_is_a_setting_of_the_run() -> None:
+    """From 1 on."""
+    assert load_config({"storage": {"weight": 3}}).storage.weight == 3
+    with pytest.raises(ConfigError, match=r"storage\.weight = 0 is below the minimum of 1"):
+        load_config({"storage": {"weight": 0}})
