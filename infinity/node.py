@@ -7,13 +7,18 @@ import logging
 import socket
 import struct
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from infinity.access import trusted
+from infinity.errors import BudgetError
 
 SOCKET_NAME = "infinityd.sock"
 _ANSWER_SECONDS = 2.0
+_PATIENCE_SECONDS, _PAUSE_SECONDS = 3.0, 0.2
+"""How long space is asked for again, and how often."""
 _MOST_BYTES = 1 << 16
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _log = logging.getLogger("infinity")
@@ -32,11 +37,39 @@ class NodeDaemon:
 
         What is in an answer is nothing to rely on: whoever uses a value checks it.
         """
+        answer = self._answer(op, values)
+        return answer if answer.get("ok") is True else None
+
+    @contextmanager
+    def space_reserved(self, path: str, size: int, run_id: str) -> Iterator[None]:
+        """Have `size` bytes of the file system of a folder kept free from other runs, until they have been allocated.
+
+        Without a daemon nothing is kept: then the file system says who came too late.
+
+        Raises:
+            BudgetError: they do not fit beside what others have reserved; it says who.
+        """
+        answer = self._answer("reserve", {"path": path, "bytes": size, "run_id": run_id}) if size > 0 else {}
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while answer.get("no_room") is True:
+            # Who is allocating right now counts twice, by what is reserved and by what is not free any more.
+            if time.monotonic() > end:
+                raise BudgetError(f"{answer.get('error')}")
+            time.sleep(_PAUSE_SECONDS)
+            answer = self._answer("reserve", {"path": path, "bytes": size, "run_id": run_id})
+        try:
+            yield
+        finally:
+            if answer.get("ok") is True:
+                self._answer("release", {"path": path, "run_id": run_id})
+
+    def _answer(self, op: str, values: Mapping[str, object]) -> dict[str, Any]:
+        """Return what is answered, an empty object if nothing is."""
         try:
             answer = json.loads(self._exchange(json.dumps({"op": op, **values}).encode() + b"\n"))
         except (OSError, ValueError, RecursionError):
-            return None
-        return answer if isinstance(answer, dict) and answer.get("ok") is True else None
+            return {}
+        return answer if isinstance(answer, dict) else {}
 
     def _exchange(self, message: bytes) -> bytes:
         """Return one line of answer. Raises OSError: nobody answers in time, or who does is not to be trusted."""

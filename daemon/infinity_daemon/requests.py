@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import BudgetError, ConfigError, InfinityError
 from infinity.io.drives import locate, space
 from infinity.schema import Mismatch, Rule, at, integer, one_of, printable, record, sequence
 from infinity_daemon.bandwidth import Profiles, rate
@@ -73,6 +73,8 @@ class Requests:
             return {"ok": True, **await act(owner, **rule(tree))}
         except Mismatch as error:
             return {"error": str(error)}
+        except BudgetError as error:
+            return {"error": str(error), "no_room": True}
         except InfinityError as error:
             return {"error": str(error)}
         except OSError as error:

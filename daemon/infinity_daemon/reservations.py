@@ -2,14 +2,14 @@
 
 A reservation is a promise between asking for space and taking it (`fallocate`): the sum of reservations on
 a file system never exceeds what is free on it. A rank releases its reservation once the space is taken,
-because from then on the file system itself says so.
+because from then on the file system itself says so (`infinity.node.NodeDaemon.space_reserved`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +18,8 @@ from infinity.io.drives import Place
 from infinity.units import format_size
 
 _MAX_RESERVATIONS: Final = 4096
+_MOST_NAMED: Final = 3
+"""Runs that an error names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +59,16 @@ class Reservations:
         Asking again for the same owner, run and path replaces the earlier amount, so a retry is harmless.
 
         Raises:
-            BudgetError: it does not fit beside the other reservations of the file system.
+            BudgetError: it does not fit beside the other reservations of the file system, which it names.
             ConfigError: too many reservations.
         """
         key = (owner, run_id, place.path)
         with self._lock:
             others = [entry for name, entry in self._entries.items() if name != key]
-            promised = sum(entry.size for entry in others if entry.place.file_system == place.file_system)
-            remaining = free - promised - size
+            here = [entry for entry in others if entry.place.file_system == place.file_system]
+            remaining = free - sum(entry.size for entry in here) - size
             if remaining < 0:
-                raise BudgetError(
-                    f"{format_size(size)} do not fit at {place.path}: {format_size(free)} are free and "
-                    f"{format_size(promised)} of them are reserved by others"
-                )
+                raise BudgetError(_no_room(place, size, free, here))
             if len(others) >= _MAX_RESERVATIONS:
                 raise ConfigError(f"there are {_MAX_RESERVATIONS} reservations already; release some")
             self._entries[key] = Reservation(owner=owner, run_id=run_id, place=place, size=size)
@@ -100,3 +99,18 @@ class Reservations:
         for entry in self.entries():
             total[entry.place.drive.name] += entry.size
         return dict(total)
+
+
+def _no_room(place: Place, size: int, free: int, others: Sequence[Reservation]) -> str:
+    by_run: dict[str, int] = defaultdict(int)
+    for entry in others:
+        by_run[entry.run_id] += entry.size
+    largest = sorted(by_run.items(), key=lambda pair: -pair[1])
+    named = [f"{format_size(of)} reserved by run {run}" for run, of in largest[:_MOST_NAMED]]
+    if len(largest) > _MOST_NAMED:
+        named.append(f"{format_size(sum(of for _, of in largest[_MOST_NAMED:]))} by others")
+    taken = f", of which {', '.join(named)}" if named else ""
+    return (
+        f"{place.path} has {format_size(free)} free{taken}, but this run needs {format_size(size)} more there; free "
+        "space, add a path to storage.paths, or remove earlier runs with `infinity store rm`"
+    )

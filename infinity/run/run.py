@@ -35,7 +35,7 @@ from infinity.run.place import RunPlace
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
 from infinity.store.extents import file_sizes, plan_slots, spread
-from infinity.store.folder import RunFolder, reserve
+from infinity.store.folder import RunFolder, allocated_bytes, reserve
 from infinity.store.pages import PageStore
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
@@ -139,8 +139,11 @@ class Run:
             slots = plan_slots(layout.pages, homes, _SPARE_SLOTS, max(retained, len(commits)))
             sizes = file_sizes(slots, len(folder.roots))
             files = [folder.data_file(index, self.ranks.rank) for index in range(len(sizes))]
+            daemon = NodeDaemon(runtime_dir(settings.telemetry))
             for file, size in zip(files, sizes, strict=True):
-                reserve(file, size)
+                where = str(file.parent.resolve())
+                with daemon.space_reserved(where, size - allocated_bytes(file), folder.run_id):
+                    reserve(file, size)
             arena = Arena(budget.frames, layout.page_bytes, device=device)
             self.undo.push(partial(self._close_arena, arena))
             moving, _ = open_engine(settings.storage)
@@ -165,7 +168,6 @@ class Run:
                 retained=retained,
             )
             self.undo.push(store.close)
-            daemon = NodeDaemon(runtime_dir(settings.telemetry))
             folders = [str(Path(path).resolve()) for path in self.place.paths]
             pacing = Pacing(daemon, folder.run_id, folders, [str(file) for file in files], engine.pace)
             self.undo.push(pacing.close)

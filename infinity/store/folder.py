@@ -620,6 +620,14 @@ def remove_stale_lock(file: Path) -> bool:
         os.close(descriptor)
 
 
+def allocated_bytes(file: Path) -> int:
+    """Return the bytes that a file takes on its drive, which are less than its size if it has holes; 0 without one."""
+    try:
+        return os.lstat(file).st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
 def reserve(file: Path, size: int) -> None:
     """Make the file `size` bytes long with all its blocks allocated.
 
@@ -627,11 +635,7 @@ def reserve(file: Path, size: int) -> None:
         BudgetError: the file system has no room; both sizes are named.
         StorageError: the file cannot be made, or the drive failed.
     """
-    try:
-        there = os.lstat(file).st_blocks * 512  # not its size: a file may have holes
-        existed = True
-    except FileNotFoundError:
-        there, existed = 0, False
+    existed, there = os.path.lexists(file), allocated_bytes(file)
     whole, _, free = shutil.disk_usage(file.parent)
     if not whole:
         raise BudgetError(

@@ -41,7 +41,9 @@ def place(path="/a", file_system=1, drive=DRIVE):
 def test_reservations_of_one_file_system_may_not_exceed_what_is_free():
     reservations = Reservations()
     assert reservations.reserve(ALICE, "r", place("/a"), 60, free=100) == 40
-    with pytest.raises(BudgetError, match=r"50 B do not fit at /b: 100 B are free and 60 B"):
+    with pytest.raises(
+        BudgetError, match=r"/b has 100 B free, of which 60 B reserved by run r, but this run needs 50 B"
+    ):
         reservations.reserve(BOB, "r", place("/b"), 50, free=100)
     assert reservations.reserve(BOB, "r", place("/b"), 40, free=100) == 0
     assert reservations.reserve(BOB, "r", place("/c", file_system=2), 100, free=100) == 0

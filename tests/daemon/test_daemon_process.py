@@ -96,7 +96,8 @@ def test_space_is_reserved_refused_and_given_back(shared):
     )
     assert first["ok"]
     assert first["remaining_bytes"] > 0
-    assert "do not fit" in refused["error"]
+    assert "more there; free space" in refused["error"]
+    assert refused["no_room"] is True
     assert [entry["bytes"] for entry in status["reservations"]] == [free // 2]
     assert released == {"ok": True, "released_bytes": free // 2}
     assert again["ok"]

@@ -16,8 +16,10 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from infinity.command import Version, finite, setting
+from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.io.probe import Load, Measurement, Progress, measure_paths, points_of
+from infinity.node import NodeDaemon
 from infinity.units import format_size, parse_size
 
 Results = dict[str, tuple[Measurement, ...]]
@@ -67,6 +69,7 @@ def probe(
 
         names = [str(path) for path in paths]
         results = measure_paths(names, points, file_bytes=file_bytes, seconds=seconds, engine=engine, on_progress=show)
+    _tell_daemon(results)
     text = json_format.dumps(_document(results, file_bytes, seconds, engine), indent=2)
     if out is not None:
         _write(out, text, results)
@@ -78,6 +81,16 @@ def probe(
         console.print(_table(path, measurements))
     if out is not None:
         console.print(f"wrote {out / 'probe.json'} and {out / 'probe.png'}")
+
+
+def _tell_daemon(results: Results) -> None:
+    """Let the node's daemon, if there is one, know what the drives can do: the best of what was measured."""
+    daemon = NodeDaemon(runtime_dir(TelemetryConfig()))
+    for path, measurements in results.items():
+        read = max((one.read_bytes_per_second for one in measurements if one.point.load is Load.READ), default=0.0)
+        write = max((one.write_bytes_per_second for one in measurements if one.point.load is Load.WRITE), default=0.0)
+        if read > 0 and write > 0:
+            daemon.ask("record_bandwidth", path=str(Path(path).resolve()), read=read, write=write)
 
 
 def _items(values: list[str], name: str) -> list[str]:
