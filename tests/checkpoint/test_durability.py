@@ -413,7 +413,7 @@ def test_many_runs_leak_nothing(runs: int, tmp_path: Path) -> None:
         gc.collect()
         descriptors, tasks = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
         mappings = len(Path("/proc/self/maps").read_text().splitlines())
-        # Pages of runs that have ended stay for the scrapes to come; a quarter of an hour later the next run removes them.
+        # Pages of runs that have ended stay for the scrapes to come; later the next run removes them.
         files = sorted(file for file in tmp_path.rglob("*") if file.is_file() and file.suffix != ".stats")
         return descriptors, threading.active_count(), tasks, mappings, files
 
