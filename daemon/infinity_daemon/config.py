@@ -53,9 +53,6 @@ class DrivesConfig:
         size=True,
         minimum=1,
     )
-    daily_share: float = setting(
-        0.001, "Share of a drive's endurance per day above which a run is warned at its start.", maximum=1
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ A request is one JSON object in a line, an answer too: ``{"ok": true, …}`` or 
 
     {"op": "status"}
     {"op": "bandwidth", "paths": ["…"]}                              bytes per second, or null
-    {"op": "wear", "paths": ["…"]}                                   what its drive may be written, or null
     {"op": "record_bandwidth", "path": "…", "read": 1e9, "write": 1e9}
     {"op": "reserve", "path": "…", "bytes": 1, "run_id": "…"}        until released or the caller is gone
     {"op": "release", "path": "…", "run_id": "…"}
@@ -28,7 +27,6 @@ from infinity_daemon.bandwidth import Profiles, rate
 from infinity_daemon.log import event
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.reservations import Owner, Reservations
-from infinity_daemon.wear import WearWatch
 
 Answer = Mapping[str, object]
 
@@ -46,19 +44,17 @@ class Requests:
         profile: Profiles,
         reservations: Reservations,
         known_paths: Callable[[], tuple[str, ...]],
-        wear: WearWatch,
         is_alive: Callable[[Owner], bool],
         rates_of: Callable[[str], Mapping[str, float]],
         about: Callable[[], Mapping[str, object]],
     ) -> None:
         self._pages, self._profile, self._reservations = pages, profile, reservations
-        self._known_paths, self._wear, self._is_alive = known_paths, wear, is_alive
+        self._known_paths, self._is_alive = known_paths, is_alive
         self._rates_of, self._about = rates_of, about
         # By op: what its keys must look like, and the method that is called with them.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
             "status": (record(), self._status),
             "bandwidth": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS)), self._bandwidth),
-            "wear": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS)), self._wear_of),
             "record_bandwidth": (record(path=_folder, read=rate, write=rate), self._record_bandwidth),
             "reserve": (record(path=_folder, bytes=integer(1, _MAX_BYTES), run_id=_TEXT), self._reserve),
             "release": (record(path=_TEXT, run_id=_TEXT), self._release),
@@ -119,14 +115,6 @@ class Requests:
             found = self._profile.of((await asyncio.to_thread(locate, path)).drive)
             answers[path] = asdict(found) if found else None
         return {"bandwidth": answers}
-
-    async def _wear_of(self, _: Owner, paths: Sequence[str]) -> Answer:
-        answers: dict[str, object] = {}
-        for path in paths:
-            drive = (await asyncio.to_thread(locate, path)).drive
-            rated = self._wear.endurance.get(drive.name)
-            answers[path] = rated and {"device": drive.name, "bytes": rated, "daily_share": self._wear.daily_share}
-        return {"wear": answers}
 
     async def _record_bandwidth(self, _: Owner, path: str, read: float, write: float) -> Answer:
         place = await asyncio.to_thread(locate, path)

@@ -77,7 +77,6 @@ class Daemon:
             profile=self._profile,
             reservations=self._reservations,
             known_paths=self._devices.known_paths,
-            wear=self._wear,
             is_alive=lambda owner: self._server.is_alive(owner),
             rates_of=self._rates_of,
             about=self._about,
@@ -100,7 +99,6 @@ class Daemon:
         self._pages.keep = {"dead": config.pages.keep_dead_seconds, "ended": config.pages.keep_ended_seconds}
         self._devices.paths = config.drives.paths
         self._wear.endurance = {locate(path).drive.name: size for path, size in config.drives.endurance.items()}
-        self._wear.daily_share = config.drives.daily_share
 
     def _reload(self, load: Callable[[], DaemonConfig]) -> None:
         before = self._config

@@ -68,16 +68,15 @@ class WearWatch:
     Health logs are read by a thread of their own, one drive after the other, so that nobody waits for a drive.
     """
 
-    def __init__(self, endurance: Mapping[str, int], daily_share: float = 0.001, sysfs: Path = SYSFS) -> None:
+    def __init__(self, endurance: Mapping[str, int], sysfs: Path = SYSFS) -> None:
         """Watch nothing yet.
 
         Args:
             endurance: bytes that each drive is rated for, by its name.
-            daily_share: share of them that a run may write per day without a warning.
             sysfs: where the kernel's files are.
         """
-        self.endurance, self.daily_share = dict(endurance), daily_share
-        """Both are replaced when settings are read again."""
+        self.endurance = dict(endurance)
+        """Replaced when settings are read again."""
         self._sysfs = sysfs
         self._samples: dict[str, deque[tuple[float, int]]] = {}
         """By drive, monotonic seconds and bytes written since boot, of the last hour, once a minute at most; under

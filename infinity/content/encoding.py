@@ -43,7 +43,10 @@ def encode(values: torch.Tensor, encoding: str, step: int | None = None) -> tupl
     if step is None:
         return (values.to(torch.bfloat16),)
     bits = values.view(torch.int32)
-    return (((bits + _noise(bits, 16, step)) >> 16).to(torch.int16).view(torch.bfloat16),)
+    rounded = ((bits + _noise(bits, 16, step)) >> 16).to(torch.int16).view(torch.bfloat16)
+    if (nan := values.isnan()).any():  # of some the sum overflows, into numbers
+        rounded[nan] = values[nan].to(torch.bfloat16)
+    return (rounded,)
 
 
 def decode(components: Sequence[torch.Tensor], encoding: str) -> torch.Tensor:
@@ -130,7 +133,10 @@ def _from_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _noise(bits: torch.Tensor, width: int, step: int) -> torch.Tensor:
-    """Return `width` random bits for each element: a hash of its bits and the step (lowbias32 of C. Wellons)."""
+    """Return `width` random bits for each element: a hash of its bits and the step.
+
+    It is lowbias32 of C. Wellons, but that its shifts are arithmetic: `x` and `~x` get the same bits.
+    """
     mixed = bits ^ _signed(step * 0x9E3779B9)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))

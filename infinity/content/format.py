@@ -23,11 +23,12 @@ ITEMSIZE = {
 ENCODINGS: dict[str, tuple[tuple[str, int], ...]] = {
     "split": (("int16", 1), ("uint8", 8)),  # lower half; a bit where the weight was rounded up
     "bfloat16": (("bfloat16", 1),),
-    "8bit": (("uint8", 1), ("bfloat16", SHARD_ALIGNMENT)),  # code; the largest of a block
+    # Code, and scale of a block: a power of two, with a minus where no element is negative.
+    "8bit": (("uint8", 1), ("bfloat16", SHARD_ALIGNMENT)),
 }
-"""Rows of a section of fp32 elements in an update page, as (dtype, elements per item)."""
+"""Components of a section of fp32 elements in an update page, as (dtype, elements per item)."""
 HALVES = ("bfloat16", "int16")
-"""Rows of an fp32 gradient in GRAD pages: its upper half and its lower half.
+"""Components of an fp32 gradient in GRAD pages: its upper half and its lower half.
 
 A gradient that was computed in bf16 and never added to another is its upper half: the pages of the lower one are not
 used.

@@ -342,13 +342,14 @@ def _joined(cut: Sequence[int], most: int) -> Sequence[int]:
     pages of 2; with `most` = 6 they become two, of 6 and 4: ``[0, 6, 10]``.
 
     Args:
-        cut: whose pages all have the length of the first, but for the last, which may be shorter.
+        cut: none of whose pages is longer than the first.
         most: elements of a page, at least those of the first.
     """
     pieces = len(cut) - 1
     if not pieces:
         return cut
     number = -(-pieces // (most // cut[1]))
+    # Rounded up: so the first page is the longest, on which joining what was joined relies.
     return [cut[-(-pieces * page // number)] for page in range(number + 1)]
 
 

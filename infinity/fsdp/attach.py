@@ -36,7 +36,7 @@ class ModelListener(Protocol):
 
 
 class Attachment:
-    """Paged shards in place of real ones, and hooks on what FSDP2 does with them, until `detach`."""
+    """Paged shards in place of real ones, which are gone. Hooks on what FSDP2 does with them, until `detach`."""
 
     def __init__(self, sharded: ShardedModel, source: ShardSource, listener: ModelListener, ledger: Ledger) -> None:
         """Attach: the model's own values are gone then.
@@ -52,6 +52,7 @@ class Attachment:
             groups = [group for group, unit in zip(sharded.groups, sharded.members, strict=True) for _ in unit]
             for shard, (group, member) in enumerate(zip(groups, self._members, strict=True)):
                 self._attach(shard, group, member, source, listener, undo)
+            # Before collectives are watched, which puts something else in the place of this; undone behind it.
             undo.callback(private.reuse_reduce_buffers(sharded.groups))
             undo.callback(private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
             undo.callback(refuse_conversions(sharded.model))
@@ -111,7 +112,7 @@ class Attachment:
             _check(member)
 
     def detach(self) -> None:
-        """Remove the hooks. Idempotent."""
+        """Remove the hooks. Shards stay paged, and FSDP2 still looks whether they are. Idempotent."""
         self._undo.close()
 
 

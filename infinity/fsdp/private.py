@@ -494,6 +494,21 @@ def _is_unused(buffer: torch.Tensor) -> bool:
     return bool(_storage_Use_Count(storage._cdata) == 2)  # the buffer and `storage`
 
 
+COPY_IN = torch.ops.fsdp.all_gather_copy_in.default
+"""With several ranks: copies the all-gather inputs of a unit into this rank's part of what will be gathered."""
+
+
+def copy_in(
+    inputs: Sequence[torch.Tensor], output: torch.Tensor, sizes: Sequence[int], numel: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do as `COPY_IN`, one input after the other: one without memory copies itself, and is never there as a whole."""
+    own = output.narrow(0, numel * rank, numel)
+    with torch.no_grad():
+        for destination, source in zip(torch.split(own, list(sizes)), inputs, strict=True):
+            destination.copy_(source)
+    return own, output
+
+
 def local_gradient(param: nn.Parameter) -> torch.Tensor:
     """Return the local part of a reduced gradient.
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from infinity.fsdp import private
 from infinity.fsdp.paged_tensor import PagedTensor
 
 aten = torch.ops.aten
@@ -127,6 +128,8 @@ class GatherInput(torch.Tensor):
                 else:
                     destination.copy_(source)
             return None
+        if func is private.COPY_IN:
+            return private.copy_in(*args)
         if isinstance(first, GatherInput):
             if func is aten.view.default:
                 return GatherInput(first.home, torch.empty(first.shape, device="meta").view(args[1]).shape, first.raw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -58,7 +59,10 @@ class ShardIO:
         self._open: tuple[Pager, GatherListener, Ledger] | None = pager, listener, ledger  # None once closed
         # What errors say once it is closed.
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
-        self._loaded = 0  # bytes of shards that `load` has returned, and which somebody still has
+        self._loaded = 0  # bytes of shards that `load` has returned, but for those in `_returned`
+        # Bytes of those that nobody has any more. Any thread appends, also from within the collector: so there is no
+        # lock, but one call that is not interrupted; `_held` takes them.
+        self._returned: deque[int] = deque()
 
     def close(self, why: str = "") -> None:
         """Let go of what it has. Tensors refer to this object, where Python's collector finds no cycles.
@@ -118,11 +122,14 @@ class ShardIO:
         """
         content = self.load_section(shard, MASTER)
         self._loaded += content.nbytes
-        weakref.finalize(content.untyped_storage(), self._let_go, content.nbytes).atexit = False
+        weakref.finalize(content.untyped_storage(), self._returned.append, content.nbytes).atexit = False
         return content
 
-    def _let_go(self, nbytes: int) -> None:
-        self._loaded -= nbytes
+    def _held(self) -> int:
+        """Return the bytes that `load` has returned and somebody still has."""
+        while self._returned:
+            self._loaded -= self._returned.popleft()
+        return self._loaded
 
     def load_section(self, shard: int, name: str) -> torch.Tensor:
         """Return one section (``master`` or a state kind) of a shard's real elements, shape (numel,).
@@ -134,9 +141,9 @@ class ShardIO:
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
         size = placed.spec.numel * torch_dtype(segment.format.dtypes[name]).itemsize
-        if size + self._loaded > self._load_limit:
+        if size + self._held() > self._load_limit:
             gc.collect()  # what was loaded before an error may hang on its traceback
-        if size + self._loaded > self._load_limit:
+        if size + self._held() > self._load_limit:
             held = f", and {format_size(self._loaded)} are loaded already" if self._loaded else ""
             raise UnsupportedError(
                 f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena{held} "
@@ -169,10 +176,12 @@ class ShardIO:
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
             )
         self._listener.look(shard)
-        for row, items in stored(segment.format, name, content.detach().cpu()):
-            for page, _, _ in overlapping(segment.pages(row.role), placed.start, placed.start + placed.spec.numel):
+        for component, items in stored(segment.format, name, content.detach().cpu()):
+            for page, _, _ in overlapping(
+                segment.pages(component.role), placed.start, placed.start + placed.spec.numel
+            ):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
-                    put(held, page, row, placed.start, items)
+                    put(held, page, component, placed.start, items)
 
     def initialise(self, unit: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
         """Write the first content of a unit's pages.
@@ -186,15 +195,26 @@ class ShardIO:
             if segment.unit != unit:
                 continue
             parts = [
-                (self._layout.shards[shard].start, row, items)
+                (self._layout.shards[shard].start, component, items)
                 for shard in segment.shards
                 for name in segment.format.dtypes
                 if (value := value_of(shard - first, name)) is not None
-                for row, items in stored(segment.format, name, value)
+                for component, items in stored(segment.format, name, self._checked(shard, name, value))
             ]
             for page in (*segment.param_pages, *segment.update_pages):
                 with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
                     torch.frombuffer(content, dtype=torch.uint8).zero_()
-                    for start, row, items in parts:
-                        if row.role is page.role:
-                            put(content, page, row, start, items)
+                    for start, component, items in parts:
+                        if component.role is page.role:
+                            put(content, page, component, start, items)
+
+    def _checked(self, shard: int, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return the first value of a section if it fits: more would be written into the next shard's place."""
+        spec, segment = self._layout.shards[shard].spec, self._layout.segments[self._layout.shards[shard].segment]
+        wanted = torch_dtype(segment.format.dtypes[name])
+        if value.numel() != spec.numel or value.dtype != wanted:
+            raise UnsupportedError(
+                f"the first value of {spec.name} ({name}) has {value.numel()} elements of {value.dtype} on this rank, "
+                f"{spec.numel} of {wanted} are needed"
+            )
+        return value

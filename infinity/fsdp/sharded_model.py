@@ -79,6 +79,13 @@ class ShardedModel:
                     "gathered weights in memory until backward; infinity reads them again from NVMe: pass True (or "
                     "False for units whose weights are to stay)"
                 )
+            for param in private.fsdp_params(group):
+                if id(param.sharded_param) not in names_of:
+                    module, key = private.owner(param)
+                    raise UnsupportedError(
+                        f"{key} of a {private.original_class(module).__name__} in unit {name} is not the parameter "
+                        "that fully_shard has sharded: tie or replace parameters before fully_shard"
+                    )
             members.append(
                 tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in private.fsdp_params(group))
             )

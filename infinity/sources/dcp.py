@@ -26,7 +26,7 @@ from infinity.formats.dcp import EXTRA, GROUPS, METADATA, STATE, STEP, ReadOne, 
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_bounds
 from infinity.optim.probe import make_kernel
-from infinity.sources.first_values import FirstValues, ValueOf
+from infinity.sources.first_values import FirstValues, ValueOf, convertible
 
 _log = logging.getLogger(__name__)
 
@@ -75,10 +75,19 @@ class DcpFolder(FirstValues):
             CommitError: something cannot be read.
         """
         self._model = self._find_model(_name(members[0]))
+        if apart := [member.names[0] for member in members if private.is_tensor_parallel(member.param)]:
+            raise ConfigError(
+                f"{apart[0]} is tensor-parallel, and {self._folder} has whole parameters; load it into a model on a "
+                "real device, or without tensor parallelism"
+            )
         for member in members:
-            self._check_tensor(self._model + _name(member), tuple(private.full_shape(member.param)))
+            key = self._model + _name(member)
+            self._check_tensor(key, tuple(private.full_shape(member.param)))
+            self._check_kind(key, member.param.sharded_param.dtype)
         for name in private.persistent_buffers(model):
-            self._check_tensor(self._model + private.unwrapped_name(name), tuple(model.get_buffer(name).shape))
+            key, buffer = self._model + private.unwrapped_name(name), model.get_buffer(name)
+            self._check_tensor(key, tuple(buffer.shape))
+            self._check_kind(key, buffer.dtype)
         self._optim = self._find_optimizer()
         if self._optim is not None:
             self._match_groups(members, optimizer)
@@ -97,12 +106,19 @@ class DcpFolder(FirstValues):
             raise ConfigError(f"{self._folder} has several optimizers ({', '.join(sorted(roots))}); save one only")
         return roots.pop() if roots else None
 
+    def _check_kind(self, key: str, wanted: torch.dtype) -> None:
+        found = self._stored[key].properties.dtype
+        if not convertible(found, wanted):
+            raise ConfigError(f"{key} in {self._folder} is {found}, this run needs {wanted}; save it as it is trained")
+
     def _check_tensor(self, key: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
         stored = self._stored.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise ConfigError(
                 f"{self._folder} has no tensor {key}; save what get_state_dict returns for this model and optimizer"
             )
+        if sum(chunk.sizes.numel() for chunk in stored.chunks) < stored.size.numel():
+            raise ConfigError(f"{self._folder} has only a part of {key}; save it by all ranks together")
         if tuple(stored.size) != shape:
             raise ConfigError(
                 f"{key} in {self._folder} has shape {tuple(stored.size)}, this run needs {shape}; build the model that "
@@ -143,8 +159,9 @@ class DcpFolder(FirstValues):
                 )
             settings = groups[group_of[of_group[0]]]
             if missing := here.keys() - settings.keys():
+                lacking = f"{self._optim}{GROUPS}{group_of[of_group[0]]}.{min(missing)}"
                 raise ConfigError(
-                    f"{self._folder} has no {self._optim}{GROUPS}{number}.{min(missing)}; make the optimizer, and "
+                    f"{self._folder} has no {lacking}; make the optimizer, and "
                     "its schedulers, as they were when it was saved"
                 )
             self._settings.append({setting: key for setting, key in settings.items() if setting != "params"})

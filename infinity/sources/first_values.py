@@ -35,14 +35,15 @@ class FirstValues:
             members: all parameters, in the order of the layout's shards.
 
         Raises:
-            ConfigError, CommitError: they are not; what differs is named.
+            ConfigError, CommitError, UnsupportedError: they are not, or cannot be known; what differs is named.
         """
 
     def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
         """Return the values of one unit: flat tensors of this rank's elements, the master in the dtype that is trained.
 
         Raises:
-            ConfigError, CommitError, StorageError: when a value is asked for: what it is read from is not as it was.
+            ConfigError, CommitError, StorageError, CorruptPageError, UnsupportedError: when a value is asked for: what
+                it is read from is not as it was, or the model's own code fails.
         """
         raise NotImplementedError
 
@@ -75,3 +76,13 @@ class OwnValues(FirstValues):
             return private.local_tensor(members[position].param).detach().reshape(-1).cpu()
 
         return value_of
+
+
+def convertible(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values of a dtype can be taken for those of another: not across kinds, nor those that need a scale."""
+    if found == wanted:
+        return True
+    if found.is_floating_point and wanted.is_floating_point:
+        return found.itemsize > 1 and wanted.itemsize > 1
+    kinds = found.is_floating_point or wanted.is_floating_point or found == torch.bool or wanted == torch.bool
+    return not kinds and torch.promote_types(found, wanted) == wanted  # integers, where none is lost

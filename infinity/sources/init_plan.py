@@ -98,7 +98,8 @@ class InitPlan:
 
     def _record(self) -> None:
         """Run every call once on tensors without storage, and note what it writes."""
-        replaced: list[torch.Tensor] = []  # kept, so that no other tensor gets its storage's identity
+        # What calls have put in places: kept, so that no other tensor gets the identity of its storage.
+        replaced: list[torch.Tensor] = []
         with _apart(), private.classes_of_before(self._model), self._staged({}) as staged:
             watch = _Watch({private.storage_key(tensor): key for key, tensor in staged.items()})
             for index, step in enumerate(self._steps):
@@ -113,7 +114,7 @@ class InitPlan:
                 for key in inside:
                     tensor = self._current(key)
                     if watch.slots.get(private.storage_key(tensor)) != key:  # another one was put in its place
-                        replaced.append(staged[key])
+                        replaced.append(tensor)
                         watch.slots[private.storage_key(tensor)] = key
                         watch.written[key] = True
                 for key, entirely in watch.written.items():

@@ -67,6 +67,8 @@ class ModuleInitialiser(FirstValues):
                     f"{' and '.join(member.names)} are one parameter, to which {' and '.join(classes)} give different "
                     "first values: which of them counts is not known; pass init=function to infinity.offload"
                 )
+        if not members:
+            return  # all values come from elsewhere, so it does not matter what constructors set
         if unset := [m.names[0] for m in members if not self._plan.sets(m.param.sharded_param)]:
             raise UnsupportedError(_unset(unset))
         if classes := self._plan.not_repeated:

@@ -25,7 +25,7 @@ from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import WeightFiles, WeightReader, read_json
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_bounds, local_slice
-from infinity.sources.first_values import FirstValues, ValueOf
+from infinity.sources.first_values import FirstValues, ValueOf, convertible
 
 _log = logging.getLogger(__name__)
 
@@ -115,11 +115,10 @@ class PretrainedFolder(FirstValues):
 
     def _equal(self, one: str, other: str) -> bool:
         a, b = self._made_by[one], self._made_by[other]
-        if a is b and a.plain:
-            return True
         with closing(self._files.reader()) as reader:
             if not (a.plain and b.plain):
-                return torch.equal(self._converted(a, reader)[one], self._converted(b, reader)[other])
+                made = self._converted(a, reader)
+                return torch.equal(made[one], (made if a is b else self._converted(b, reader))[other])
             (first,), (second,) = a.sources, b.sources
             shape = a.targets[one].shape
             if not shape:
@@ -200,7 +199,7 @@ class _Misfit:
     def compare(self, name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
         if found.shape != wanted.shape:
             self.differing[name] = f"shape {tuple(found.shape)} in the folder, {tuple(wanted.shape)} in the model"
-        elif not _convertible(found.dtype, wanted.dtype):
+        elif not convertible(found.dtype, wanted.dtype):
             self.differing[name] = f"{found.dtype} in the folder, {wanted.dtype} in the model"
 
     def refuse(self, files: WeightFiles, model: nn.Module, *, strict: bool) -> None:
@@ -232,16 +231,6 @@ class _Misfit:
         if names.pretrained_model(model) is not None and not names.converts():
             advice += "; this version of transformers has no rules to convert checkpoints by, a newer one has"
         return advice
-
-
-def _convertible(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values of a dtype can be taken for those of another: not across kinds, nor those that need a scale."""
-    if found == wanted:
-        return True
-    if found.is_floating_point and wanted.is_floating_point:
-        return found.itemsize > 1 and wanted.itemsize > 1
-    kinds = found.is_floating_point or wanted.is_floating_point or found == torch.bool or wanted == torch.bool
-    return not kinds and torch.promote_types(found, wanted) == wanted  # integers, where none is lost
 
 
 def _names(member: Member) -> tuple[str, ...]:

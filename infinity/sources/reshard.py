@@ -68,7 +68,8 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
         )
     others = tuple(root for root in run.in_order if root.parent.resolve() not in ours)
     if owner := holder_of(RunFolder(run_id, others)):  # other runs there do not matter: nothing is written
-        raise FolderBusyError(f"{others[0].parent} is in use by {owner}; resume when it has ended")
+        named = ", ".join(str(root.parent) for root in others)
+        raise FolderBusyError(f"run {run_id} on {named} is in use by {owner}; resume when it has ended")
     return RunFolder(run_id, run.in_order)
 
 

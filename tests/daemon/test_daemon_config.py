@@ -58,7 +58,6 @@ def test_a_file_and_options_over_it(tmp_path: Path) -> None:
         ("[drives]\nendurance = {'/nope' = '1TB'}", "drives.endurance: '/nope' is not a folder"),
         ("[drives]\nendurance = {'/' = 'much'}", "drives.endurance./ = 'much' is not a size"),
         ("[drives]\nendurance = 3", "drives.endurance = 3 must be an object"),
-        ("[drives]\ndaily_share = 2", "drives.daily_share = 2 must be a number from 0 to 1"),
         ("[fairness]\nenabled = 1", "fairness.enabled = 1 must be true or false"),
         ("[server", "is not valid TOML"),
     ],

@@ -26,7 +26,6 @@ def valid(place: str) -> list[dict[str, Any]]:
     return [
         {"op": "status"},
         {"op": "bandwidth", "paths": [place]},
-        {"op": "wear", "paths": [place]},
         {"op": "record_bandwidth", "path": place, "read": 1e9, "write": 2e9},
         {"op": "reserve", "path": place, "bytes": 1, "run_id": "r"},
         {"op": "release", "path": place, "run_id": "r"},

@@ -1,8 +1,6 @@
 """How fast drives are used up: what they tell, and what is made of the rate at which they are written."""
 
-import asyncio
 import json
-import os
 import threading
 
 import pytest
@@ -13,8 +11,6 @@ from infinity.telemetry import Stats
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collection import Collection
 from infinity_daemon.pages import StatsPages
-from infinity_daemon.requests import Requests
-from infinity_daemon.reservations import Owner
 from infinity_daemon.wear import DAY, Health, WearWatch, health_of
 
 DRIVE = Drive(name="nvme9n1", identity="wwid-9")
@@ -146,13 +142,13 @@ def test_a_drive_that_is_used_up_has_no_day_left_and_the_unrated_none_is_known_o
     assert unrated.of(DRIVE).days is None
 
 
-def test_wear_is_served_and_told_to_ranks(tmp_path, programs, monkeypatch):
+def test_wear_is_served(tmp_path, programs, monkeypatch):
     drive = locate(str(tmp_path)).drive
     programs("smartctl", {"endurance_used": {"current_percent": 25}})
     programs("nvme", {"percent_used": 25})
     now = 0.0
     monkeypatch.setattr("infinity_daemon.wear.time.monotonic", lambda: now)
-    watch = WearWatch({drive.name: 600 * 10**12}, 0.002, sysfs=tmp_path / "sys")
+    watch = WearWatch({drive.name: 600 * 10**12}, sysfs=tmp_path / "sys")
     pages = StatsPages(tmp_path, 60, 60)
     collector = DevicesCollector(
         paths=[str(tmp_path)], pages=pages, reserved=dict, bandwidth=lambda drive: None, wear=watch
@@ -168,20 +164,6 @@ def test_wear_is_served_and_told_to_ranks(tmp_path, programs, monkeypatch):
     days = 450 * 10**12 / (GIB / 60) / DAY
     found = next(line for line in text.splitlines() if line.startswith("infinity_device_endurance_days{"))
     assert float(found.split()[1]) == pytest.approx(days)
-    requests = Requests(
-        pages=pages,
-        profile=None,
-        reservations=None,
-        known_paths=tuple,
-        wear=watch,
-        is_alive=bool,
-        rates_of=dict,
-        about=dict,
-    )
-    line = json.dumps({"op": "wear", "paths": [str(tmp_path), "/proc"]}).encode()
-    answer = asyncio.run(requests.answer(line, Owner(pid=os.getpid(), process_started=1)))
-    rated = {"device": drive.name, "bytes": 600 * 10**12, "daily_share": 0.002}
-    assert answer == {"ok": True, "wear": {str(tmp_path): rated, "/proc": None}}
 
 
 def test_the_drive_of_a_rank_that_has_ended_is_still_told(tmp_path):

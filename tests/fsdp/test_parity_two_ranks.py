@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from infinity.fsdp import shard as shard_module
+from support import models
 from support.ranks import RankPool
 from support.tables import one_of, variants
-from support.train import Paging, Recipe, compare
+from support.train import Paging, Recipe, batch, compare, offloaded
 
 LEAST = {"least": Paging(arena="least")}
 ENDS = {
@@ -59,3 +62,28 @@ CASES = [
 def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path, pair: RankPool) -> None:
     """Losses, norms, parameters and moments equal those in memory, on every rank."""
     assert pair.run(compare, recipe, paging, str(tmp_path)) == [[], []]
+
+
+def shards_assembled(folder: str) -> int:
+    """Return how many whole shards were made in a step, on this rank."""
+    assembled = 0
+    dense = shard_module._dense
+
+    def counting(value: Any) -> Any:
+        nonlocal assembled
+        assembled += isinstance(value, shard_module.GatherInput)
+        return dense(value)
+
+    shard_module._dense = counting
+    try:
+        with offloaded(Recipe(model="toy"), Paging(arena="least"), Path(folder)) as (model, optimizer):
+            models.loss_of(model, batch(model, 0)).backward()
+            optimizer.step()
+    finally:
+        shard_module._dense = dense
+    return assembled
+
+
+def test_no_shard_is_assembled_on_its_way(tmp_path: Path, pair: RankPool) -> None:
+    """Pages are copied into what is gathered, without a whole shard in between."""
+    assert pair.run(shards_assembled, str(tmp_path)) == [0, 0]
