@@ -60,6 +60,7 @@ def test_a_failed_update_is_known_before_its_pages_are_given_back(
     paging = Paging(arena="all", placement="after_backward", cores=1)
     with pytest.raises(RuntimeError, match="no"), offloaded(RECIPE, paging, tmp_path) as (model, paged):  # noqa: PT012
         step(model, paged)
+        paged.read_state(next(name for name, _ in model.named_parameters()))  # all updates of this step have run
         known: list[bool] = []
         returned = type(paged.run.pager)._release_lease
 
