@@ -83,6 +83,7 @@ def widest_access(layout: Layout) -> int:
 
 
 def _explain(layout: Layout, host_bytes: int, least: int) -> str:
+    least = min(least, len(layout.pages))
     need = least * layout.page_bytes
     rows = [
         ("weights in the compute dtype", layout.bytes_of(Role.PARAM)),

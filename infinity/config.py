@@ -233,6 +233,11 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"run.resume_paths: {path!r} is not a folder; name the one that the run lies in")
     if config.run.resume_paths and not config.run.resume:
         raise ConfigError('run.resume_paths is set, but nothing is resumed; set run.resume to "latest" or a run\'s id')
+    if config.run.resume_step >= 0 and not config.run.resume:
+        raise ConfigError(
+            f'run.resume_step = {config.run.resume_step}, but nothing is resumed; set run.resume to "latest" or a '
+            "run's id"
+        )
     if config.run.resume == "auto" and (config.run.resume_paths or config.run.resume_step >= 0):
         name = "run.resume_paths" if config.run.resume_paths else "run.resume_step"
         raise ConfigError(

@@ -15,17 +15,22 @@ def end_all(*steps: Callable[[], object], cause: BaseException | None = None) ->
         cause: why it ends. It is what counts then: what fails here is logged and not raised.
 
     Raises:
-        Exception: the first that was raised, if there is no `cause`; later ones are logged.
+        BaseException: the first that was raised, if there is no `cause`; later ones are logged. Ctrl-C while one step
+            waits is raised after the last, also where there is a `cause`.
     """
-    first = cause
+    first, interrupt = cause, None
     for step in steps:
         try:
             step()
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                interrupt = interrupt or error
             if first is None:
                 first = error
             else:
                 _log.error("at the end: %s: %s", type(error).__name__, error)
+    if interrupt is not None:
+        raise interrupt
     if first is not None and cause is None:
         raise first
 

@@ -102,7 +102,8 @@ class Peers:
         with self._lock:
             if self._reason is None and not self._leaving:
                 text = f"rank {self._rank} failed: {type(error).__name__}: {error}"
-                self._reason = text[:_LONGEST_REASON]
+                # Names of files may hold bytes that are no text, which the store refuses.
+                self._reason = text[:_LONGEST_REASON].encode(errors="backslashreplace").decode()
                 os.eventfd_write(self._wake, 1)
 
     def explain(self, error: BaseException | None) -> LostRankError | None:

@@ -58,7 +58,7 @@ class Settings(Generic[T]):
         if source is None:
             return self._kind()
         if isinstance(source, self._kind):
-            return source
+            return self.merged(self._kind(), _plain(source))  # nothing has looked at its values yet
         if isinstance(source, Mapping):
             return self.merged(self._kind(), source)
         if not isinstance(source, str | os.PathLike):
@@ -174,3 +174,14 @@ def _range(metadata: Mapping[str, Any]) -> str:
     if metadata["maximum"] == LARGEST:
         return f"{shown(metadata['minimum'])} or more"
     return f"from {shown(metadata['minimum'])} to {shown(metadata['maximum'])}"
+
+
+def _plain(tree: Any) -> dict[str, Any]:
+    """Return a ready tree as a file would have it."""
+    return {
+        section.name: {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(getattr(tree, section.name)).items()
+        }
+        for section in fields(tree)
+    }

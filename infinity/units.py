@@ -43,6 +43,8 @@ def size_of(value: object) -> int:
         if match is None or factor is None:
             raise ValueError("is not a size; write bytes or text such as '64MiB' or '2GiB'")
         size = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+        if size == 0 and float(match[1]):
+            raise ValueError("is less than a byte; write bytes or text such as '64MiB' or '2GiB'")
     if size < 0:
         raise ValueError("is negative; give a size in bytes or text such as '64MiB'")
     if size > LARGEST:

@@ -166,6 +166,6 @@ def _parse(line: bytes) -> dict[str, Any]:
 def _describe(path: str) -> Mapping[str, object]:
     try:
         place, found = locate(path), space(path)
-    except OSError as error:
-        return {"path": path, "error": error.strerror}
+    except (OSError, ValueError) as error:
+        return {"path": path, "error": getattr(error, "strerror", None) or str(error)}
     return {"path": path, "device": place.drive.name, **asdict(found)}

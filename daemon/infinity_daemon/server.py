@@ -106,6 +106,8 @@ class SocketServer:
             pass  # the client is gone or silent, or the daemon ends: nobody is left to tell
         finally:
             self._clients.pop(number, None)
+            if writer.transport.get_write_buffer_size():
+                writer.transport.abort()  # it does not read: closing would wait for it, with its descriptor
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:

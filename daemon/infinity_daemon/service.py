@@ -151,7 +151,7 @@ def _drive_of(path: str) -> str | None:
     """Return the name of the drive that a path of a live rank is on; it stays there as long as the rank lives."""
     try:
         return locate(path).drive.name
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 

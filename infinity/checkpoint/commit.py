@@ -328,6 +328,27 @@ def check_commit(found: Manifest, layout: Layout, optimizer: str, folder: RunFol
     files.check_pages(found, folder)
 
 
+def check_tensors(found: Manifest, described: RunDescription) -> None:
+    """Check that a commit's pages hold the same slices of the same parameters as this model's.
+
+    Raises:
+        CommitError: they do not: another shape, or another way of sharding, of as many elements.
+    """
+    for there, here in zip(found.description.tensors, described.tensors, strict=True):
+        for what, one, other in (
+            ("is called", there.names, here.names),
+            ("has shape", there.shape, here.shape),
+            ("is sharded along dimension", there.dim, here.dim),
+            ("is sharded over", there.shard_size, here.shard_size),
+            ("is on this rank in slice", there.shard_rank, here.shard_rank),
+        ):
+            if one != other:
+                raise CommitError(
+                    f"{here.names[0]} {what} {one} in the commit of step {found.step} of run {found.run_id}, {other} "
+                    "here; build model and mesh as they were"
+                )
+
+
 def check_optimizer(found: Manifest, optimizer: str) -> None:
     """Check that a commit was made with an optimizer of this class.
 
@@ -353,17 +374,25 @@ def committed_buffers(found: Manifest, folder: RunFolder, model: nn.Module) -> d
 
 
 def restore(
-    found: Manifest, folder: RunFolder, model: nn.Module, groups: list[dict[str, Any]], *, random: bool = True
+    found: Manifest,
+    folder: RunFolder,
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    held: Sequence[Sequence[int]],
+    *,
+    random: bool = True,
 ) -> ResumedState:
     """Put back buffers, group settings and, if `random`, random states; return the rest.
 
+    `held` are the parameters of each of `groups`, by the indices that the commit has for them.
+
     Raises:
-        CommitError: the state file is missing or corrupt.
+        CommitError: the state file is missing or corrupt, or the groups are not those of the commit.
     """
     data = files.read_state_file(folder.commits, found)
     with files.using(folder.commits / found.state_file):
         state.load_buffers(data, model)
         if random:
             state.load_random(found.random, data)
-    state.load_groups(found.groups, groups)
+    state.load_groups(found.groups, groups, held)
     return ResumedState(found.step, state.load_scalars(found.scalars), found.extra, state.load_settings(found.own))

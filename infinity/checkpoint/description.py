@@ -13,6 +13,7 @@ from typing import Any
 
 from infinity.content.format import ENCODINGS, HALVES, ITEMSIZE, MASTER, StateFormat
 from infinity.content.layout import RANGE_ALIGNMENT, Layout, ShardSpec, UnitSpec, build_layout
+from infinity.errors import BudgetError
 from infinity.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 
 _MOST_PAGES = 1 << 22  # 16 TiB of one rank in pages of 4 MiB; a layout of more is not built
@@ -125,7 +126,10 @@ class RunDescription:
         units, tensors = values["units"], values["tensors"]
         _check_layout(units, values["formats"], page_bytes)
         _check_tensors(tensors, [shard for unit in units for shard in unit.shards])
-        layout = build_layout(units, values["formats"], page_bytes)
+        try:
+            layout = build_layout(units, values["formats"], page_bytes)
+        except BudgetError as error:  # rows that the pages have no room for
+            raise ValueError(f"page_bytes: {error}") from error
         return cls(layout=layout, tensors=tensors, buffers=values["buffers"])
 
 

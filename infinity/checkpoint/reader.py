@@ -129,7 +129,7 @@ class CommitReader:
             owners.setdefault(described.tensors[index].shard_rank, rank)
         if len(owners) != spec.shard_size:
             raise CommitError(f"{spec.names[0]}: slices {sorted(owners)} of {spec.shard_size} are in the commit")
-        first, last = rows or (0, spec.shape[spec.dim])
+        first, last = rows or (0, spec.shape[spec.dim] if spec.shape else 1)
         parts = []
         for position in range(spec.shard_size):
             start, stop = spec.slice_of(position)
@@ -139,7 +139,8 @@ class CommitReader:
         if not parts:
             empty = (*spec.shape[: spec.dim], 0, *spec.shape[spec.dim + 1 :])
             return torch.empty(empty, dtype=self.dtype(index, name))
-        return torch.cat(parts, dim=spec.dim) if len(parts) > 1 else parts[0]
+        whole = torch.cat(parts, dim=spec.dim) if len(parts) > 1 else parts[0]
+        return whole if spec.shape else whole.view(())
 
     def _rows(self, rank: int, index: int, name: str, held: int, low: int, high: int) -> torch.Tensor:
         """Return some of the `held` rows that a rank has of a parameter."""

@@ -78,7 +78,11 @@ class CommitRoom:
                 if size < self._size:
                     os.ftruncate(descriptor, size)
                 else:
-                    os.posix_fallocate(descriptor, 0, size)
+                    try:
+                        os.posix_fallocate(descriptor, 0, size)
+                    except OSError:
+                        os.ftruncate(descriptor, self._size)  # ext4 keeps what it got, and the drive would stay full
+                        raise
             finally:
                 os.close(descriptor)
             self._size = size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +32,18 @@ class ResumedState:
 
 def save_tensors(model: nn.Module) -> bytes:
     """Return the model's buffers and the states of torch's and NumPy's generators, as safetensors."""
-    tensors = {_BUFFER + name: buffer.detach().cpu().contiguous() for name, buffer in model.named_buffers()}
+    tensors = {_BUFFER + name: buffer.detach().cpu().contiguous() for name, buffer in _named_buffers(model)}
     tensors[_TORCH] = torch.get_rng_state()
     if torch.cuda.is_available():
         for index, state in enumerate(torch.cuda.get_rng_state_all()):
             tensors[f"{_CUDA}{index}"] = state
     tensors[_NUMPY] = torch.from_numpy(_numpy_state()[1].astype(np.int64))
     return bytes(save({name: tensor.clone() for name, tensor in tensors.items()}))
+
+
+def _named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all buffers, one that several modules share under each of its names, as `state_dict` does."""
+    return model.named_buffers(remove_duplicate=False)
 
 
 def load_buffers(data: bytes, model: nn.Module) -> None:
@@ -48,7 +53,7 @@ def load_buffers(data: bytes, model: nn.Module) -> None:
         ValueError: the data are malformed, or a buffer is missing or has another shape.
     """
     tensors = load_tensors(data)
-    for name, buffer in model.named_buffers():
+    for name, buffer in _named_buffers(model):
         saved = _named(tensors, _BUFFER + name, buffer.shape)
         with torch.no_grad():
             buffer.copy_(saved)
@@ -63,7 +68,7 @@ def saved_buffers(data: bytes, model: nn.Module) -> dict[str, torch.Tensor]:
     tensors = load_tensors(data)
     return {
         name: _named(tensors, _BUFFER + name, buffer.shape)
-        for name, buffer in model.named_buffers()
+        for name, buffer in _named_buffers(model)
         if _BUFFER + name in tensors
     }
 
@@ -136,7 +141,7 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def save_scalars(scalars: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return optimizer scalars as plain data: a tensor becomes [dtype, shape, value]."""
+    """Return optimizer scalars as plain data: a tensor becomes an object of type, shape and value."""
     return {shard: {key: _plain(value) for key, value in values.items()} for shard, values in scalars.items()}
 
 
@@ -174,14 +179,28 @@ def read_groups(saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def load_groups(saved: Sequence[Mapping[str, Any]], groups: list[dict[str, Any]]) -> None:
+def load_groups(
+    saved: Sequence[Mapping[str, Any]], groups: list[dict[str, Any]], held: Sequence[Sequence[int]]
+) -> None:
     """Put settings back into param groups; their parameters stay.
 
+    Args:
+        saved: what `save_groups` returned.
+        groups: of the optimizer.
+        held: the parameters of each of `groups`, by the indices that the commit has for them.
+
     Raises:
-        CommitError: there is another number of groups.
+        CommitError: there is another number of groups, or one has other parameters: it would get another's settings.
     """
     if len(saved) != len(groups):
         raise CommitError(f"the commit has {len(saved)} param groups, the optimizer {len(groups)}")
+    for number, (group, indices) in enumerate(zip(saved, held, strict=True)):
+        if set(group["params"]) != set(indices):
+            raise CommitError(
+                f"param group {number} of the commit has other parameters than that of the optimizer "
+                f"({len(group['params'])} there, {len(indices)} here); give the optimizer the groups it had, in their "
+                "order"
+            )
     for values, group in zip(read_groups(saved), groups, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
 

@@ -8,9 +8,10 @@ made instead, and what is in them is checked before the real metadata are made o
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -156,12 +157,32 @@ def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     dtype = properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError("there is no dtype where one is to be")
-    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype),
-        size=_size(state["size"]),
-        chunks=[ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
-    )
+    size = _size(state["size"])
+    states = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
+    chunks = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in states]
+    _check_chunks(size, chunks)
+    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
+
+
+def _check_chunks(size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
+    """Check that chunks lie inside of their tensor, and no element is in two: as many elements are all then."""
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+            raise ValueError("a chunk has another number of dimensions than its tensor")
+        if any(first + count > most for first, count, most in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            raise ValueError("a chunk is not inside of its tensor")
+    cut = sorted(range(len(size)), key=lambda dim: -len({chunk.offsets[dim] for chunk in chunks}))[:1]
+    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    filled.sort(key=lambda chunk: [chunk.offsets[dim] for dim in cut])  # along the dimension that is cut most often
+    for position, one in enumerate(filled):
+        for other in filled[position + 1 :]:
+            if any(other.offsets[dim] >= one.offsets[dim] + one.sizes[dim] for dim in cut):
+                break  # nor does any behind it meet this one
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+            ):
+                raise ValueError("an element is in two chunks of its tensor")
 
 
 def _index(key: Any) -> MetadataIndex:

@@ -215,13 +215,15 @@ class _Outgoing:
             if model is None:
                 return self._plain(own)
             chosen = self._chosen(model)
-            if not model.converts(loaded_from):
-                return self._plain(chosen)
-            if foreign := sorted(model.all ^ {*self._index, *self._buffers}):
+            converts, known = model.converts(loaded_from), {*self._index, *self._buffers}
+            # What is only written down may be more than the model of the config has, as an adapter; never less.
+            if foreign := sorted(model.all ^ known if converts else model.all - known):
                 raise ConfigError(
                     f"config.json is of another model than the commit, as for {', '.join(foreign[:5])}; give that of "
                     "the model that was trained (--model-config)"
                 )
+            if not converts:
+                return self._plain(chosen)
             return names.reverted({name: self._like(name) for name in chosen}, model.model, loaded_from)
         except ValueError as error:
             if isinstance(error, ConfigError):

@@ -19,6 +19,7 @@ from infinity.io.files import PinnedView, join_threads, pin_request
 
 _BURST_SECONDS = 0.1
 """How much of its rate a file that was idle may move at once."""
+_LONGEST_SLEEP = 60.0  # seconds; a clock has a largest time to wait
 
 
 @dataclass(eq=False, slots=True)
@@ -171,7 +172,7 @@ class PacedEngine:
                     return due
                 if self._closed:
                     return None
-                self._changed.wait(sleep)
+                self._changed.wait(None if sleep is None else min(sleep, _LONGEST_SLEEP))
 
     def _hand_on(self, request: _Request) -> tuple[Ticket, Ticket | None]:
         """Return the ticket of a request, and that of the other engine, if it takes the request."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from infinity.checkpoint.commit import Committer, remove_commits
+from infinity.checkpoint.commit import Committer, check_tensors, remove_commits
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.room import CommitRoom, commit_bytes
@@ -27,12 +27,15 @@ def make_committer(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optim
 
     Raises:
         BudgetError, StorageError: there is no space.
+        CommitError: the commit that the run goes on from is of another model.
     """
     described = RunDescription(
         layout=run.layout,
         tensors=tuple(_whole(member) for member in sharded.shards),
         buffers=private.persistent_buffers(sharded.model),
     )
+    if run.place.found is not None:
+        run.ranks.together("comparing the commit", partial(check_tensors, run.place.found, described))
     file = run.folder.commits / f"rank{run.ranks.rank:05d}.room.tmp"
     room = CommitRoom(file, commit_bytes(described, sharded.model, optimizer.param_groups))
     name, place = type(optimizer).__name__, run.place

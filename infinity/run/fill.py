@@ -92,7 +92,12 @@ class Filling:
             restored = partial(source.restore, model, self._members, groups)
             return together("restoring what belongs to the first values", restored)
         found = run.place.found
-        return restore(found, run.folder, model, groups) if found is not None else None
+        if found is None:
+            return None
+        parameters = [param for unit in self._sharded.parameters() for param in unit]  # by shard
+        numbers = {id(param): shard for shard, param in enumerate(parameters)}
+        held = [[numbers[id(param)] for param in group["params"]] for group in groups]
+        return together("restoring the commit", partial(restore, found, run.folder, model, groups, held))
 
     def _write(self, source: FirstValues, shards: ShardIO) -> None:
         for unit, (name, members) in enumerate(zip(self._sharded.names, self._sharded.members, strict=True)):

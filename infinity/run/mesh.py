@@ -30,7 +30,7 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
     forks.keep_process_groups()
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     launched = not dist.is_initialized() and torchrun.launched()
-    _take_device(device_type)
+    _take_device(device_type, choose=launched or not dist.is_initialized())
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         if launched:
@@ -46,10 +46,11 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
     return private.default_mesh(device_type)
 
 
-def _take_device(device_type: str) -> None:
+def _take_device(device_type: str, *, choose: bool) -> None:
+    """Check that there is such a device; `choose` this rank's GPU, which whoever made a process group has done."""
     if device_type not in ("cuda", "cpu"):
         raise ConfigError(f"infinity.mesh({device_type!r}): the devices are 'cuda' and 'cpu'")
-    if device_type == "cuda":
+    if device_type == "cuda" and (choose or "LOCAL_RANK" in os.environ):
         index, there = torchrun.number("LOCAL_RANK", 0), torch.cuda.device_count()
         if index >= there:
             raise ConfigError(f"local rank {index} has no GPU: there are {there} here; start as many ranks as GPUs")

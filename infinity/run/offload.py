@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,6 +78,8 @@ def offload(
     """
     settings = load_config(config)
     check_config(settings)
+    paths = tuple(os.path.abspath(path) for path in settings.storage.paths)  # the program may change its folder later
+    settings = replace(settings, storage=replace(settings.storage, paths=paths))
     # Inspect: nothing is changed, and what is wrong with model, optimizer or arguments is said.
     sharded = ShardedModel.inspect(model)
     if isinstance(optimizer, PagedOptimizer):

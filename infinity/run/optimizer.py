@@ -52,6 +52,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._reader, self._checkpointer = states, checkpointer
         self._states = PagedStates(states)  # what `state` is
         self._extra = resumed.extra if resumed else {}  # of the commit that the run resumed from
+        self._began = resumed.step if resumed is not None else 0  # steps that were taken before this object
         # The step of the newest commit; None where there is none.
         self._committed = resumed.step if resumed is not None and run.place.found is not None else None
         self.records: list[StepRecord] = []
@@ -261,10 +262,10 @@ class PagedOptimizer(torch.optim.Optimizer):
             tokens: that this rank has trained on since the last call.
 
         Raises:
-            ConfigError: `tokens` is below 0.
+            ConfigError: `tokens` is not a number from 0 on.
         """
-        if tokens < 0:
-            raise ConfigError(f"tokens = {tokens} must be 0 or more: those since the last report")
+        if not 0 <= tokens < math.inf:
+            raise ConfigError(f"tokens = {tokens} must be a number from 0 on: those since the last report")
         self._run.ledger.reported(loss.item() if isinstance(loss, torch.Tensor) else loss, tokens)
 
     @property
@@ -328,16 +329,18 @@ class PagedOptimizer(torch.optim.Optimizer):
             StallError: a device does not answer; the folder stays locked until this process ends.
             Exception: the first thing that could not be closed or removed; the rest is released all the same.
         """
+        self._close(error or sys.exception())
+
+    def _close(self, cause: BaseException | None) -> None:
         if not self._closed and self._run.is_here:
             self._closed = True
             self._runner.end("this optimizer was closed")
-            cause = error or sys.exception()
             self._tell_lost_steps()
             self._run.close(cause, committed=self._committed is not None)
 
     def _tell_lost_steps(self) -> None:
         """Say which steps end with this object, where that was not asked for; before it is too late to see it."""
-        first, steps, run = (self._committed or 0) + 1, self.steps, self._run
+        first, steps, run = max(self._began, self._committed or 0) + 1, self.steps, self._run
         if steps >= first and run.ranks.rank == 0 and run.settings.run.keep != "never":
             which = f"step {first} is" if first == steps else f"steps {first} to {steps} are"
             kept = "the run was never committed" if self._committed is None else "it is in no commit"
@@ -358,7 +361,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             LostRankError: a collective failed because another rank did; in place of torch's error.
         """
         reason = self._run.peers.explain(error) if not self._closed else None
-        self.close(error)
+        self._close(error)  # not `close`: the block may stand inside of somebody's `except`
         if reason is not None and reason is not error:
             raise reason from error
 

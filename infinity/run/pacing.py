@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from infinity.node import NodeDaemon
+from infinity.units import MIB
 
 _log = logging.getLogger("infinity")
 _EVERY_SECONDS: Final = 1.0
 _MOST: Final = 1e15
 """What is above is no bandwidth, in bytes per second."""
+_LEAST: Final = float(MIB)  # bytes per second: with less, requests would run into their time-out
 _WITHOUT_ANSWER: Final = 3
 """After so many questions without an answer there is no limit any more: the daemon is gone, or never was."""
 
@@ -70,7 +72,7 @@ class Pacing:
         if not isinstance(rates, dict):
             return {}
         return {
-            self._files[path]: float(rate)
+            self._files[path]: max(float(rate), _LEAST)
             for path, rate in rates.items()
             if path in self._files and type(rate) in (int, float) and 0 < rate <= _MOST
         }

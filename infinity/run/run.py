@@ -105,7 +105,8 @@ class Run:
         try:
             opened = ranks.together("opening the run", partial(self._open, budget, device))
         except BaseException as error:
-            end_all(partial(self.peers.leave, None), *self.undo.take(), cause=error)
+            told = isinstance(error, Exception)  # by `together`; an interrupt is known here only
+            end_all(partial(self.peers.leave, None if told else error), *self.undo.take(), cause=error)
             raise
         # What each is, `_Opened` says.
         self.arena, self.engine, self.store, self.pager = opened.arena, opened.engine, opened.store, opened.pager

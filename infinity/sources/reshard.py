@@ -140,8 +140,10 @@ class ReshardSource(FirstValues):
         rank = self._ranks.rank
         was_there = rank < self._reader.world_size
         manifest = self._reader.manifest(rank if was_there else 0)
-        found = restore(manifest, self._reader.folder, model, groups, random=was_there)
-        scalars = self._reader.scalars()
         indices = [self._index[member.names[0]] for member in members]
+        of_param = {id(member.param.sharded_param): index for member, index in zip(members, indices, strict=True)}
+        held = [[of_param[id(param)] for param in group["params"]] for group in groups]
+        found = restore(manifest, self._reader.folder, model, groups, held, random=was_there)
+        scalars = self._reader.scalars()
         by_shard = {shard: scalars[index] for shard, index in enumerate(indices) if index in scalars}
         return ResumedState(found.step, by_shard, found.extra, found.own)

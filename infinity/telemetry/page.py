@@ -83,7 +83,7 @@ class StatsHeader:
             found = json.loads(self.info.get("paths", "[]"))
         except (ValueError, RecursionError):
             return ()
-        if not isinstance(found, list) or not all(isinstance(path, str) for path in found):
+        if not isinstance(found, list) or not all(isinstance(path, str) and path.isprintable() for path in found):
             return ()
         return tuple(found[:MAX_DEVICES])
 

@@ -111,7 +111,7 @@ def decoded(stored: Stored) -> None:
     for name in published_in(stored.folder.commits):
         found = read_manifest(stored.folder.commits / name.file_name)
         state.load_scalars(found.scalars)
-        state.load_groups(found.groups, [{} for _ in found.groups])
+        state.load_groups(found.groups, [{} for _ in found.groups], [group["params"] for group in found.groups])
         with using(stored.folder.commits / found.state_file):
             state.load_random(found.random, read_state_file(stored.folder.commits, found))
 
@@ -129,7 +129,8 @@ def resumed(stored: Stored) -> None:
     found = commit.find_commits(stored.folder, ALONE, stored.layout, "AdamW", commits)
     assert [manifest.step for manifest in found] in ([OLDER, NEWEST], [NEWEST])
     groups: list[dict[str, Any]] = [{} for _ in found[-1].groups]
-    commit.restore(found[-1], stored.folder, stored.model, groups)
+    held = [group["params"] for group in found[-1].groups]
+    commit.restore(found[-1], stored.folder, stored.model, groups, held)
 
 
 def listed(stored: Stored) -> None:

@@ -274,6 +274,17 @@ def test_an_export_for_another_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_config_of_more_layers_is_refused(tmp_path: Path) -> None:
+    """Also where no name is converted: what loads such an export draws the rest at random."""
+    families.filled("llama").save_pretrained(tmp_path / "saved")
+    _, run = committed("llama", tmp_path / "saved", tmp_path)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    with pytest.raises(ConfigError, match=r"config\.json is of another model .*layers\."):
+        export_safetensors(CommitReader(run), tmp_path / "out", config=config, file_bytes=MIB)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_older_transformers_takes_plain_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its rules, what needs none is loaded and exported; the rest is refused, and a newer one named."""
     for name in ("llama", "mixtral"):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import infinity
@@ -356,6 +357,22 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     for damaged in (b"", b"no pickle", pickle.dumps({"a": 1})):
         (tmp_path / "plain" / ".metadata").write_bytes(damaged)
         assert ".metadata cannot be read" in refused(tmp_path, tmp_path / "plain", recipe)
+
+
+@pytest.mark.parametrize("place", [0, 1 << 20])
+def test_chunks_that_are_not_a_partition_are_refused(place: int, tmp_path: Path) -> None:
+    """Two of the same elements leave others uninitialised, which would become weights; some may lie nowhere."""
+    recipe = Recipe(model="toy")
+    save_plain(recipe, str(tmp_path / "plain"))
+    file = tmp_path / "plain" / ".metadata"
+    found = pickle.loads(file.read_bytes())
+    (chunk,) = found.state_dict_metadata["model.head.weight"].chunks
+    half = torch.Size([chunk.sizes[0] // 2, *chunk.sizes[1:]])
+    chunks = [ChunkStorageMetadata(torch.Size([first, 0]), half) for first in (0, place)]
+    found.state_dict_metadata["model.head.weight"].chunks = chunks
+    file.write_bytes(pickle.dumps(found))
+    told = refused(tmp_path, tmp_path / "plain", recipe)
+    assert re.search(r"\.metadata cannot be read: .*(in two chunks|not inside) of its tensor", told)
 
 
 def test_a_part_that_one_rank_needs(pair: RankPool, tmp_path: Path) -> None:

@@ -117,3 +117,15 @@ def test_without_a_rate_there_is_no_thread(paced: PacedEngine, tmp_path: Path) -
         paced.submit(Op.WRITE, file, 0, memory).wait(PATIENCE)
         paced.pace({})
         assert not pacing_threads()
+
+
+def test_a_rate_of_next_to_nothing_does_not_end_the_thread(paced: PacedEngine, tmp_path: Path) -> None:
+    """A clock has a largest time to wait; when the rate is gone, requests go on."""
+    file = paced.open(str(tmp_path / "file"), create=True)
+    with mapped(2 * BLOCK) as memory:
+        paced.pace({file.path: 1e-9})
+        tickets = [paced.submit(Op.WRITE, file, at, memory[at : at + BLOCK]) for at in (0, BLOCK)]
+        time.sleep(0.2)
+        paced.pace({})
+        for ticket in tickets:
+            ticket.wait(PATIENCE)

@@ -48,8 +48,8 @@ def rates(**values: object) -> dict[str, Any]:
 
 def test_it_is_told_when_the_answer_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By file; a drive that is not named has no limit."""
-    found = told(monkeypatch, rates(), rates(d0=5e8), rates(d0=5e8), rates(d0=4e8, d1=1), rates(), rates())
-    assert found == [{FILES["/drive/0"]: 5e8}, {FILES["/drive/0"]: 4e8, FILES["/drive/1"]: 1.0}, {}]
+    found = told(monkeypatch, rates(), rates(d0=5e8), rates(d0=5e8), rates(d0=4e8, d1=1e8), rates(), rates())
+    assert found == [{FILES["/drive/0"]: 5e8}, {FILES["/drive/0"]: 4e8, FILES["/drive/1"]: 1e8}, {}]
 
 
 def test_a_daemon_that_is_gone_limits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,4 +70,9 @@ def test_a_daemon_that_is_gone_limits_nobody(monkeypatch: pytest.MonkeyPatch) ->
 )  # fmt: skip
 def test_garbage_is_no_limit(garbage: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a daemon may say."""
-    assert told(monkeypatch, garbage, garbage, rates(d1=2.0)) == [{FILES["/drive/1"]: 2.0}]
+    assert told(monkeypatch, garbage, garbage, rates(d1=2e8)) == [{FILES["/drive/1"]: 2e8}]
+
+
+def test_a_rate_that_would_stop_a_run_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests would run into their time-out, and training never depends on the daemon."""
+    assert told(monkeypatch, rates(d0=1e-300), rates(d0=1e-300)) == [{FILES["/drive/0"]: float(1 << 20)}]

@@ -102,9 +102,9 @@ def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_config_object_is_a_config(tmp_path: Path) -> None:
-    """A `Config` with replaced values is taken as it is; wrong values are refused there too."""
+    """A `Config` with replaced values is what it says; wrong values are refused there too."""
     config = Config().with_values(**{"memory.host_bytes": "1GiB", "storage.paths": [str(tmp_path)]})
-    assert load_config(config) is config
+    assert load_config(config) == config
     assert config.memory.host_bytes == 1 << 30
     with pytest.raises(ConfigError, match=r"memory\.host_byte"):
         Config().with_values(**{"memory.host_byte": 1})

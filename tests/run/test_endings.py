@@ -1,0 +1,101 @@
+"""Runs that are interrupted, or left, at odd places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.config import Config, StorageConfig
+from infinity.ending import end_all
+from infinity.errors import ConfigError
+from infinity.run.run import Run
+from infinity.store.folder import holders
+from support import models
+from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, settings
+
+RECIPE = Recipe(model="toy")
+
+
+def start(config: Any) -> tuple[torch.nn.Module, Any]:
+    model = build(RECIPE)
+    return model, infinity.offload(model, make_optimizer(RECIPE, model), config)
+
+
+def step(model: torch.nn.Module, optimizer: Any) -> None:
+    models.loss_of(model, batch(model, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_interrupt_while_it_closes_releases_the_rest(tmp_path: Path) -> None:
+    """Else the folder stays locked, and memory taken, as long as the process lives."""
+    ended: list[str] = []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        end_all(interrupted, lambda: ended.append("first"), cause=ValueError("why"))
+    assert ended == ["first"]
+
+    model, optimizer = start(settings(tmp_path, Paging(), 64 * MIB))
+    step(model, optimizer)
+    optimizer.run.undo.push(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.close()
+    assert holders(tmp_path / "nvme0") == []
+    start(settings(tmp_path, Paging(), 64 * MIB))[1].close()
+
+
+def test_a_block_inside_of_an_except_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is being handled around it is not why it ends; other ranks would be ended by it."""
+    causes: list[BaseException | None] = []
+    close = Run.close
+    monkeypatch.setattr(Run, "close", lambda run, cause, **how: causes.append(cause) or close(run, cause, **how))
+    try:
+        raise ImportError("an optional package")
+    except ImportError:
+        model, optimizer = start(settings(tmp_path, Paging(), 64 * MIB))
+        with optimizer:
+            step(model, optimizer)
+    assert causes == [None]
+
+
+def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are those of the start, as launchers change the folder later."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    model, optimizer = start({"storage": {"paths": ["nvme"]}, "memory": {"host_bytes": 64 * MIB}})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    step(model, optimizer)
+    optimizer.commit()
+    optimizer.close()
+    assert len(list((tmp_path / "nvme").glob("*/commits/*.json"))) == 1
+
+
+def test_a_ready_tree_is_checked_too() -> None:
+    """Nobody has looked at its values."""
+    wrong: Any = "nvme"
+    with pytest.raises(ConfigError, match=r"storage\.paths"):
+        start(Config(storage=StorageConfig(paths=wrong)))
+    wrong = 0
+    with pytest.raises(ConfigError, match=r"storage\.queue_depth = 0"):
+        start(Config(storage=StorageConfig(paths=("nvme",), queue_depth=wrong)))
+
+
+def test_a_step_to_resume_from_without_resuming_is_refused(tmp_path: Path) -> None:
+    """It would begin at 0 without a word."""
+    with pytest.raises(ConfigError, match=r"run\.resume_step = 100, but nothing is resumed"):
+        start(settings(tmp_path, Paging(), 64 * MIB, run={"resume_step": 100}))
+
+
+def test_tokens_that_are_no_number_are_refused(tmp_path: Path) -> None:
+    """The counter would stay so for good."""
+    with start(settings(tmp_path, Paging(), 64 * MIB))[1] as optimizer:
+        for tokens in (float("nan"), float("inf"), -1):
+            with pytest.raises(ConfigError, match="must be a number from 0 on"):
+                optimizer.report(tokens=tokens)
