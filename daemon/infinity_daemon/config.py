@@ -13,6 +13,7 @@ from infinity.errors import ConfigError
 from infinity.node import SOCKET_NAME
 from infinity.settings import Settings, setting
 from infinity.telemetry.exporter import LOOPBACK
+from infinity.units import GIB, MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,40 @@ class PagesConfig:
 class DrivesConfig:
     """The drives of the node."""
 
-    paths: tuple[str, ...] = setting((), "Folders on NVMe drives to report; those of live ranks are found.")
+    paths: tuple[str, ...] = setting(
+        (),
+        "Folders on NVMe drives: those of `storage.paths` of runs. Their drives are reported and measured, and stale "
+        "runs are found in them; drives of live ranks are reported by themselves.",
+    )
     endurance: Mapping[str, int] = setting(
         {},
         'Bytes that a drive may be written with in its life (TBW), by a folder on it: `"/nvme0" = "1200000GB"`.',
         size=True,
         minimum=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    """What drives can do, measured by the daemon while nobody uses them; and the history of all measurements."""
+
+    enabled: bool = setting(True, "Measure the drives of `drives.paths`, each alone and all together.")
+    every_seconds: int = setting(86_400, "How old a measurement may become until the next one is taken.", minimum=60)
+    idle_seconds: int = setting(60, "How long nobody has used a drive before it is measured.", minimum=1)
+    load_seconds: int = setting(
+        1, "Length of a measurement of each load (read, write, mixed), at most.", minimum=1, maximum=60
+    )
+    most_bytes: int = setting(
+        3 * GIB,
+        "Bytes that are written to a drive every `every_seconds`, at most; a sixth is the size of the file that is on "
+        "it meanwhile.",
+        size=True,
+        minimum=96 * MIB,
+    )
+    state_dir: str = setting(
+        "",
+        "Folder of the history, which counts from the next start on. Empty: `$STATE_DIRECTORY` (systemd's), else "
+        "`pages.runtime_dir` where that is set, else `$XDG_STATE_HOME/infinity`, else `~/.local/state/infinity`.",
     )
 
 
@@ -71,12 +100,24 @@ class DaemonConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     pages: PagesConfig = field(default_factory=PagesConfig)
     drives: DrivesConfig = field(default_factory=DrivesConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
     fairness: FairnessConfig = field(default_factory=FairnessConfig)
 
     @property
     def runtime_dir(self) -> Path:
         """Folder of the stats pages."""
         return runtime_dir(TelemetryConfig(runtime_dir=self.pages.runtime_dir))
+
+    @property
+    def state_dir(self) -> Path:
+        """Folder of what is kept across restarts of the node; the runtime folder where there is no home."""
+        given = self.measure.state_dir or os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
+        if given or self.pages.runtime_dir:
+            return Path(given or self.pages.runtime_dir)
+        home, state = os.environ.get("HOME", ""), os.environ.get("XDG_STATE_HOME", "")
+        if os.path.isabs(state):
+            return Path(state) / "infinity"
+        return Path(home) / ".local/state/infinity" if os.path.isabs(home) else self.runtime_dir
 
     @property
     def socket(self) -> Path:

@@ -3,8 +3,8 @@
 A request is one JSON object in a line, an answer too: ``{"ok": true, …}`` or ``{"error": "…"}``.
 
     {"op": "status"}
-    {"op": "bandwidth", "paths": ["…"]}                              bytes per second, or null
-    {"op": "record_bandwidth", "path": "…", "read": 1e9, "write": 1e9}
+    {"op": "bandwidth", "paths": ["…"]}                              bytes per second, or null, by path
+    {"op": "record_bandwidth", "rates": {"…": {"read": 1e9}}, "source": "run"}       of paths measured together
     {"op": "reserve", "path": "…", "bytes": 1, "run_id": "…"}        until released or the caller is gone
     {"op": "release", "path": "…", "run_id": "…"}
     {"op": "pace", "paths": ["…"], "run_id": "…"}                    bytes per second by path, where there is a limit
@@ -15,15 +15,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
 from infinity.errors import BudgetError, ConfigError, InfinityError
-from infinity.io.drives import locate, space
-from infinity.schema import Mismatch, Rule, at, integer, one_of, printable, record, sequence
-from infinity_daemon.bandwidth import Profiles, rate
+from infinity.io.drives import Drive, locate, space
+from infinity.schema import Mismatch, Rule, at, integer, one_of, printable, record, sequence, table
+from infinity_daemon.bandwidth import LOADS, Measured, Profile, Profiles, Rates, rates
 from infinity_daemon.log import event
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.reservations import Owner, Reservations
@@ -35,7 +36,11 @@ _MAX_BYTES: Final = (1 << 60) - 1
 
 
 class Requests:
-    """Answers requests. `about` gives what ``status`` tells about the daemon itself, `rates_of` the limits of a run."""
+    """Answers requests.
+
+    `about` gives what ``status`` tells about the daemon itself, `rates_of` the limits of a run. `used` is told the names
+    of drives that a run is about to use.
+    """
 
     def __init__(
         self,
@@ -45,17 +50,21 @@ class Requests:
         reservations: Reservations,
         known_paths: Callable[[], tuple[str, ...]],
         is_alive: Callable[[Owner], bool],
+        used: Callable[[Iterable[str]], None],
         rates_of: Callable[[str], Mapping[str, float]],
         about: Callable[[], Mapping[str, object]],
     ) -> None:
         self._pages, self._profile, self._reservations = pages, profile, reservations
         self._known_paths, self._is_alive = known_paths, is_alive
-        self._rates_of, self._about = rates_of, about
+        self._used, self._rates_of, self._about = used, rates_of, about
         # By op: what its keys must look like, and the method that is called with them.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
             "status": (record(), self._status),
             "bandwidth": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS)), self._bandwidth),
-            "record_bandwidth": (record(path=_folder, read=rate, write=rate), self._record_bandwidth),
+            "record_bandwidth": (
+                record(rates=table(_folder, rates), source=one_of("probe", "run")),
+                self._record_bandwidth,
+            ),
             "reserve": (record(path=_folder, bytes=integer(1, _MAX_BYTES), run_id=_TEXT), self._reserve),
             "release": (record(path=_TEXT, run_id=_TEXT), self._release),
             "pace": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS), run_id=_TEXT), self._pace),
@@ -110,19 +119,31 @@ class Requests:
         }
 
     async def _bandwidth(self, _: Owner, paths: Sequence[str]) -> Answer:
-        answers: dict[str, object] = {}
-        for path in paths:
-            found = self._profile.of((await asyncio.to_thread(locate, path)).drive)
-            answers[path] = asdict(found) if found else None
-        return {"bandwidth": answers}
+        drives = {path: (await asyncio.to_thread(locate, path)).drive for path in paths}
+        self._used(drive.name for drive in drives.values())
+        identities = {drive.identity for drive in drives.values()}
+        alone = {identity: self._profile.of(identity) for identity in identities}
+        together = self._profile.together(identities) if len(identities) > 1 else None
+        return {
+            "bandwidth": {path: _described(alone[drive.identity], drive) for path, drive in drives.items()},
+            "together": together
+            and {path: _described(together[drive.identity], drive) for path, drive in drives.items()},
+        }
 
-    async def _record_bandwidth(self, _: Owner, path: str, read: float, write: float) -> Answer:
-        place = await asyncio.to_thread(locate, path)
-        await self._profile.record(place.drive, read=read, write=write)
-        return {"device": place.drive.name}
+    async def _record_bandwidth(self, _: Owner, rates: Mapping[str, Rates], source: str) -> Answer:
+        if not 0 < len(rates) <= _MAX_PATHS:
+            raise ConfigError(f"rates of {len(rates)} paths; give those of 1 to {_MAX_PATHS}")
+        drives = {path: (await asyncio.to_thread(locate, path)).drive for path in rates}
+        by_drive: dict[str, Rates] = {}
+        for path, drive in drives.items():  # paths on the same drive have shared it
+            by_drive[drive.identity] = _sum(by_drive.get(drive.identity), rates[path])
+        found = Measured(rates=by_drive, source=source, measured=time.time())
+        await asyncio.to_thread(self._profile.record, found)
+        return {"devices": sorted({drive.name for drive in drives.values()})}
 
     async def _reserve(self, owner: Owner, path: str, bytes: int, run_id: str) -> Answer:
         place = await asyncio.to_thread(locate, path)
+        self._used([place.drive.name])
         free = (await asyncio.to_thread(space, place.path)).free
         self._reservations.expire(self._is_alive)
         remaining = self._reservations.reserve(owner, run_id, place, bytes, free)
@@ -161,6 +182,18 @@ def _parse(line: bytes) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError('the message must be an object such as {"op": "status"}')
     return tree
+
+
+def _described(profile: Profile | None, drive: Drive) -> Mapping[str, object] | None:
+    return None if profile is None else {"device": drive.name, **asdict(profile)}
+
+
+def _sum(first: Rates | None, second: Rates) -> Rates:
+    """Return the rates of both together; a load that one of them lacks is not known of both."""
+    if first is None:
+        return second
+    both = {load: (getattr(first, load), getattr(second, load)) for load in LOADS}
+    return Rates(**{load: sum(pair) if None not in pair else None for load, pair in both.items()})
 
 
 def _describe(path: str) -> Mapping[str, object]:

@@ -20,6 +20,7 @@ from infinity.access import own_folder, read_own
 from infinity.errors import ConfigError, InfinityError
 from infinity.io.drives import locate
 from infinity.telemetry.exporter import serve_registry
+from infinity_daemon.background import Background
 from infinity_daemon.bandwidth import Profiles
 from infinity_daemon.collect_build import BuildCollector
 from infinity_daemon.collect_devices import DevicesCollector
@@ -28,6 +29,7 @@ from infinity_daemon.collection import Collection
 from infinity_daemon.config import DaemonConfig
 from infinity_daemon.fairness import Fairness, usages
 from infinity_daemon.log import event
+from infinity_daemon.measure import LOOK_SECONDS, Measuring
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
@@ -49,19 +51,20 @@ async def run(config: DaemonConfig, load: Callable[[], DaemonConfig]) -> None:
         FolderBusyError: another daemon holds the socket.
     """
     token = _token(config.server.token_file)
-    _make_folder(config.runtime_dir)
-    await Daemon(config, token).serve(load)
+    _make_folder(config.runtime_dir, "runtime folder", "--runtime-dir")
+    await Daemon(config, token, _state_folder(config)).serve(load)
 
 
 class Daemon:
     """The parts of a daemon, and what they are told of the settings. Life cycle: made, then `serve`, once."""
 
-    def __init__(self, config: DaemonConfig, token: str) -> None:
+    def __init__(self, config: DaemonConfig, token: str, state: Path) -> None:
         self._config, self._token = config, token
         self._started = time.time()
         self._pages = StatsPages(config.runtime_dir, 0, 0)
         self._reservations = Reservations()
-        self._profile = Profiles(config.runtime_dir)
+        self._profile = Profiles(state)
+        self._measuring = Measuring(self._profile, self._reservations)
         self._wear = WearWatch({})
         self._fairness = Fairness()
         self._devices = DevicesCollector(
@@ -78,6 +81,7 @@ class Daemon:
             reservations=self._reservations,
             known_paths=self._devices.known_paths,
             is_alive=lambda owner: self._server.is_alive(owner),
+            used=self._measuring.used,
             rates_of=self._rates_of,
             about=self._about,
         )
@@ -97,7 +101,8 @@ class Daemon:
         """Let the parts go by these settings; what is used at the start only stays."""
         self._config = config
         self._pages.keep = {"dead": config.pages.keep_dead_seconds, "ended": config.pages.keep_ended_seconds}
-        self._devices.paths = config.drives.paths
+        self._devices.paths = self._measuring.paths = config.drives.paths
+        self._measuring.settings = config.measure
         self._wear.endurance = {locate(path).drive.name: size for path, size in config.drives.endurance.items()}
 
     def _reload(self, load: Callable[[], DaemonConfig]) -> None:
@@ -117,7 +122,7 @@ class Daemon:
 
     async def serve(self, load: Callable[[], DaemonConfig]) -> None:
         """Serve until SIGTERM or SIGINT; on SIGHUP, go by the settings that `load` returns. Raises as `run`."""
-        await self._profile.load()
+        await asyncio.to_thread(self._profile.load)
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
@@ -129,10 +134,22 @@ class Daemon:
             with serve_registry(server.port, registry, self._about, server.host, token=self._token) as http:
                 self._port = http.port
                 event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=self._config.socket)
-                await self._sweep_until(stop)
+                await self._work_until(stop)
         finally:
             await self._server.stop()
         event(logging.INFO, "stopped")
+
+    async def _work_until(self, stop: asyncio.Event) -> None:
+        """Do what the daemon does by itself, until told to stop."""
+        threads = [Background("measure", self._measuring.look, LOOK_SECONDS)]
+        try:
+            for thread in threads:
+                thread.start()
+            await self._sweep_until(stop)
+        finally:
+            self._measuring.end()
+            for thread in threads:
+                await asyncio.to_thread(thread.close)
 
     async def _sweep_until(self, stop: asyncio.Event) -> None:
         """Until told to stop: end reservations of the dead, remove old pages, and share drives among the living."""
@@ -141,9 +158,16 @@ class Daemon:
                 event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
             found = await asyncio.to_thread(self._pages.scan)
             live = [page for page in found.pages if page.alive]
-            self._fairness.observe(await asyncio.to_thread(usages, live, _drive_of), time.monotonic())
+            used = await asyncio.to_thread(usages, live, _drive_of)
+            self._fairness.observe(used, time.monotonic())
+            self._measuring.used({drive for usage in used.values() for drive in usage.moved} | self._reserved())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
+
+    def _reserved(self) -> set[str]:
+        """Return the drives on which a run has reserved space."""
+        own = self._measuring.owner
+        return {entry.place.drive.name for entry in self._reservations.entries() if entry.owner != own}
 
 
 @lru_cache(maxsize=256)
@@ -172,12 +196,24 @@ def _token(file: str) -> str:
     return token
 
 
-def _make_folder(folder: Path) -> None:
+def _state_folder(config: DaemonConfig) -> Path:
+    """Make the folder of what is kept, and return it; the runtime folder where the one by default cannot be used."""
+    try:
+        _make_folder(config.state_dir, "state folder", "measure.state_dir")
+    except ConfigError as error:
+        if config.measure.state_dir:
+            raise
+        event(logging.WARNING, "state.elsewhere", folder=config.runtime_dir, reason=str(error))
+        return config.runtime_dir
+    return config.state_dir
+
+
+def _make_folder(folder: Path, what: str, setting: str) -> None:
     try:
         own_folder(folder, parents=True)
     except OSError as error:
         raise ConfigError(
-            f"runtime folder {str(folder)!r} cannot be used: {error.strerror}; choose another --runtime-dir"
+            f"{what} {str(folder)!r} cannot be used: {error.strerror}; choose another {setting}"
         ) from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"runtime folder {str(folder)!r} is not yours to write; choose another --runtime-dir")
+        raise ConfigError(f"{what} {str(folder)!r} is not yours to write; choose another {setting}")

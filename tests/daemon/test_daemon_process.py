@@ -75,9 +75,12 @@ def test_bandwidth_is_null_until_a_rank_has_measured_it(shared):
     _, folder = shared
     ask = {"op": "bandwidth", "paths": [str(folder)]}
     before, done, after = talk(
-        folder, ask, {"op": "record_bandwidth", "path": str(folder), "read": 3e9, "write": 2e9}, ask
+        folder,
+        ask,
+        {"op": "record_bandwidth", "rates": {str(folder): {"read": 3e9, "write": 2e9}}, "source": "run"},
+        ask,
     )
-    assert before == {"ok": True, "bandwidth": {str(folder): None}}
+    assert before == {"ok": True, "bandwidth": {str(folder): None}, "together": None}
     assert done["ok"]
     assert after["bandwidth"][str(folder)]["read"] == 3e9
     assert (folder / "bandwidth.json").exists()
@@ -140,7 +143,12 @@ def test_a_reservation_dies_with_the_process_that_made_it(shared):
         ({"op": "bandwidth", "paths": ["relative"]}, "must be absolute"),
         ({"op": "bandwidth", "paths": ["/a\0b"]}, "printable"),
         ({"op": "bandwidth", "paths": ["/\ud800"]}, "printable"),
-        ({"op": "record_bandwidth", "path": "/", "read": float("nan"), "write": 1}, "read = nan"),
+        ({"op": "record_bandwidth", "rates": {"/": {"read": float("nan")}}, "source": "run"}, "rates./.read = nan"),
+        ({"op": "record_bandwidth", "rates": {"/": {"raed": 1}}, "source": "run"}, "did you mean read?"),
+        ({"op": "record_bandwidth", "rates": {"/": {}}, "source": "run"}, "must have one of read, write, mixed"),
+        ({"op": "record_bandwidth", "rates": {"a": {"read": 1}}, "source": "run"}, "must be absolute"),
+        ({"op": "record_bandwidth", "rates": {}, "source": "run"}, "rates of 0 paths"),
+        ({"op": "record_bandwidth", "rates": {"/": {"read": 1}}, "source": "daemon"}, "'probe', 'run'"),
         ({"op": "reserve", "path": "/", "bytes": -1, "run_id": "r"}, "bytes = -1 is below the minimum of 1"),
         ({"op": "reserve", "path": "/", "bytes": True, "run_id": "r"}, "bytes = True must be a whole number"),
         ({"op": "reserve", "path": "/", "bytes": 1, "run_id": ""}, "run_id"),
