@@ -5,8 +5,8 @@ under one to three loads: reads, writes, and both mixed. The daemon measures by 
 and runs that have measured tell it what they found. All count the same. The profile of a drive is, for each load, the
 median of the `RECENT` newest measurements of that drive alone: so one that was disturbed, or taken with a full SLC
 cache, does not change it. A drive that was only measured together with others has those. Drives that are asked for
-together have a profile together if exactly these were measured at the same time: they may share a bus that gives each of
-them less.
+together have a profile together if exactly these were measured at the same time: they may share a bus that gives each
+of them less.
 """
 
 from __future__ import annotations

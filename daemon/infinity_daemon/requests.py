@@ -38,8 +38,8 @@ _MAX_BYTES: Final = (1 << 60) - 1
 class Requests:
     """Answers requests.
 
-    `about` gives what ``status`` tells about the daemon itself, `rates_of` the limits of a run. `used` is told the names
-    of drives that a run is about to use.
+    `about` gives what ``status`` tells about the daemon itself, `rates_of` the limits of a run. `used` is told the
+    names of drives that a run is about to use.
     """
 
     def __init__(

@@ -290,8 +290,8 @@ class _Stream:
     """Keeps `depth` requests in flight on one target until the time is over.
 
     Life cycle: `start` submits the first requests; each completion submits the next one, in the engine's own thread,
-    until `seconds` have passed, `most_written` is reached, `stop` is set or one has failed; `finish` waits for the last.
-    Reads and writes walk through the file in order; with both, each has a half of the file to itself.
+    until `seconds` have passed, `most_written` is reached, `stop` is set or one has failed; `finish` waits for the
+    last. Reads and writes walk through the file in order; with both, each has a half of the file to itself.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """How much of the pages each NVMe path gets: its share of the bandwidth when all paths are busy at once.
 
-The daemon's profile answers where a daemon runs: that of these drives together, if it was ever measured, else that of each
-alone. Else a short probe at the first use of a set of paths does, whose result is kept in the runtime folder and told the
-daemon.
+The daemon's profile answers where a daemon runs: that of these drives together, if it was ever measured, else that of
+each alone. Else a short probe at the first use of a set of paths does, whose result is kept in the runtime folder and
+told the daemon.
 """
 
 from __future__ import annotations

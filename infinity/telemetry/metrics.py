@@ -242,7 +242,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "device_bandwidth_bytes_per_second",
         "gauge",
-        "What a drive can do, as it was measured (docs/monitoring.md); `mixed` is half reads and half writes, together.",
+        "What a drive can do, as it was measured (docs/monitoring.md); `mixed` is half reads and half writes.",
         _DEVICE,
         Label(name="op", values=(*OPS, "mixed")),
     ),

@@ -1,0 +1,246 @@
+"""Drives are measured by the daemon itself: only while nobody uses them, within bounds, and without leaving anything."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.io.drives import Drive, DriveCounters, Place
+from infinity_daemon import measure
+from infinity_daemon.background import Background
+from infinity_daemon.bandwidth import Profiles
+from infinity_daemon.config import MeasureConfig
+from infinity_daemon.measure import Measuring
+from infinity_daemon.reservations import Owner, Reservations
+from support.daemon_process import until
+
+MIB = 1 << 20
+SMALL = MeasureConfig(idle_seconds=0, most_bytes=96 * MIB)
+"""16 MiB at a time."""
+
+
+def own_bytes(side: str) -> int:
+    """Return what this process has read from drives or written to them, past the page cache."""
+    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(found[f"{side}_bytes"])
+
+
+def counted(read: int, written: int) -> DriveCounters:
+    """Return counters of a drive."""
+    return DriveCounters(read=read, written=written, reads=0, writes=0, read_seconds=0, write_seconds=0, busy_seconds=0)
+
+
+class Node:
+    """A node with a drive for every folder, which nobody uses but this process."""
+
+    def __init__(self, folder: Path, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.paths = [folder / name for name in names]
+        for path in self.paths:
+            path.mkdir()
+        self.state = folder / "state"
+        self.state.mkdir()
+        self.profiles, self.reservations = Profiles(self.state), Reservations()
+        self.measuring = Measuring(self.profiles, self.reservations)
+        self.measuring.settings = SMALL
+        self.measuring.paths = tuple(map(str, self.paths))
+        self.in_memory = False
+        self.counters: Callable[[Drive], DriveCounters | None] = lambda drive: counted(
+            own_bytes("read"), own_bytes("write")
+        )
+        monkeypatch.setattr(measure, "locate", self.locate)
+        monkeypatch.setattr(measure, "counters", lambda drive, sysfs: self.counters(drive))
+
+    def locate(self, path: str, _: Path) -> Place:
+        """Each folder is on a drive of its name."""
+        number = os.stat(path).st_dev
+        name = Path(path).name
+        return Place(
+            path=path, drive=Drive(name=name, identity=f"wwid-{name}"), file_system=number, in_memory=self.in_memory
+        )
+
+    def look(self, times: int = 1) -> None:
+        """As the daemon does every second."""
+        for _ in range(times):
+            self.measuring.look()
+        assert [os.listdir(path) for path in self.paths] == [[]] * len(self.paths)
+        assert self.reservations.entries() == ()
+
+    def measured(self, drives: str) -> float:
+        """When the daemon measured these drives together, 0 if never."""
+        return self.profiles.measured({f"wwid-{name}" for name in drives}, "daemon")
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """A node with one drive."""
+    return Node(tmp_path, "a", monkeypatch)
+
+
+def test_an_idle_drive_is_measured_within_bounds_and_not_again(node: Node) -> None:
+    """Of one drive alone, half of the bytes are written: the other half is for all together."""
+    before = own_bytes("write")
+    node.look()
+    written = own_bytes("write") - before
+    assert 16 * MIB <= written <= 48 * MIB + 4 * MIB  # the file system's own records beside
+    profile = node.profiles.of("wwid-a")
+    assert profile is not None
+    assert all(speed is not None and speed > 0 for speed in (profile.read, profile.write, profile.mixed))
+    assert node.measured("a") == profile.measured
+    node.look(3)
+    assert node.measured("a") == profile.measured
+
+
+def test_it_is_measured_again_when_that_is_old(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of the wall, since it has to outlast restarts."""
+    node.look()
+    first = node.measured("a")
+    node.profiles = Profiles(node.state)
+    node.profiles.load()
+    node.measuring = Measuring(node.profiles, node.reservations)
+    node.measuring.settings, node.measuring.paths = SMALL, tuple(map(str, node.paths))
+    node.look()
+    assert node.measured("a") == first
+    with monkeypatch.context() as patch:
+        patch.setattr(measure.time, "time", lambda: first + SMALL.every_seconds + 1)
+        node.look()
+    assert node.measured("a") == first + SMALL.every_seconds + 1
+
+
+def test_several_drives_are_measured_alone_and_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other."""
+    node = Node(tmp_path, "ab", monkeypatch)
+    # Both drives have the same counters here: what one does alone is nobody else's.
+    node.look(3)
+    assert all(map(node.measured, ("a", "b")))
+    node.counters = lambda drive: counted(own_bytes("read") // 2, own_bytes("write") // 2)
+    node.look(3)
+    assert node.measured("ab")
+    together = node.profiles.together({"wwid-a", "wwid-b"})
+    assert together is not None
+    assert all(profile.mixed for profile in together.values())
+
+
+def busy(node: Node) -> None:
+    """Somebody reads from the drive, as much as counts."""
+    read = 0
+
+    def grow(_: Drive) -> DriveCounters:
+        nonlocal read
+        read += 5 * MIB
+        return counted(read, 0)
+
+    node.counters = grow
+
+
+def test_noise_is_no_use_and_more_is(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement comes when nobody has used the drive for as long as is set."""
+    begun: list[Any] = []
+    monkeypatch.setattr(node.measuring, "_measure", lambda target, settings: begun.append(target))
+    node.measuring.settings = MeasureConfig(idle_seconds=5)
+    now, read = 1000.0, 0
+    monkeypatch.setattr(measure.time, "monotonic", lambda: now)
+    node.counters = lambda drive: counted(read, 0)
+    for second in range(20):
+        node.measuring.look()
+        assert bool(begun) == (second >= 15), second
+        now += 1
+        read += 5 * MIB if second < 10 else MIB
+
+
+@pytest.mark.parametrize("use", ["rank", "disabled", "memory", "uncounted", "busy", "gone"])
+def test_what_is_used_or_cannot_be_known_is_left_alone(node: Node, use: str) -> None:
+    """Nothing is written."""
+    node.measuring.settings = MeasureConfig(idle_seconds=1, most_bytes=96 * MIB, enabled=use != "disabled")
+    node.in_memory = use == "memory"
+    if use == "uncounted":
+        node.counters = lambda drive: None
+    elif use == "busy":
+        busy(node)
+    elif use == "gone":
+        node.measuring.paths = (str(node.paths[0] / "gone"),)
+    before = own_bytes("write")
+    for _ in range(15):
+        if use == "rank":
+            node.measuring.used(["a"])
+        node.look()
+        time.sleep(0.1)
+    assert own_bytes("write") - before < 16 * MIB
+    assert node.profiles.of("wwid-a") is None
+
+
+def test_a_run_that_comes_ends_a_measurement(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """And its space is free for the run."""
+    node.measuring.settings = MeasureConfig(idle_seconds=0)
+    caplog.set_level(logging.INFO)
+    thread = threading.Thread(target=node.measuring.look)
+    thread.start()
+    until(lambda: bool(node.reservations.entries()))
+    node.measuring.used(["b"])
+    node.measuring.used(["a"])
+    thread.join(300)
+    assert "measure.stopped devices=a" in caplog.text
+    assert node.profiles.of("wwid-a") is None
+    node.measuring.settings = MeasureConfig(idle_seconds=1000)
+    node.look()
+    assert node.profiles.of("wwid-a") is None
+
+
+def test_the_end_of_the_daemon_ends_a_measurement(node: Node) -> None:
+    """And none begins after it."""
+    node.measuring.settings = MeasureConfig(idle_seconds=0)
+    thread = Background("measure", node.measuring.look, 0.01)
+    thread.start()
+    until(lambda: bool(node.reservations.entries()))
+    node.measuring.end()
+    thread.close()
+    assert not thread._thread.is_alive()
+    node.look()
+    assert node.profiles.of("wwid-a") is None
+
+
+def test_one_that_others_have_disturbed_is_thrown_away(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """Its result would be theirs."""
+    caplog.set_level(logging.INFO)
+    node.counters = lambda drive: counted(2 * own_bytes("read"), 2 * own_bytes("write"))
+    node.look()
+    assert 'measure.disturbed devices=a by="others that use a"' in caplog.text
+    assert node.profiles.of("wwid-a") is None
+
+
+def test_what_does_not_reach_the_drive_is_no_bandwidth(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said, and not tried again at once."""
+    node.counters = lambda drive: counted(0, 0)
+    node.look(5)
+    assert caplog.text.count("measure.failed") == 1
+    assert "they are cached" in caplog.text
+    assert node.profiles.of("wwid-a") is None
+
+
+def test_there_must_be_room_beside_what_runs_have_reserved(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """A measurement is refused as a run is."""
+    place = node.locate(str(node.paths[0]), Path())
+    owner, free = Owner(pid=1, process_started=1), os.statvfs(place.path).f_bavail * os.statvfs(place.path).f_frsize
+    node.reservations.reserve(owner, "r", place, free - 20 * MIB, free)
+    node.measuring.look()
+    assert "reserved by run r" in caplog.text
+    assert [entry.run_id for entry in node.reservations.entries()] == ["r"]
+    assert node.profiles.of("wwid-a") is None
+
+
+def test_what_a_killed_daemon_left_is_removed_at_the_next_start(node: Node) -> None:
+    """Nothing else is."""
+    node.measuring.settings = MeasureConfig(idle_seconds=1000)
+    old, young, other = (node.paths[0] / name for name in (".infinity-probe-x", ".infinity-probe-y", "infinity-probe"))
+    for file in (old, young, other):
+        file.write_text("")
+    for file in (old, other):
+        os.utime(file, (0, 0))
+    node.measuring.look()
+    assert sorted(os.listdir(node.paths[0])) == [young.name, other.name]
