@@ -1,4 +1,4 @@
-"""Drives are measured by the daemon itself: only while nobody uses them, within bounds, and without leaving anything."""
+"""Drives are measured by the daemon itself: only while nobody uses them, within bounds, and nothing is left."""
 
 from __future__ import annotations
 
