@@ -13,7 +13,7 @@ _JOIN_SECONDS = 5.0
 
 
 class Background:
-    """Calls `act` every `seconds` in a thread of its own, from `start` to `close`.
+    """Calls `act` in a thread of its own, from `start` to `close`, with `seconds` between two calls.
 
     What goes wrong is said, once until it goes well again or something else goes wrong, and the next call comes all the
     same.
@@ -36,7 +36,7 @@ class Background:
             self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
-        while not self._ended.wait(self._seconds):
+        while not self._ended.is_set():
             try:
                 self._act()
             except Exception as error:  # whatever it is, the daemon goes on
@@ -46,3 +46,4 @@ class Background:
                 self._said = reason
             else:
                 self._said = ""
+            self._ended.wait(self._seconds)

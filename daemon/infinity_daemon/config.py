@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
@@ -14,6 +14,8 @@ from infinity.node import SOCKET_NAME
 from infinity.settings import Settings, setting
 from infinity.telemetry.exporter import LOOPBACK
 from infinity.units import GIB, MIB
+
+_DAY: Final = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,11 @@ class DrivesConfig:
         size=True,
         minimum=1,
     )
+    daily_share: float = setting(
+        0.001,
+        "Share of `endurance` that a run may write to a drive in a day before it is warned. 0: it never is.",
+        maximum=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +92,19 @@ class MeasureConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StaleConfig:
+    """Runs in `drives.paths` that nobody holds any more. They are listed; what is removed is lost."""
+
+    remove_after_seconds: int = setting(
+        0, "How long after its last change a run without a commit is removed. 0: never."
+    )
+    remove_committed_after_seconds: int = setting(
+        0,
+        "The same of a run with a commit, from which training could go on: a day (86400) at least. 0: never.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FairnessConfig:
     """Drives that several runs use at the same time."""
 
@@ -101,6 +121,7 @@ class DaemonConfig:
     pages: PagesConfig = field(default_factory=PagesConfig)
     drives: DrivesConfig = field(default_factory=DrivesConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    stale: StaleConfig = field(default_factory=StaleConfig)
     fairness: FairnessConfig = field(default_factory=FairnessConfig)
 
     @property
@@ -132,9 +153,15 @@ def load_daemon_config(source: str | os.PathLike[str] | None, given: Mapping[str
     """Return the settings of a TOML file, or the defaults, with those replaced that are `given` by their dotted names.
 
     Raises:
-        ConfigError: as `infinity.config.load_config`; a folder of a drive that is not there.
+        ConfigError: as `infinity.config.load_config`; a folder of a drive that is not there; commits that would be
+            removed soon.
     """
     config = _SETTINGS.with_values(_SETTINGS.load(source), given)
+    if 0 < (grace := config.stale.remove_committed_after_seconds) < _DAY:
+        raise ConfigError(
+            f"stale.remove_committed_after_seconds = {grace} is less than a day ({_DAY}), in which a run that ended "
+            "would lose its commits; give more, or 0 for never"
+        )
     for name, paths in (("paths", config.drives.paths), ("endurance", config.drives.endurance)):
         for path in paths:
             if not os.path.isdir(path):

@@ -3,7 +3,7 @@
 A request is one JSON object in a line, an answer too: ``{"ok": true, …}`` or ``{"error": "…"}``.
 
     {"op": "status"}
-    {"op": "bandwidth", "paths": ["…"]}                              bytes per second, or null, by path
+    {"op": "bandwidth", "paths": ["…"]}                              bytes per second, or null, and wear by path
     {"op": "record_bandwidth", "rates": {"…": {"read": 1e9}}, "source": "run"}       of paths measured together
     {"op": "reserve", "path": "…", "bytes": 1, "run_id": "…"}        until released or the caller is gone
     {"op": "release", "path": "…", "run_id": "…"}
@@ -28,11 +28,15 @@ from infinity_daemon.bandwidth import LOADS, Measured, Profile, Profiles, Rates,
 from infinity_daemon.log import event
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.reservations import Owner, Reservations
+from infinity_daemon.stale import StaleRun
+from infinity_daemon.wear import DriveWear
 
 Answer = Mapping[str, object]
 
 _MAX_PATHS: Final = 64
 _MAX_BYTES: Final = (1 << 60) - 1
+_MAX_STALE: Final = 256
+"""Runs that an answer lists."""
 
 
 class Requests:
@@ -51,12 +55,16 @@ class Requests:
         known_paths: Callable[[], tuple[str, ...]],
         is_alive: Callable[[Owner], bool],
         used: Callable[[Iterable[str]], None],
+        wear: Callable[[Drive], DriveWear],
+        daily_share: Callable[[], float],
+        stale: Callable[[], Sequence[StaleRun]],
         rates_of: Callable[[str], Mapping[str, float]],
         about: Callable[[], Mapping[str, object]],
     ) -> None:
         self._pages, self._profile, self._reservations = pages, profile, reservations
         self._known_paths, self._is_alive = known_paths, is_alive
         self._used, self._rates_of, self._about = used, rates_of, about
+        self._wear, self._daily_share, self._stale = wear, daily_share, stale
         # By op: what its keys must look like, and the method that is called with them.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
             "status": (record(), self._status),
@@ -105,7 +113,7 @@ class Requests:
                 for page in found.pages
             ],
             "broken_pages": found.broken,
-            "paths": [await asyncio.to_thread(_describe, path) for path in paths],
+            "paths": [await asyncio.to_thread(self._describe, path) for path in paths],
             "reservations": [
                 {
                     "run_id": entry.run_id,
@@ -116,6 +124,32 @@ class Requests:
                 }
                 for entry in self._reservations.entries()
             ],
+            "stale_runs": [
+                {
+                    "run_id": run.run_id,
+                    "folders": [str(root) for root in run.roots],
+                    "complete": run.complete,
+                    "committed": run.committed,
+                    "bytes": run.nbytes,
+                    "changed": run.changed,
+                }
+                for run in self._stale()[:_MAX_STALE]
+            ],
+        }
+
+    def _describe(self, path: str) -> Mapping[str, object]:
+        try:
+            drive, found = locate(path).drive, space(path)
+        except (OSError, ValueError) as error:
+            return {"path": path, "error": getattr(error, "strerror", None) or str(error)}
+        profile, wear = self._profile.of(drive.identity), self._wear(drive)
+        return {
+            "path": path,
+            "device": drive.name,
+            **asdict(found),
+            "bandwidth": _described(profile, drive),
+            "wear_ratio": wear.ratio,
+            "endurance_days": wear.days,
         }
 
     async def _bandwidth(self, _: Owner, paths: Sequence[str]) -> Answer:
@@ -128,7 +162,12 @@ class Requests:
             "bandwidth": {path: _described(alone[drive.identity], drive) for path, drive in drives.items()},
             "together": together
             and {path: _described(together[drive.identity], drive) for path, drive in drives.items()},
+            "wear": {path: self._worn(drive) for path, drive in drives.items()},
         }
+
+    def _worn(self, drive: Drive) -> Mapping[str, object]:
+        found = self._wear(drive)
+        return {"rated_bytes": found.rated, "left_bytes": found.left, "daily_share": self._daily_share()}
 
     async def _record_bandwidth(self, _: Owner, rates: Mapping[str, Rates], source: str) -> Answer:
         if not 0 < len(rates) <= _MAX_PATHS:
@@ -194,11 +233,3 @@ def _sum(first: Rates | None, second: Rates) -> Rates:
         return second
     both = {load: (getattr(first, load), getattr(second, load)) for load in LOADS}
     return Rates(**{load: sum(pair) if None not in pair else None for load, pair in both.items()})
-
-
-def _describe(path: str) -> Mapping[str, object]:
-    try:
-        place, found = locate(path), space(path)
-    except (OSError, ValueError) as error:
-        return {"path": path, "error": getattr(error, "strerror", None) or str(error)}
-    return {"path": path, "device": place.drive.name, **asdict(found)}

@@ -18,23 +18,26 @@ from prometheus_client import CollectorRegistry
 from infinity import __version__
 from infinity.access import own_folder, read_own
 from infinity.errors import ConfigError, InfinityError
-from infinity.io.drives import locate
+from infinity.io.drives import Drive, locate
 from infinity.telemetry.exporter import serve_registry
+from infinity_daemon import measure, stale
 from infinity_daemon.background import Background
 from infinity_daemon.bandwidth import Profiles
 from infinity_daemon.collect_build import BuildCollector
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
+from infinity_daemon.collect_stale import StaleCollector
 from infinity_daemon.collection import Collection
 from infinity_daemon.config import DaemonConfig
 from infinity_daemon.fairness import Fairness, usages
 from infinity_daemon.log import event
-from infinity_daemon.measure import LOOK_SECONDS, Measuring
+from infinity_daemon.measure import Measuring
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.server import SocketServer
-from infinity_daemon.wear import WearWatch
+from infinity_daemon.stale import StaleRuns
+from infinity_daemon.wear import DriveWear, WearWatch
 
 _SWEEP_SECONDS: Final = 1.0
 _MOST_TOKEN: Final = 4096
@@ -65,6 +68,7 @@ class Daemon:
         self._reservations = Reservations()
         self._profile = Profiles(state)
         self._measuring = Measuring(self._profile, self._reservations)
+        self._stale = StaleRuns()
         self._wear = WearWatch({})
         self._fairness = Fairness()
         self._devices = DevicesCollector(
@@ -74,7 +78,14 @@ class Daemon:
             bandwidth=self._profile.of,
             wear=self._wear,
         )
-        self._collection = Collection([BuildCollector(self._started), self._devices, RanksCollector(self._pages)])
+        self._collection = Collection(
+            [
+                BuildCollector(self._started),
+                self._devices,
+                RanksCollector(self._pages),
+                StaleCollector(self._stale),
+            ]
+        )
         requests = Requests(
             pages=self._pages,
             profile=self._profile,
@@ -82,6 +93,9 @@ class Daemon:
             known_paths=self._devices.known_paths,
             is_alive=lambda owner: self._server.is_alive(owner),
             used=self._measuring.used,
+            wear=self._worn,
+            daily_share=lambda: self._config.drives.daily_share,
+            stale=lambda: self._stale.found,
             rates_of=self._rates_of,
             about=self._about,
         )
@@ -94,6 +108,11 @@ class Daemon:
         about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": self._started}
         return {**about, "metrics_port": self._port, "collectors": self._collection.health}
 
+    def _worn(self, drive: Drive) -> DriveWear:
+        """Return what is known of the wear of a drive, which is looked at by scrapes too, if there are any."""
+        self._wear.look([drive])
+        return self._wear.of(drive)
+
     def _rates_of(self, run: str) -> Mapping[str, float]:
         return self._fairness.rates_of(run) if self._config.fairness.enabled else {}
 
@@ -101,8 +120,8 @@ class Daemon:
         """Let the parts go by these settings; what is used at the start only stays."""
         self._config = config
         self._pages.keep = {"dead": config.pages.keep_dead_seconds, "ended": config.pages.keep_ended_seconds}
-        self._devices.paths = self._measuring.paths = config.drives.paths
-        self._measuring.settings = config.measure
+        self._devices.paths = self._measuring.paths = self._stale.paths = config.drives.paths
+        self._measuring.settings, self._stale.settings = config.measure, config.stale
         self._wear.endurance = {locate(path).drive.name: size for path, size in config.drives.endurance.items()}
 
     def _reload(self, load: Callable[[], DaemonConfig]) -> None:
@@ -141,7 +160,10 @@ class Daemon:
 
     async def _work_until(self, stop: asyncio.Event) -> None:
         """Do what the daemon does by itself, until told to stop."""
-        threads = [Background("measure", self._measuring.look, LOOK_SECONDS)]
+        threads = [
+            Background("measure", self._measuring.look, measure.LOOK_SECONDS),
+            Background("stale", self._stale.look, stale.LOOK_SECONDS),
+        ]
         try:
             for thread in threads:
                 thread.start()

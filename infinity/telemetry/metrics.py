@@ -69,7 +69,7 @@ FETCH_RESULTS: Final = ("hit", "late", "miss")
 FRAME_STATUSES: Final = ("free", "resident", "streaming", "writing")
 ERROR_REASONS: Final = ("eio", "enospc", "corrupt", "timeout", "other")
 PAGE_STATUSES: Final = ("live", "ended", "dead", "broken")
-COLLECTORS: Final = ("build", "devices", "ranks")
+COLLECTORS: Final = ("build", "devices", "ranks", "stale")
 
 _OP = Label(name="op", values=OPS)
 _ROLE = Label(name="state", values=ROLES)
@@ -254,6 +254,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Bytes that ranks have reserved on a drive and not released.",
         _DEVICE,
     ),
+    _daemon(
+        "device_stale_runs",
+        "gauge",
+        "Runs in the configured folders of a drive that nobody holds any more (`infinity status`).",
+        _DEVICE,
+    ),
+    _daemon("device_stale_bytes", "gauge", "Bytes that they take on the drive.", _DEVICE),
     _daemon(
         "device_wear_ratio",
         "gauge",

@@ -58,7 +58,7 @@ def test_two_ranks_one_killed_end_to_end(tmp_path):
             assert 'infinity_daemon_ranks{status="dead"} 1.0' in text
             health = json.loads(get(process.port, "/healthz"))
             assert health["status"] == "ok"
-            assert health["collectors"] == {"build": True, "devices": True, "ranks": True}
+            assert health["collectors"] == {"build": True, "devices": True, "ranks": True, "stale": True}
             (status,) = talk(tmp_path, {"op": "status"})
             assert [rank["status"] for rank in status["ranks"]] == ["live", "dead"]
             assert status["metrics_port"] == process.port
