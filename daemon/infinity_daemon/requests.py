@@ -167,7 +167,12 @@ class Requests:
 
     def _worn(self, drive: Drive) -> Mapping[str, object]:
         found = self._wear(drive)
-        return {"rated_bytes": found.rated, "left_bytes": found.left, "daily_share": self._daily_share()}
+        return {
+            "device": drive.name,
+            "rated_bytes": found.rated,
+            "left_bytes": found.left,
+            "daily_share": self._daily_share(),
+        }
 
     async def _record_bandwidth(self, _: Owner, rates: Mapping[str, Rates], source: str) -> Answer:
         if not 0 < len(rates) <= _MAX_PATHS:

@@ -32,6 +32,7 @@ from infinity.peers import Peers
 from infinity.ranks import Ranks
 from infinity.run.pacing import Pacing
 from infinity.run.place import RunPlace
+from infinity.run.wear import WearWarning
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
 from infinity.store.extents import file_sizes, plan_slots, spread
@@ -177,6 +178,9 @@ class Run:
             self.undo.push(pager.drain)
             worker = UpdateWorker(settings.update.cores_beside(device.type, _idle_cores(self.ranks)), pager.fail)
             self.undo.push(worker.close)
+            if self.ranks.local_rank == 0:
+                wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
+                self.undo.push(wear.close)
         planner = StepPlanner(
             layout, pager, ledger, frames=arena.frames, wanted=settings.update.placement, threaded=worker.threaded
         )
