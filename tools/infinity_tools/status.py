@@ -86,18 +86,15 @@ def _reservations(found: Mapping[str, Any]) -> Table:
 
 
 def _stale(found: Mapping[str, Any]) -> Table:
-    rows = (
-        (
-            one["run_id"],
-            format_size(one["bytes"]),
-            ("may be gone on with" if one["committed"] else "without a commit")
-            + ("" if one["complete"] else ", in part"),
-            f"{_age(one['changed'])} ago",
-            ", ".join(one["folders"]),
-        )
-        for one in found["stale_runs"]
-    )
-    return _table("stale runs", ("run", ">bytes", "", ">changed", "folders"), rows)
+    return _table("stale runs", ("run", ">bytes", "", ">changed", "folders"), map(_stale_run, found["stale_runs"]))
+
+
+def _stale_run(one: Mapping[str, Any]) -> tuple[str, ...]:
+    state = "may have commits" if one["committed"] else "no commit"
+    if not one["complete"]:
+        state += ", other folders elsewhere"
+    folders = ", ".join(one["folders"])
+    return one["run_id"], format_size(one["bytes"]), state, f"{_age(one['changed'])} ago", folders
 
 
 def _table(title: str, headings: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
