@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -250,7 +250,7 @@ class Measuring:
             rates[place.drive.identity] = Rates(
                 read=by_load[Load.READ], write=by_load[Load.WRITE], mixed=by_load[Load.BOTH]
             )
-            shown = {load.value: f"{speed / 1e9:.3f}GB/s" for load, speed in by_load.items()}
+            shown = {load: f"{speed / 1e9:.3f}GB/s" for load, speed in asdict(rates[place.drive.identity]).items()}
             event(logging.INFO, "measure.done", device=place.drive.name, together=len(target), **shown)
         self._profiles.record(Measured(rates=rates, source="daemon", measured=time.time()))
 

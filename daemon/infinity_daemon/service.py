@@ -132,7 +132,9 @@ class Daemon:
         except (InfinityError, OSError) as error:
             event(logging.ERROR, "config.refused", reason=str(error))
             return
-        kept = [name for name in ("server", "runtime_dir") if getattr(config, name) != getattr(before, name)]
+        kept = [
+            name for name in ("server", "runtime_dir", "state_dir") if getattr(config, name) != getattr(before, name)
+        ]
         event(logging.INFO, "config.read")
         if kept:
             event(

@@ -46,10 +46,7 @@ def status(
         soft_wrap=True,
     )
     for table in (_ranks(found), _drives(found), _reservations(found), _stale(found)):
-        if table.row_count:
-            console.print(table)
-        else:
-            console.print(f"no {table.title}")
+        console.print(table if table.row_count else f"no {table.title}")
 
 
 def _ranks(found: Mapping[str, Any]) -> Table:
@@ -61,20 +58,19 @@ def _ranks(found: Mapping[str, Any]) -> Table:
 
 
 def _drives(found: Mapping[str, Any]) -> Table:
-    headings = ("drive", "folder", ">free", ">of", ">read", ">write", ">mixed GB/s", ">measured", ">worn", ">days left")
+    headings = ("drive", ">free", ">read GB/s", ">write", ">mixed", ">measured", ">worn", ">days left", "folder")
     return _table("drives", headings, map(_drive, found["paths"]))
 
 
 def _drive(one: Mapping[str, Any]) -> tuple[str, ...]:
     if "error" in one:
-        return "?", f"{one['path']}: {one['error']}", *[""] * 8
+        return "?", *[""] * 7, f"{one['path']}: {one['error']}"
     profile = one["bandwidth"] or {}
     speeds = (f"{profile[load] / 1e9:.2f}" if profile.get(load) else "-" for load in ("read", "write", "mixed"))
     measured = f"{_age(profile['measured'])} ago" if profile else "never"
     worn = "-" if one["wear_ratio"] is None else f"{100 * one['wear_ratio']:.0f} %"
     days = "-" if one["endurance_days"] is None else f"{one['endurance_days']:.0f}"
-    sizes = format_size(one["free"]), format_size(one["capacity"])
-    return one["device"], one["path"], *sizes, *speeds, measured, worn, days
+    return one["device"], format_size(one["free"]), *speeds, measured, worn, days, one["path"]
 
 
 def _reservations(found: Mapping[str, Any]) -> Table:
