@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from infinity.io.drives import locate
 from infinity.telemetry import Stats
 from support.daemon_process import ENVIRONMENT, client, daemon, get, start_second, talk, until
 
@@ -25,6 +26,7 @@ def shared(tmp_path_factory):
 
 RANK = """
 import json, sys, time
+from infinity.io.drives import locate
 from infinity.telemetry import Stats
 rank, info = int(sys.argv[2]), {"version": "1", "paths": json.dumps([sys.argv[1]])}
 stats = Stats.create(
@@ -80,7 +82,11 @@ def test_bandwidth_is_null_until_a_rank_has_measured_it(shared):
         {"op": "record_bandwidth", "rates": {str(folder): {"read": 3e9, "write": 2e9}}, "source": "run"},
         ask,
     )
-    assert before == {"ok": True, "bandwidth": {str(folder): None}, "together": None}
+    drive = locate(str(folder)).drive.name
+    unrated = {"device": drive, "rated_bytes": None, "left_bytes": None, "daily_share": 0.001}
+    assert before == {
+        "ok": True, "bandwidth": {str(folder): None}, "together": None, "wear": {str(folder): unrated},
+    }  # fmt: skip
     assert done["ok"]
     assert after["bandwidth"][str(folder)]["read"] == 3e9
     assert (folder / "bandwidth.json").exists()
