@@ -1,0 +1,151 @@
+"""Pages move between paths of different speed; nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.config import StorageConfig
+from infinity.errors import BudgetError
+from infinity.hugepages import transfer_memory
+from infinity.io import Op, open_engine
+from infinity.run import balance
+from infinity.run.balance import Load, PathLoads, Watch
+from infinity.run.space import FileSpace
+from infinity.store.extents import SlotClass
+from infinity.store.pages import PageStore
+from support.command import run_here
+from support.session import STEPS, Session, reference
+
+
+def test_overlapping_transfers_count_once() -> None:
+    """Busy is a path while anything of it is on its way."""
+    loads = PathLoads(2)
+    loads.moved(0, 10, 1.0, 3.0)
+    loads.moved(0, 10, 2.0, 4.0)
+    loads.moved(0, 10, 6.0, 7.0)
+    loads.moved(1, 5, 0.0, 1.0)
+    assert loads.take() == [Load(30, 4.0), Load(5, 1.0)]
+    assert loads.take() == [Load(0, 0), Load(0, 0)]
+    loads.moved(0, 10, 6.5, 8.0)
+    assert loads.take()[0] == Load(10, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "moves"),
+    [
+        (Load(100, 0.9), Load(100, 0.3), True),
+        (Load(100, 0.9), Load(100, 0.85), False),  # a difference that is no matter
+        (Load(100, 0.2), Load(100, 0.05), False),  # nobody waits for either
+        (Load(300, 0.9), Load(100, 0.9), False),  # the one is faster, and has more
+        (Load(100, 0.9), Load(0, 0), False),  # nothing is known of the second
+    ],
+)
+def test_what_must_last_before_pages_move(first: Load, second: Load, moves: bool) -> None:
+    watch = Watch(2)
+    found = [watch.look([first, second], 1.0) for _ in range(30)]
+    assert found[0] is None, "a moment is no reason"
+    if moves:
+        assert found[-1] == pytest.approx([100 / 0.9, 100 / 0.3])
+    else:
+        assert set(map(repr, found)) == {"None"}
+
+
+def test_a_path_that_recovers_is_seen() -> None:
+    watch = Watch(2)
+    for _ in range(60):
+        watch.look([Load(10, 0.9), Load(100, 0.9)], 1.0)
+    found = [watch.look([Load(10, 0.05), Load(100, 0.9)], 1.0) for _ in range(30)]
+    assert found[-1] is not None, "it would do more now"
+    assert found[-1][0] > found[-1][1]
+
+
+def made(folder: Path) -> Path:
+    """Return a folder, made."""
+    folder.mkdir()
+    return folder
+
+
+def always(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Let pages be spread by random rates all the time; return where they have been."""
+    chance = random.Random(7)
+    been: list[tuple[int, ...]] = []
+    spread_anew = PageStore.spread_anew
+
+    def note(store: PageStore, paths: Sequence[int], slots: Any) -> None:
+        spread_anew(store, paths, slots)
+        been.append(tuple(paths))
+
+    monkeypatch.setattr(PageStore, "spread_anew", note)
+    monkeypatch.setattr(balance, "_EVERY_SECONDS", 0.005)
+    monkeypatch.setattr(Watch, "look", lambda *_: [chance.random(), chance.random()])
+    return been
+
+
+def test_moving_pages_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All the time, while training, committing and resuming; also with more or fewer commits retained than before."""
+    expected = reference(made(tmp_path / "one"))
+    been = always(monkeypatch)
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    found: list[float] = []
+    for until, retained in ((3, 1), (4, 3), (6, 3), (7, 2), (STEPS, 5)):
+        run = {"resume": "latest" if found else "", "retained_commits": retained}
+        with Session(tmp_path, storage={"paths": paths}, run=run) as session:
+            del found[session.optimizer.steps :]
+            found += session.run(until)
+    assert found == expected
+    assert len(set(been)) > 20
+    done = run_here("store", "verify", *paths)
+    assert done.status == 0, done.errors
+
+
+def test_without_room_pages_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, and training goes on."""
+    expected = reference(made(tmp_path / "one"))
+    been = always(monkeypatch)
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    allocate = FileSpace.allocate
+
+    def full(space: FileSpace, slots: Iterable[SlotClass]) -> None:
+        if space.nbytes:
+            raise BudgetError("no room")
+        allocate(space, slots)
+
+    monkeypatch.setattr(FileSpace, "allocate", full)
+    with Session(tmp_path, storage={"paths": paths}) as session:
+        assert session.run() == expected
+    assert not been
+    assert [record.message for record in caplog.records if "no room" in record.message] == [
+        "drives are not equally busy, but there is no room to move pages: no room"
+    ]
+
+
+def test_a_setting_leaves_pages_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    been = always(monkeypatch)
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    with Session(tmp_path, storage={"paths": paths, "balance": False}) as session:
+        session.run(3)
+    assert not been
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_who_waits_behind_a_slow_drive_is_not_taken_for_slow(engine: str, tmp_path: Path) -> None:
+    """A request counts from when the drive is asked, not from when it is queued behind requests to another drive."""
+    running, _ = open_engine(StorageConfig(engine=engine, queue_depth=1))  # type: ignore[arg-type]
+    memory = transfer_memory(64 << 10)
+    try:
+        file = running.open(str(tmp_path / "data"), create=True)
+        tickets = [running.submit(Op.WRITE, file, 0, memory) for _ in range(20)]
+        for ticket in tickets:
+            ticket.wait(60)
+        assert all(ticket.submitted <= ticket.started <= ticket.completed for ticket in tickets)
+        assert all(one.completed <= other.started for one, other in pairwise(tickets))
+    finally:
+        running.close()
