@@ -259,6 +259,16 @@ class PageStore:
         self._slots = (*self._slots, *slots)
         self._paths = tuple(paths)
 
+    def not_moved(self, pages: Sequence[int]) -> list[int]:
+        """Return those of `pages` whose current version is on another path than the next one will be."""
+        with self._lock:
+            current = [self._current.get(page) for page in pages]
+        return [
+            page
+            for page, version in zip(pages, current, strict=True)
+            if version is not None and version.extent.path != self._paths[page]
+        ]
+
     @property
     def paths(self) -> tuple[int, ...]:
         """By page, the path that new versions of it go to."""
