@@ -3,6 +3,8 @@
 - `fair_worst_ratio`: two jobs that are bound by one drive, one of which would take far more of it (it keeps more
   requests in flight). By weights: by how much the shares of bytes depart from the weights, as a ratio (1.0 is exact);
   `fair_without` is the same without a daemon, `fair_used` what both move together over that without a daemon.
+- `two_drives_of_sum`: what a job with two drives of different speed moves, over the sum of what it moves with each of
+  them alone; `two_drives_after_change` the same, when one of them became slower in the middle of the run.
 - `alone_over_without`: the step time of a job that is alone, with a daemon, over that without one, in turns.
 - `telemetry_share_of_step`: the time that a step spends in counting, over the step.
 - `scrape_cpu_seconds`: processor time of the daemon for one scrape of 8 ranks and 4 drives; `series`: how many.
@@ -37,6 +39,8 @@ from bench_step import RESULTS, ROOT, build, machine, publish, replay, spread, t
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
 WEIGHTS = ((1, 1), (3, 1))
+FAST, MIDDLE, SLOW = 1.5, 0.5, 0.25
+"""Speeds of two drives, relative to `--megabytes`: fast and middle first, then slow and middle."""
 DEPTHS = (64, 4)
 """Requests in flight of the two jobs."""
 RANKS, DRIVES = 8, 4
@@ -205,6 +209,45 @@ def fairness(options: argparse.Namespace, group: Path, folder: Path) -> dict[str
     return found
 
 
+def two_drives(options: argparse.Namespace, group: Path, folders: list[Path]) -> dict[str, Any]:
+    """Return what a job moves with each of two drives and with both, also after one has become slower."""
+    drives = [SlowDrive(folder, group) for folder in folders]
+
+    def moved(used: list[int], *speeds: dict[int, float]) -> list[float]:
+        """Return bytes per second with these drives, first at these speeds, then at the next ones, and so on."""
+        with ExitStack() as stack:
+            runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-")))
+            config = {"memory": {"host_bytes": options.host_memory}, "telemetry": {"runtime_dir": str(runtime)}}
+            set_speeds(speeds[0])  # before it starts: so it is spread by them
+            paths = [str(folders[number]) for number in used]
+            (pipe,), runs = stack.enter_context(jobs(options, [config], group, paths))
+            pipe.send("run")
+            rates = []
+            for now in speeds:
+                set_speeds(now)
+                time.sleep(options.settle)
+                rates += moved_while(runtime, runs, options.seconds)
+            pipe.send("bytes")
+            set_speeds({0: 0, 1: 0})
+            pipe.recv()
+            return rates
+
+    def set_speeds(speeds: dict[int, float]) -> None:
+        for number, speed in speeds.items():
+            drives[number].set_speed(int(speed * (options.megabytes << 20)))
+
+    first, then = moved([0, 1], {0: FAST, 1: MIDDLE}, {0: SLOW, 1: MIDDLE})
+    fast, slow = moved([0], {0: FAST}, {0: SLOW})
+    (middle,) = moved([1], {1: MIDDLE})
+    found = {
+        "bytes_per_second": {"fast": fast, "slow": slow, "middle": middle, "both": first, "both_after_change": then},
+        "of_sum": first / (fast + middle),
+        "after_change": then / (slow + middle),
+    }
+    print("two drives", found, file=sys.stderr)
+    return found
+
+
 def alone(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the step time of a job with a daemon and without one, in turns."""
     with tempfile.TemporaryDirectory(prefix="infinity-bench-") as name:
@@ -315,6 +358,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         group = stack.enter_context(throttled_group())
         folder = stack.enter_context(loopdev.loop_device(options.device_bytes))
+        with loopdev.loop_device(options.device_bytes) as other:
+            drives = two_drives(options, group, [folder, other])
+        result |= {
+            "two_drives": drives,
+            "two_drives_of_sum": drives["of_sum"],
+            "two_drives_after_change": drives["after_change"],
+        }
         shared = fairness(options, group, folder)
         by_weights = [shared[":".join(map(str, weights))] for weights in WEIGHTS]
         without = sum(shared["without"]["bytes_per_second"])
