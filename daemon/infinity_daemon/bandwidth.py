@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any, Final
 
 from infinity.access import read_own, write_own
+from infinity.io.drives import Drive
 from infinity.schema import Mismatch, one_of, optional, record, sequence, table, text
 from infinity_daemon.log import event
 
@@ -99,12 +100,13 @@ class Profiles:
         self._lock = threading.Lock()
         """Held while a measurement is added and the file written: the last write has the newest."""
 
-    def of(self, drive: str) -> Profile | None:
-        """Return the profile of a drive by its identity, or None if it was never measured."""
-        return _profile(drive, [one for one in self._kept if one.drives == {drive}]) or _profile(drive, self._kept)
+    def of(self, drive: Drive) -> Profile | None:
+        """Return the profile of a drive, or None if it was never measured."""
+        name = drive.identity
+        return _profile(name, [one for one in self._kept if one.drives == {name}]) or _profile(name, self._kept)
 
     def together(self, drives: Collection[str]) -> dict[str, Profile] | None:
-        """Return the profiles of drives that are all busy, by identity; None if that was never measured."""
+        """Return the profiles of drives, all busy, by identity as they are given; None if never measured."""
         same = [one for one in self._kept if one.drives == frozenset(drives)]
         found = {drive: _profile(drive, same) for drive in drives}
         known = {drive: profile for drive, profile in found.items() if profile is not None}

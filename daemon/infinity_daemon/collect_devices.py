@@ -33,8 +33,8 @@ Samples = Iterator[tuple[dict[str, str], float]]
 class DevicesCollector:
     """Serves the ``device_*`` metrics, once per drive however many paths are on it.
 
-    `reserved` gives the bytes reserved per drive name, `bandwidth` the profile of a drive by its identity or None;
-    `wear` is looked after here.
+    `reserved` gives the bytes reserved per drive name, `bandwidth` the profile of a drive or None; `wear` is looked
+    after here.
     """
 
     name = "devices"
@@ -45,7 +45,7 @@ class DevicesCollector:
         paths: Sequence[str],
         pages: StatsPages,
         reserved: Callable[[], Mapping[str, int]],
-        bandwidth: Callable[[str], Profile | None],
+        bandwidth: Callable[[Drive], Profile | None],
         wear: WearWatch,
         sysfs: Path = SYSFS,
     ) -> None:
@@ -98,7 +98,7 @@ class DevicesCollector:
 
     def _profiles(self, drives: Mapping[str, Drive]) -> Samples:
         for name, drive in drives.items():
-            found = self._bandwidth(drive.identity)
+            found = self._bandwidth(drive)
             for load in LOADS if found is not None else ():
                 if (speed := getattr(found, load)) is not None:
                     yield {"device": name, "op": load}, speed

@@ -142,7 +142,7 @@ class Requests:
             drive, found = locate(path).drive, space(path)
         except (OSError, ValueError) as error:
             return {"path": path, "error": getattr(error, "strerror", None) or str(error)}
-        profile, wear = self._profile.of(drive.identity), self._wear(drive)
+        profile, wear = self._profile.of(drive), self._wear(drive)
         return {
             "path": path,
             "device": drive.name,
@@ -156,10 +156,9 @@ class Requests:
         drives = {path: (await asyncio.to_thread(locate, path)).drive for path in paths}
         self._used(drive.name for drive in drives.values())
         identities = {drive.identity for drive in drives.values()}
-        alone = {identity: self._profile.of(identity) for identity in identities}
         together = self._profile.together(identities) if len(identities) > 1 else None
         return {
-            "bandwidth": {path: _described(alone[drive.identity], drive) for path, drive in drives.items()},
+            "bandwidth": {path: _described(self._profile.of(drive), drive) for path, drive in drives.items()},
             "together": together
             and {path: _described(together[drive.identity], drive) for path, drive in drives.items()},
             "wear": {path: self._worn(drive) for path, drive in drives.items()},

@@ -22,6 +22,7 @@ from infinity_daemon.reservations import Owner, Reservations
 from support.daemon_process import until
 
 MIB = 1 << 20
+DRIVE = Drive(name="a", identity="wwid-a")
 SMALL = MeasureConfig(idle_seconds=0, most_bytes=96 * MIB)
 """16 MiB at a time."""
 
@@ -89,7 +90,7 @@ def test_an_idle_drive_is_measured_within_bounds_and_not_again(node: Node) -> No
     node.look()
     written = own_bytes("write") - before
     assert 16 * MIB <= written <= 48 * MIB + 4 * MIB  # the file system's own records beside
-    profile = node.profiles.of("wwid-a")
+    profile = node.profiles.of(DRIVE)
     assert profile is not None
     assert all(speed is not None and speed > 0 for speed in (profile.read, profile.write, profile.mixed))
     assert node.measured("a") == profile.measured
@@ -172,7 +173,7 @@ def test_what_is_used_or_cannot_be_known_is_left_alone(node: Node, use: str) -> 
         node.look()
         time.sleep(0.1)
     assert own_bytes("write") - before < 16 * MIB
-    assert node.profiles.of("wwid-a") is None
+    assert node.profiles.of(DRIVE) is None
 
 
 def test_a_run_that_comes_ends_a_measurement(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,10 +187,10 @@ def test_a_run_that_comes_ends_a_measurement(node: Node, caplog: pytest.LogCaptu
     node.measuring.used(["a"])
     thread.join(300)
     assert "measure.stopped devices=a" in caplog.text
-    assert node.profiles.of("wwid-a") is None
+    assert node.profiles.of(DRIVE) is None
     node.measuring.settings = MeasureConfig(idle_seconds=1000)
     node.look()
-    assert node.profiles.of("wwid-a") is None
+    assert node.profiles.of(DRIVE) is None
 
 
 def test_the_end_of_the_daemon_ends_a_measurement(node: Node) -> None:
@@ -202,7 +203,7 @@ def test_the_end_of_the_daemon_ends_a_measurement(node: Node) -> None:
     thread.close()
     assert not thread._thread.is_alive()
     node.look()
-    assert node.profiles.of("wwid-a") is None
+    assert node.profiles.of(DRIVE) is None
 
 
 def test_one_that_others_have_disturbed_is_thrown_away(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,7 +212,7 @@ def test_one_that_others_have_disturbed_is_thrown_away(node: Node, caplog: pytes
     node.counters = lambda drive: counted(2 * own_bytes("read"), 2 * own_bytes("write"))
     node.look()
     assert 'measure.disturbed devices=a by="others that use a"' in caplog.text
-    assert node.profiles.of("wwid-a") is None
+    assert node.profiles.of(DRIVE) is None
 
 
 def test_what_does_not_reach_the_drive_is_no_bandwidth(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,7 +221,7 @@ def test_what_does_not_reach_the_drive_is_no_bandwidth(node: Node, caplog: pytes
     node.look(5)
     assert caplog.text.count("measure.failed") == 1
     assert "they are cached" in caplog.text
-    assert node.profiles.of("wwid-a") is None
+    assert node.profiles.of(DRIVE) is None
 
 
 def test_there_must_be_room_beside_what_runs_have_reserved(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,7 +232,7 @@ def test_there_must_be_room_beside_what_runs_have_reserved(node: Node, caplog: p
     node.measuring.look()
     assert "reserved by run r" in caplog.text
     assert [entry.run_id for entry in node.reservations.entries()] == ["r"]
-    assert node.profiles.of("wwid-a") is None
+    assert node.profiles.of(DRIVE) is None
 
 
 def test_what_a_killed_daemon_left_is_removed_at_the_next_start(node: Node) -> None:
