@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ import pytest
 from infinity.io.drives import Drive, DriveCounters, Place
 from infinity_daemon import measure
 from infinity_daemon.background import Background
-from infinity_daemon.bandwidth import Profiles
+from infinity_daemon.bandwidth import FILE_NAME, Profiles
 from infinity_daemon.config import MeasureConfig
 from infinity_daemon.measure import Measuring
 from infinity_daemon.reservations import Owner, Reservations
-from support.daemon_process import until
+from support.daemon_process import daemon, get, talk, until
 
 MIB = 1 << 20
 DRIVE = Drive(name="a", identity="wwid-a")
@@ -245,3 +247,45 @@ def test_what_a_killed_daemon_left_is_removed_at_the_next_start(node: Node) -> N
         os.utime(file, (0, 0))
     node.measuring.look()
     assert sorted(os.listdir(node.paths[0])) == [young.name, other.name]
+
+
+@pytest.fixture
+def drive_of_its_own(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A drive that nobody else uses, by name, and a folder on it; skip where none can be made."""
+    image, folder = tmp_path / "image", tmp_path / "drive"
+    with image.open("wb") as file:
+        file.truncate(400 * MIB)
+    folder.mkdir()
+    with ExitStack() as stack:
+        try:
+            subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True, check=True)
+            made = subprocess.run(["losetup", "-f", "--show", str(image)], capture_output=True, check=True, text=True)
+            device = made.stdout.strip()
+            stack.callback(subprocess.run, ["losetup", "-d", device], check=True)
+            subprocess.run(["mount", device, str(folder)], capture_output=True, check=True)
+            stack.callback(subprocess.run, ["umount", str(folder)], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"cannot make a loop device: {error}")
+        yield Path(device).name, folder
+
+
+def test_a_daemon_measures_by_the_counters_of_the_kernel(drive_of_its_own: tuple[str, Path], tmp_path: Path) -> None:
+    """It answers meanwhile, ends in order in the middle of a measurement, and serves what it has found."""
+    name, folder = drive_of_its_own
+    runtime, config = tmp_path / "run", tmp_path / "infinityd.toml"
+    runtime.mkdir(mode=0o700)
+    config.write_text(f'[drives]\npaths = ["{folder}"]\n[measure]\nidle_seconds = 1\nmost_bytes = "96MiB"\n')
+    with daemon(runtime, "--config", str(config)) as process:
+        until(lambda: "I/O engine" in process.log.read_text())
+        assert f'infinity_device_free_bytes{{device="{name}"}}' in get(process.port, "/metrics")
+    assert os.listdir(folder) == ["lost+found"]
+    (runtime / FILE_NAME).unlink(missing_ok=True)  # it may have come to its end
+    with daemon(runtime, "--config", str(config)) as process:
+        until(lambda: f'infinity_device_free_bytes{{device="{name}"}}' in get(process.port, "/metrics")
+              and "measure.done" in process.log.read_text())  # fmt: skip
+        text = get(process.port, "/metrics")
+        (answer,) = talk(runtime, {"op": "bandwidth", "paths": [str(folder)]})
+    assert os.listdir(folder) == ["lost+found"]
+    for load in ("read", "write", "mixed"):
+        assert f'infinity_device_bandwidth_bytes_per_second{{device="{name}",op="{load}"}}' in text
+        assert answer["bandwidth"][str(folder)][load] > 0
