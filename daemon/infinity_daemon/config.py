@@ -79,8 +79,8 @@ class MeasureConfig:
     )
     most_bytes: int = setting(
         3 * GIB,
-        "Bytes that are written to a drive every `every_seconds`, at most; a sixth is the size of the file that is on "
-        "it meanwhile.",
+        "Bytes that measuring a drive alone and with the others writes to it, at most; a sixth is the size of the file "
+        "that is on it meanwhile. What came to nothing is tried again, ever more rarely.",
         size=True,
         minimum=96 * MIB,
     )

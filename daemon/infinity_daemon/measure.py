@@ -52,8 +52,9 @@ RUN_ID: Final = "infinityd"
 _POINTS: Final = points_of(list(Load), [MIB], [8])
 _PARTS: Final = 6  # a round writes the file and measures two loads that write, for each drive alone and all together
 _RESERVE_BESIDE: Final = 16 * MIB  # for the file system's own records
-_AGAIN_SECONDS: Final = 3600.0
-"""When it is tried again what failed."""
+_AGAIN_SECONDS: Final = 600.0
+"""When it is tried again what came to nothing; twice as long after each further time, up to `measure.every_seconds`:
+each writes to the drive."""
 
 
 @dataclass(kw_only=True)
@@ -116,6 +117,8 @@ class Measuring:
         self._tidied: set[str] = set()  # paths from which what was left over is removed; of the thread
         self._again: dict[frozenset[str], float] = {}
         """When drives, by identity, may be tried again, in monotonic seconds; of the thread."""
+        self._tries: dict[frozenset[str], int] = {}
+        """How often in succession measuring drives, by identity, came to nothing; of the thread."""
         self._said: set[str] = set()  # what the thread has said about drives that it cannot measure
         self._lock = threading.Lock()
         """Guards what follows; held for moments."""
@@ -189,28 +192,34 @@ class Measuring:
         if 0 <= age < settings.every_seconds or now < self._again.get(drives, 0.0):
             return False
         with self._lock:
-            return all(now - self._watched[place.drive.name].idle_since >= settings.idle_seconds for place in target)
+            return self._is_idle(target, settings)
+
+    def _is_idle(self, target: Sequence[Place], settings: MeasureConfig) -> bool:
+        now = time.monotonic()
+        return all(now - self._watched[place.drive.name].idle_since >= settings.idle_seconds for place in target)
 
     def _measure(self, target: Sequence[Place], settings: MeasureConfig) -> None:
         names = [place.drive.name for place in target]
         with self._lock:
-            if self._ended:
+            if self._ended or not self._is_idle(target, settings):  # a run has come just now
                 return
             self._stop, self._measured = threading.Event(), frozenset(names)
-        began, said = time.monotonic(), {"devices": ",".join(names)}
+        drives, said = _identities(target), {"devices": ",".join(names)}
+        tries = self._tries[drives] = self._tries.get(drives, -1) + 1
+        self._again[drives] = time.monotonic() + min(settings.every_seconds, _AGAIN_SECONDS * 2 ** min(tries, 20))
         try:
             foreign, found = self._results(target, settings)
         except ProbeStoppedError:
             event(logging.INFO, "measure.stopped", **said)
         except (InfinityError, OSError) as error:
-            self._again[_identities(target)] = began + _AGAIN_SECONDS
             event(logging.WARNING, "measure.failed", **said, reason=str(error))
         else:
             if foreign:
                 self._touched(foreign)
                 event(logging.INFO, "measure.disturbed", **said, by="others that use " + ",".join(foreign))
             else:
-                self._keep(target, found, said)
+                del self._tries[drives], self._again[drives]
+                self._keep(target, found)
         finally:
             with self._lock:
                 self._measured = frozenset()
@@ -241,9 +250,7 @@ class Measuring:
             )
         return list(dict.fromkeys(foreign.found)), found
 
-    def _keep(
-        self, target: Sequence[Place], found: Mapping[str, Sequence[Measurement]], said: Mapping[str, str]
-    ) -> None:
+    def _keep(self, target: Sequence[Place], found: Mapping[str, Sequence[Measurement]]) -> None:
         rates = {}
         for place in target:
             by_load = {one.point.load: one.bytes_per_second for one in found[place.path]}

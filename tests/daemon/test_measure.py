@@ -8,13 +8,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infinity.io.drives import Drive, DriveCounters, Place
+from infinity.io.probe import ProbeStoppedError
 from infinity_daemon import measure
 from infinity_daemon.background import Background
 from infinity_daemon.bandwidth import FILE_NAME, Profiles
@@ -119,9 +121,10 @@ def test_it_is_measured_again_when_that_is_old(node: Node, monkeypatch: pytest.M
 def test_several_drives_are_measured_alone_and_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other."""
     node = Node(tmp_path, "ab", monkeypatch)
-    # Both drives have the same counters here: what one does alone is nobody else's.
-    node.look(3)
+    node.look(2)
     assert all(map(node.measured, ("a", "b")))
+    assert not node.measured("ab")
+    # Each has half of what this process moves.
     node.counters = lambda drive: counted(own_bytes("read") // 2, own_bytes("write") // 2)
     node.look(3)
     assert node.measured("ab")
@@ -224,6 +227,26 @@ def test_what_does_not_reach_the_drive_is_no_bandwidth(node: Node, caplog: pytes
     assert caplog.text.count("measure.failed") == 1
     assert "they are cached" in caplog.text
     assert node.profiles.of(DRIVE) is None
+
+
+def test_what_comes_to_nothing_is_tried_ever_more_rarely(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time writes to the drive: after ten minutes, twice as long each time, and once a day in the end."""
+    passed, tried, ends = 0.0, list[float](), [True]
+    monotonic = time.monotonic
+    monkeypatch.setattr(measure.time, "monotonic", lambda: monotonic() + passed)
+
+    def results(*_: Any) -> Any:
+        tried.append(passed)
+        raise RuntimeError("a defect") if ends[0] else ProbeStoppedError("a run has come")
+
+    monkeypatch.setattr(node.measuring, "_results", results)
+    for _ in range(4 * 24 * 12):  # four days, every five minutes
+        with suppress(RuntimeError):
+            node.look()
+        ends[0] = not ends[0]
+        passed += 300
+    pauses = [round(later - before) for before, later in pairwise(tried)]
+    assert pauses == [600, 1200, 2400, 4800, 9600, 19200, 38400, 76800, 86400, 86400]
 
 
 def test_there_must_be_room_beside_what_runs_have_reserved(node: Node, caplog: pytest.LogCaptureFixture) -> None:
