@@ -341,9 +341,7 @@ def scrape(options: argparse.Namespace) -> dict[str, Any]:
 
     with ExitStack() as stack:
         runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-")))
-        folders = [str(runtime / f"drive{number}") for number in range(DRIVES)]
-        for folder in folders:
-            os.mkdir(folder)
+        folders = [str(stack.enter_context(loopdev.loop_device(1 << 30))) for _ in range(DRIVES)]
         devices = [f"nvme{number}" for number in range(DRIVES)]
         for rank in range(RANKS):
             info = {"paths": json.dumps(folders), "io_engine": "io_uring"}
