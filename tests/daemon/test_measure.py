@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from infinity.io.drives import Drive, DriveCounters, Place
 from infinity.io.probe import ProbeStoppedError
+from infinity.telemetry import Stats
 from infinity_daemon import measure
 from infinity_daemon.background import Background
 from infinity_daemon.bandwidth import FILE_NAME, Profiles
@@ -293,7 +295,7 @@ def drive_of_its_own(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def test_a_daemon_measures_by_the_counters_of_the_kernel(drive_of_its_own: tuple[str, Path], tmp_path: Path) -> None:
-    """It answers meanwhile, ends in order in the middle of a measurement, and serves what it has found."""
+    """It answers meanwhile, ends in order, leaves the drive of a live rank alone, and serves what it has found."""
     name, folder = drive_of_its_own
     runtime, config = tmp_path / "run", tmp_path / "infinityd.toml"
     runtime.mkdir(mode=0o700)
@@ -303,6 +305,13 @@ def test_a_daemon_measures_by_the_counters_of_the_kernel(drive_of_its_own: tuple
         assert f'infinity_device_free_bytes{{device="{name}"}}' in get(process.port, "/metrics")
     assert os.listdir(folder) == ["lost+found"]
     (runtime / FILE_NAME).unlink(missing_ok=True)  # it may have come to its end
+    info = {"paths": json.dumps([str(folder)])}
+    rank = Stats.create(runtime, run_id="r", rank=0, local_rank=0, world_size=1, devices=["nvme0"], info=info)
+    with daemon(runtime, "--config", str(config)) as process:
+        for _ in range(40):  # four times as long as an idle drive has to wait
+            time.sleep(0.1)
+            assert "I/O engine" not in process.log.read_text()
+    rank.close()
     with daemon(runtime, "--config", str(config)) as process:
         until(lambda: f'infinity_device_free_bytes{{device="{name}"}}' in get(process.port, "/metrics")
               and "measure.done" in process.log.read_text())  # fmt: skip
