@@ -101,7 +101,10 @@ def daemon(runtime: Path, *options: str) -> Iterator[int]:
 
 
 def job(pipe: Connection, options: argparse.Namespace, config: dict[str, Any], group: str, paths: list[str]) -> None:
-    """Hold a run; answer each message: `run` moves its plan's pages until the next message, `step` takes steps."""
+    """Hold a run; answer each message.
+
+    Until the next message, `run` moves its plan's pages, and `train` trains; a number takes so many steps.
+    """
     if group:
         (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
     import torch
@@ -114,9 +117,12 @@ def job(pipe: Connection, options: argparse.Namespace, config: dict[str, Any], g
         train_step(model, optimizer, tokens)
     pipe.send(optimizer.run.folder.run_id)
     while (message := pipe.recv()) is not None:
-        if message == "run":
+        if message in ("run", "train"):
             while not pipe.poll():
-                replay(optimizer)
+                if message == "run":
+                    replay(optimizer)
+                else:
+                    train_step(model, optimizer, tokens)
         elif message == "bytes":
             pipe.send(sum(optimizer.run.ledger.total_bytes.values()))
         else:
@@ -223,7 +229,7 @@ def two_drives(options: argparse.Namespace, group: Path, folders: list[Path]) ->
             set_speeds(speeds[0])  # before it starts: so it is spread by them
             paths = [str(folders[number]) for number in used]
             (pipe,), runs = stack.enter_context(jobs(options, [config], group, paths))
-            pipe.send("run")
+            pipe.send("train")
             rates = []
             for now in speeds:
                 set_speeds(now)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -33,15 +32,16 @@ _LONGER: Final = 1.1
 """So much longer than all would together one path must need, before pages move."""
 _LOOKS: Final = 5
 """How often in succession it must."""
-_MUCH: Final = 1.5
+_MUCH: Final = 1.25
 """If it needs less than so much longer, pages go half of the way: the next look tells more."""
-_HOPE: Final = 1.005
-"""Every second a path that has not all to do is thought to do so many times as much, until it shows what it can do:
-what it does in bursts does not last, but a drive may also have become faster."""
-_UNKNOWN: Final = 1.5
-"""How many times as much as it does a path is thought to do that never had to do all it could."""
-_PATIENCE_SECONDS: Final = 30.0
-"""How long to wait for pages when none moves: some may stay in memory for a long time, or never change."""
+_HOPE: Final = 1.5
+"""How many times as much as it ever did a path is tried with: what it does in bursts need not last, but it may be able
+to do more than it was seen to."""
+_WAIT_SECONDS: Final = 30.0
+"""How long it is not tried with more when that was in vain; twice as long each further time, up to an hour."""
+_MOST_WAIT_SECONDS: Final = 3600.0
+_SETTLED_STEPS: Final = 2
+"""After so many steps, pages that have not moved are not waited for: they stay in memory, or never change."""
 _LEAST_MOVED: Final = 0.03
 """Of the bytes; fewer are not worth it."""
 _LEAST_SHARE: Final = 0.03
@@ -103,7 +103,15 @@ class Watch:
             known: by path, bytes per second as they were measured before; 0 if they were not.
         """
         self._known = list(known)
-        """By path, its bytes per second when it last had to do all it could, and more with time; 0: it never had to."""
+        """By path, bytes per second that it did for a while, or when it last had to do all it could; 0 is unknown."""
+        self._tried = [False] * len(known)
+        """By path, whether it is being tried with more than is known."""
+        self._wait = [_WAIT_SECONDS] * len(known)
+        """By path, how long it is not tried with more if that is in vain."""
+        self._not_before = [0.0] * len(known)
+        """By path, until when it is not tried with more, in seconds of `_time`."""
+        self._time = 0.0
+        """Seconds that it was looked at."""
         self._loads: list[Load]
         """By path, what is longer ago counting less; set by `restart`, as all that follows."""
         self._worked: float
@@ -129,14 +137,11 @@ class Watch:
         Args:
             loads: of the last `seconds`, by path.
         """
+        self._time += seconds
         for path, load in enumerate(loads):
             self._saturated[path] += 1
             if load.busy >= _SATURATED * seconds:
-                rate, known = load.nbytes / load.busy, self._known[path]
-                self._known[path] = (known + rate) / 2 if known else rate
-                self._saturated[path] = 0
-            elif self._saturated[path] > _LOOKS:
-                self._known[path] *= _HOPE
+                self._learn(path, load.nbytes / load.busy)
         before = zip(self._loads, loads, strict=True)
         self._loads = [Load(a.nbytes * _KEPT + b.nbytes, a.busy * _KEPT + b.busy) for a, b in before]
         self._worked = self._worked * _KEPT + max(load.busy for load in loads)
@@ -144,25 +149,40 @@ class Watch:
         if self._worked < _BUSY * self._seconds:
             self._uneven = 0
             return None
+        for path, load in enumerate(self._loads):
+            if self._saturated[path] >= _LOOKS:
+                self._known[path] = max(self._known[path], load.nbytes / self._worked)
         rates = [self._rate(path) for path in range(len(loads))]
         needed = max(load.nbytes / rate for load, rate in zip(self._loads, rates, strict=True) if rate)
         even = sum(load.nbytes for load in self._loads) / sum(rates)
         self._uneven = self._uneven + 1 if needed > _LONGER * even else 0
         if self._uneven < _LOOKS:
             return None
+        self._tried = [rate > known for rate, known in zip(rates, self._known, strict=True)]
         part = 1.0 if needed > _MUCH * even else 0.5
         return [
-            Finding(rate, (rate * self._worked / load.nbytes) ** part if load.nbytes else _UNKNOWN)
+            Finding(rate, (rate * self._worked / load.nbytes) ** part if load.nbytes else _HOPE)
             for rate, load in zip(rates, self._loads, strict=True)
         ]
 
+    def _learn(self, path: int, rate: float) -> None:
+        """Note what a path did that had to do all it could."""
+        known = self._known[path]
+        if self._tried[path] and rate < _LONGER * known:  # in vain
+            self._not_before[path] = self._time + self._wait[path]
+            self._wait[path] = min(2 * self._wait[path], _MOST_WAIT_SECONDS)
+        elif rate > _HOPE * known:  # another drive, as it were
+            self._wait[path] = _WAIT_SECONDS
+        self._tried[path] = False
+        self._known[path] = (known + rate) / 2 if known else rate
+        self._saturated[path] = 0
+
     def _rate(self, path: int) -> float:
-        """Return what a path can do: what it did while it worked, or less if that may have been a burst."""
-        if self._saturated[path] < _LOOKS:
-            return self._known[path]
-        load = self._loads[path]
-        lasting = self._known[path] or _UNKNOWN * load.nbytes / self._worked
-        return min(load.nbytes / load.busy, lasting) if load.busy else lasting
+        """Return what a path can do: what is known, or more if it was quicker than that and may be tried."""
+        load, known = self._loads[path], self._known[path]
+        if self._saturated[path] < _LOOKS or self._time < self._not_before[path]:
+            return known
+        return max(known, min(load.nbytes / load.busy, _HOPE * known)) if load.busy else known
 
 
 class Balance:
@@ -176,6 +196,7 @@ class Balance:
         store: PageStore,
         names: Sequence[str],
         space: FileSpace,
+        steps: Callable[[], float],
         grown: Callable[[int], None],
     ) -> None:
         """Begin to watch.
@@ -187,14 +208,15 @@ class Balance:
             store: whose pages move.
             names: of the paths, for messages.
             space: of the data files, for further slots.
+            steps: returns how many steps have ended.
             grown: is told how many bytes the data files have.
         """
         self._loads, self._pages, self._store = loads, pages, store
-        self._names, self._space, self._grown = names, space, grown
+        self._names, self._space, self._steps, self._grown = names, space, steps, grown
         self._watch = Watch(known)
         self._moving: list[int] = []
         """Pages that were not yet written to where they go; the thread's."""
-        self._moved = 0.0  # when one of them last was, in seconds of `time.monotonic`; the thread's
+        self._since = 0.0  # the number of steps when pages were last spread; the thread's
         self._ended = threading.Event()  # set by `close`
         self._thread = threading.Thread(target=self._run, name="infinity-balance", daemon=True)
         self._thread.start()
@@ -217,10 +239,9 @@ class Balance:
 
     def _are_moving(self) -> bool:
         """Whether pages are still to be written to where they go."""
-        left = self._store.not_moved(self._moving)
-        if len(left) < len(self._moving):
-            self._moving, self._moved = left, time.monotonic()
-        elif left and time.monotonic() - self._moved > _PATIENCE_SECONDS:
+        if self._moving and self._steps() < self._since + _SETTLED_STEPS:
+            self._moving = self._store.not_moved(self._moving)
+        else:
             self._moving = []
         return bool(self._moving)
 
@@ -253,7 +274,7 @@ class Balance:
                 return False
             self._grown(self._space.nbytes)
             self._store.spread_anew(paths, slots)
-            self._moving, self._moved = [page.index for page in moving], time.monotonic()
+            self._moving, self._since = [page.index for page in moving], self._steps()
             given = zip(self._names, found, strict=True)
             what = ", ".join(f"{name} gives {format_size(item.rate)}/s" for name, item in given)
             _log.info("%s: %.0f %% of the pages move when they are next written", what, 100 * size / sum(held))

@@ -175,7 +175,16 @@ class Run:
             capacity = stats.gauge("tier_capacity_bytes", tier="nvme")
             capacity.set(space.nbytes)
             if settings.storage.balance and len(files) > 1:
-                balance = Balance(loads, self.place.rates, layout.pages, store, folders, space, capacity.set)
+                balance = Balance(
+                    loads,
+                    self.place.rates,
+                    layout.pages,
+                    store,
+                    folders,
+                    space,
+                    steps=lambda: stats.snapshot().value("steps_total"),
+                    grown=capacity.set,
+                )
                 self.undo.push(balance.close)
             timeout = settings.storage.timeout_seconds
             pager = Pager(layout, arena, store, ledger, timeout=timeout, failed=self.peers.report)
