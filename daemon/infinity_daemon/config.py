@@ -12,7 +12,7 @@ from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.node import SOCKET_NAME
 from infinity.settings import Settings, setting
-from infinity.telemetry.exporter import LOOPBACK
+from infinity.telemetry.server import LOOPBACK
 
 
 @dataclass(frozen=True, kw_only=True)
