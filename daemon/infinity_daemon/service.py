@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -26,13 +27,16 @@ from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
 from infinity_daemon.config import DaemonConfig
+from infinity_daemon.drives import Drives
 from infinity_daemon.fairness import Fairness, usages
 from infinity_daemon.log import event
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.server import SocketServer
+from infinity_daemon.state import NodeState
 from infinity_daemon.wear import WearWatch
+from infinity_daemon.web import routes
 
 _SWEEP_SECONDS: Final = 1.0
 _MOST_TOKEN: Final = 4096
@@ -72,6 +76,10 @@ class Daemon:
             wear=self._wear,
         )
         self._collection = Collection([BuildCollector(self._started), self._devices, RanksCollector(self._pages)])
+        self._drives = Drives(bandwidth=self._profile.of, wear=self._wear)
+        self._state = NodeState(
+            drives=self._drives, reservations=self._reservations, drive_of=_drive_of, about=self._about_node
+        )
         requests = Requests(
             pages=self._pages,
             profile=self._profile,
@@ -89,6 +97,11 @@ class Daemon:
         """Return what the daemon tells about itself."""
         about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": self._started}
         return {**about, "metrics_port": self._port, "collectors": self._collection.health}
+
+    def _about_node(self) -> dict[str, object]:
+        """Return what the page says about node and daemon."""
+        about: dict[str, object] = {"host": socket.gethostname(), "version": __version__, "started": self._started}
+        return {**about, "collectors": self._collection.health}
 
     def _rates_of(self, run: str) -> Mapping[str, float]:
         return self._fairness.rates_of(run) if self._config.fairness.enabled else {}
@@ -126,11 +139,15 @@ class Daemon:
         try:
             registry, server = CollectorRegistry(), self._config.server
             registry.register(self._collection)
-            with serve_registry(server.port, registry, self._about, server.host, token=self._token) as http:
+            with serve_registry(
+                server.port, registry, self._about, server.host, token=self._token, more=routes(self._state)
+            ) as http:
                 self._port = http.port
+                self._drives.start()
                 event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=self._config.socket)
                 await self._sweep_until(stop)
         finally:
+            self._drives.stop()
             await self._server.stop()
         event(logging.INFO, "stopped")
 
@@ -141,7 +158,11 @@ class Daemon:
                 event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
             found = await asyncio.to_thread(self._pages.scan)
             live = [page for page in found.pages if page.alive]
-            self._fairness.observe(await asyncio.to_thread(usages, live, _drive_of), time.monotonic())
+            now = time.monotonic()
+            self._fairness.observe(await asyncio.to_thread(usages, live, _drive_of), now)
+            self._drives.paths = (*self._config.drives.paths, *(path for page in live for path in page.header.paths))
+            limits = {run: self._rates_of(run) for run in {page.header.run_id for page in live}}
+            await asyncio.to_thread(self._state.observe, found, limits, now)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
 
