@@ -74,22 +74,23 @@ function keep(parent, items, keyOf, build) {
   }
 }
 
-/** A list of figures, each shown only while it is known: [name, how to show it, main]. */
+/** A list of figures, each shown only while it is known: [name, how to show it, how to show what is told beside it]. */
 class Figures {
   constructor(fields) {
-    this.fields = fields.map(([name, show, main]) => {
+    this.fields = fields.map(([name, show, beside]) => {
       const value = make("dd");
-      const group = make(main ? "div.main" : "div", {}, make("dt", {}, name), value);
-      return { show, value, group };
+      const more = make("dd.muted");
+      return { show, beside, value, more, group: make("div", {}, make("dt", {}, name), value, more) };
     });
     this.element = make("dl.figures", {}, ...this.fields.map(({ group }) => group));
   }
 
   show(item) {
-    for (const { show, value, group } of this.fields) {
+    for (const { show, beside, value, more, group } of this.fields) {
       const text = show(item);
       group.hidden = text === undefined;
-      if (text !== undefined) put(value, text);
+      put(value, text ?? "");
+      put(more, beside(item) ?? "");
     }
   }
 }
@@ -157,46 +158,54 @@ class Table {
 
 const ifKnown = (value, format) => (value === undefined ? undefined : format(value));
 
+let named = 0; // ids given
+
+/** Give an element an id that no name from a state can meet. */
+function identified(element) {
+  named += 1;
+  element.id = `title-${named}`;
+  return element;
+}
+
 // A run #
 
 class RunView {
   constructor(run) {
-    const id = `run-${run.id}`;
-    this.name = make("h3", { id }, run.id);
+    this.name = identified(make("h3", {}, run.id));
     this.badge = make("span.badge");
     this.about = make("span.muted");
     this.notices = make("ul.notices");
     this.now = 0; // Unix time of the state
     const since = (time) => ifKnown(time, (then) => `${whole(this.now - then)} ago`);
     this.figures = new Figures([
-      ["Tokens per second", (r) => ifKnown(r.tokens_per_second, perSecond), true],
-      ["Loss", (r) => ifKnown(r.loss, plain), true],
-      ["Steps", (r) => count(r.steps), true],
-      ["Time of a step", (r) => ifKnown(r.step_seconds, duration)],
-      ["Waiting for pages", (r) => ifKnown(r.stalled, share)],
-      ["Last step", (r) => since(r.last_step)],
-      ["Last commit", (r) => since(r.commit.last) ?? "none yet"],
-      ["Commits", (r) => (r.commit.count ? `${count(r.commit.count)}, ${duration(r.commit.seconds)} each` : undefined)],
-      ["Read", (r) => ifKnown(r.io.read, rate)],
-      ["Written", (r) => ifKnown(r.io.write, rate)],
-      ["Read per step", (r) => ifKnown(r.io.read_per_step, bytes)],
-      ["Written per step", (r) => ifKnown(r.io.written_per_step, bytes)],
-      ["Written per token", (r) => (r.tokens ? bytes(r.io.written_total / r.tokens) : undefined)],
-      ["Pages ready in time", (r) => ifKnown(r.fetches, (found) => share(found.hit))],
-      ["Tokens", (r) => ifKnown(r.tokens, count)],
-      ["Learning rate", (r) => ifKnown(r.learning_rate, (value) => plain(value, 3))],
-      ["Gradient norm", (r) => ifKnown(r.gradient_norm, (value) => plain(value, 3))],
+      ["Tokens per second", (r) => ifKnown(r.tokens_per_second, perSecond),
+        (r) => ifKnown(r.tokens, (tokens) => `${count(tokens)} so far`)],
+      ["Loss", (r) => ifKnown(r.loss, plain),
+        (r) => ifKnown(r.gradient_norm, (norm) => `gradient norm ${plain(norm, 3)}`)],
+      ["Steps", (r) => count(r.steps), (r) => ifKnown(since(r.last_step), (ago) => `last one ${ago}`)],
+      ["Time of a step", (r) => ifKnown(r.step_seconds, duration),
+        (r) => ifKnown(r.stalled, (stalled) => `${share(stalled)} waiting for pages`)],
+      ["Read", (r) => ifKnown(r.io.read, rate),
+        (r) => ifKnown(r.io.read_per_step, (size) => `${bytes(size)} per step`)],
+      ["Written", (r) => ifKnown(r.io.write, rate),
+        (r) => ifKnown(r.io.written_per_step, (size) => `${bytes(size)} per step`)],
+      ["Last commit", (r) => since(r.commit.last) ?? "none yet",
+        (r) => (r.commit.count ? `${count(r.commit.count)} so far, ${duration(r.commit.seconds)} each` : undefined)],
+      ["Learning rate", (r) => ifKnown(r.learning_rate, (value) => plain(value, 3)),
+        (r) => (r.steps_skipped ? `${count(r.steps_skipped)} steps skipped` : undefined)],
     ]);
     this.loss = new Chart("Loss by step", (value) => String(Number(value.toPrecision(4))));
     this.speed = new Chart("Tokens per second by step", (value) => short(value), { zero: true });
     this.parts = new Shares("Where a step’s time goes", PARTS);
     this.arena = new Shares("Host arena", ROLES);
-    this.stored = make("p.muted");
+    this.ready = make("p.aside");
+    this.parts.element.append(this.ready);
+    this.stored = make("p.aside");
     this.arena.element.append(this.stored);
     this.ranks = new Table(
       `Ranks of ${run.id}`,
       [
-        ["Rank", (rank) => rank.rank],
+        ["Rank", (rank) => rank.rank, "words"],
         ["State", (rank) => STATUSES[rank.status][0], "words"],
         ["Steps", (rank) => count(rank.steps)],
         ["Step", (rank) => ifKnown(rank.step_seconds, duration)],
@@ -212,7 +221,7 @@ class RunView {
     );
     this.element = make(
       "article.card",
-      { "aria-labelledby": id },
+      { "aria-labelledby": this.name.id },
       make("div.head", {}, this.name, this.badge, this.about),
       this.notices,
       this.figures.element,
@@ -235,13 +244,15 @@ class RunView {
     this.notices.hidden = !this.notices.childElementCount;
     this.figures.show(run);
     this.parts.show(run.parts, 1, share);
+    put(this.ready, run.fetches ? `${share(run.fetches.hit)} of the pages were ready when they were needed.` : "");
     this.arena.show(run.arena?.roles, run.arena?.capacity, bytes);
     if (run.arena) {
       const used = Object.values(run.arena.roles).reduce((sum, size) => sum + size, 0);
       put(this.arena.title, `Host arena: ${bytes(used)} of ${bytes(run.arena.capacity)} in use`);
       const { param, update, grad } = run.nvme?.roles ?? {};
-      const stored = run.nvme ? `On NVMe: ${bytes(param + update + grad)} of ${bytes(run.nvme.capacity)}` : "";
-      put(this.stored, stored);
+      const stored = run.nvme && `${bytes(param + update + grad)} of state on NVMe, in ${bytes(run.nvme.capacity)}.`;
+      const cost = run.tokens && `${bytes(run.io.written_total / run.tokens)} are written per token.`;
+      put(this.stored, [stored, cost].filter(Boolean).join(" "));
     }
     this.ranks.show(run.ranks);
     const drawn = JSON.stringify(run.history.rows);
@@ -287,14 +298,14 @@ function noticesOf(run, now) {
 
 class DriveView {
   constructor(drive) {
-    const id = `drive-${drive.name}`;
+    const name = identified(make("h3", {}, drive.name));
     this.badge = make("span.badge");
     this.paths = make("span.muted");
     this.facts = make("dl.facts");
     this.lines = {};
     for (const [key, name, color] of [
-      ["read", "Reads", "c1"], ["write", "Writes", "c4"], ["space", "Space", "c5"], ["runs", "Runs"],
-      ["wear", "Wear"], ["pace", "Written in the last hour"],
+      ["read", "Reads", "c1"], ["write", "Writes", "c4"], ["runs", "Of it, runs"], ["space", "Space", "c5"],
+      ["wear", "Wear"], ["pace", "Writes, last hour"],
     ]) {
       const value = make("dd");
       const line = make("div.line", {}, make("dt", {}, name), value);
@@ -307,8 +318,8 @@ class DriveView {
     }
     this.element = make(
       "article.card",
-      { "aria-labelledby": id },
-      make("div.head", {}, make("h3", { id }, drive.name), this.badge, this.paths),
+      { "aria-labelledby": name.id },
+      make("div.head", {}, name, this.badge, this.paths),
       this.facts,
     );
   }
@@ -331,10 +342,9 @@ class DriveView {
     });
     this.lines.space.piece.style.width = width(drive.capacity - drive.free, drive.capacity);
     this.lines.space.held.style.width = width(drive.reserved, drive.capacity);
-    const runs = Object.entries(drive.runs).map(([run, moved]) => {
-      return `${run} reads ${rate(moved.read)}, writes ${rate(moved.write)}`;
-    });
-    this.line("runs", runs.length ? runs : undefined, (texts) => texts.join("; "));
+    const moved = Object.values(drive.runs);
+    const sum = (op) => moved.reduce((all, of) => all + of[op], 0);
+    this.line("runs", moved.length || undefined, () => `read ${rate(sum("read"))}, write ${rate(sum("write"))}`);
     const wear = drive.wear ?? {};
     const worn = [
       ifKnown(wear.ratio, (ratio) => `${share(ratio)} of its life used`),
@@ -372,7 +382,7 @@ function show(state) {
   byId("state").hidden = false;
   put(byId("host"), node.host);
   document.title = `${node.host} · infinity`;
-  put(byId("clock"), new Date(1000 * now).toLocaleTimeString());
+  put(byId("clock"), new Date(1000 * now).toLocaleTimeString([], { hourCycle: "h23" }));
   byId("no-runs").hidden = state.runs.length > 0;
   keep(byId("runs"), state.runs.map((run) => ({ run, now })), ({ run }) => run.id, ({ run }) => new RunView(run));
   byId("no-drives").hidden = state.drives.length > 0;
