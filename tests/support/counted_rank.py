@@ -12,9 +12,11 @@ from infinity.telemetry import Stats
 class CountedRank:
     """A stats page in a folder, or in memory, and what a step counts in it."""
 
-    def __init__(self, folder: Path | None, run: str = "run-1", rank: int = 0, world_size: int = 1, paths=()) -> None:
+    def __init__(
+        self, folder: Path | None, run: str = "run-1", rank: int = 0, world_size: int = 1, paths=(), version="0.1.0"
+    ) -> None:
         devices = [f"nvme{index}" for index in range(max(1, len(paths)))]
-        info = {"version": "0.1.0", "io_engine": "threads", "paths": json.dumps([str(path) for path in paths])}
+        info = {"version": version, "io_engine": "threads", "paths": json.dumps([str(path) for path in paths])}
         self.stats = Stats.create(
             folder, run_id=run, rank=rank, local_rank=rank, world_size=world_size, devices=devices, info=info
         )
