@@ -78,13 +78,12 @@ class Tab:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def until(self, expression: str, seconds: float = 300) -> Any:
-        """Return the value of an expression as soon as it is true."""
+    def until(self, expression: str, seconds: float = 300) -> None:
+        """Wait until an expression is true."""
         end = time.monotonic() + seconds
-        while not (found := self.value(expression)):
+        while not self.value(f"Boolean({expression})"):
             assert time.monotonic() < end, f"{expression} is not true; the page says {self.text()}"
             time.sleep(0.05)
-        return found
 
     def text(self, selector: str = "body") -> str:
         """Return what a person sees of an element."""
