@@ -43,7 +43,7 @@ class _Sample:
 
 
 class _Rank:
-    """A rank that is watched: what its page has said lately. Used under the lock of `Runs`' owner."""
+    """A rank that is watched: what its page has said lately. Used by `Runs` only."""
 
     def __init__(self, sample: _Sample) -> None:
         self.last = sample  # the newest look

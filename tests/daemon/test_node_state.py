@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.io.drives import Drive, locate
+from infinity.telemetry import METRICS
+from infinity.telemetry.cells import label_sets
 from infinity_daemon.bandwidth import Profile
 from infinity_daemon.drives import Drives
 from infinity_daemon.history import History
@@ -250,6 +252,51 @@ def test_the_state_is_json_whatever_a_page_says(tmp_path):
     assert (tree["node"]["host"], tree["node"]["broken_pages"]) == ("node", 3)
     (entry,) = tree["reservations"]
     assert (entry["run"], entry["bytes"], entry["path"], entry["pid"]) == ("odd", 1000, str(tmp_path), 7)
+
+
+@given(st.lists(st.sampled_from([0.0, -0.0, -1.0, 1e-320, 0.1, 1e308, math.nan, math.inf, -math.inf]), min_size=9))
+def test_no_numbers_of_a_page_are_too_odd(values):
+    """Gauges may hold anything, counters whatever is finite and 0 or more: there is always a state, and it is JSON."""
+    rank, state = CountedRank(None), state_of()
+    chosen = iter(values * 50)
+    for metric in METRICS:
+        if metric.server != "rank" or metric.kind not in ("gauge", "counter", "histogram"):
+            continue
+        for labels in label_sets(metric, ("nvme0",)):
+            named, value = dict(zip(metric.label_names, labels, strict=True)), next(chosen)
+            if metric.kind == "gauge":
+                rank.stats.gauge(metric.name, **named).set(value)
+            elif 0 <= value < math.inf:
+                cell = rank.stats.counter if metric.kind == "counter" else rank.stats.histogram
+                counted = cell(metric.name, **named)
+                counted.add(value) if metric.kind == "counter" else counted.observe(value)
+        state.observe(Found(pages=(rank.stats.snapshot(),), broken=0), {}, next(chosen))
+    tree = json.loads(state.text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert len(tree["runs"]) == 1
+
+
+def test_a_drive_that_does_not_answer_keeps_only_its_own_thread_waiting(monkeypatch, tmp_path):
+    """The figures of before stay, with their time; and whoever stops it does not wait either."""
+    drives = Drives(bandwidth=lambda drive: None, wear=WearWatch({}))
+    drives.paths = (str(tmp_path),)
+    drives.look(0.0)
+    before = drives.found
+    asked, hangs = threading.Event(), threading.Event()
+    monkeypatch.setattr("infinity_daemon.drives._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("infinity_daemon.drives._STOP_SECONDS", 0.01)
+
+    def hang(path):
+        asked.set()
+        hangs.wait(300)
+        raise OSError("gone")
+
+    monkeypatch.setattr("infinity_daemon.drives.space", hang)
+    drives.start()
+    assert asked.wait(300)
+    assert drives.found == before
+    drives.stop()
+    assert not hangs.is_set()
+    hangs.set()
 
 
 def test_however_many_look_a_state_is_written_once(monkeypatch):

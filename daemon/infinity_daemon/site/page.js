@@ -413,6 +413,8 @@ let connection = null; // what ends the stream that is read now
 let failures = 0;
 let paused = false;
 
+class NotShown extends Error {}
+
 function ask(wrong) {
   byId("ask").hidden = false;
   byId("ask-wrong").hidden = !wrong;
@@ -436,7 +438,11 @@ async function read(body, abort) {
       rest = events.pop();
       const states = events.filter((event) => event.startsWith("data: "));
       if (states.length) {
-        show(JSON.parse(states[states.length - 1].slice(6)));
+        try {
+          show(JSON.parse(states[states.length - 1].slice(6)));
+        } catch (error) {
+          throw new NotShown("a state cannot be shown", { cause: error });
+        }
         badge(status, "live", "good");
         failures = 0;
       }
@@ -463,7 +469,10 @@ async function connect() {
     if (answer.ok) await read(answer.body, abort);
     else if (answer.status === 503) reason = "too many viewers";
   } catch (error) {
-    if (!(error instanceof TypeError || error.name === "AbortError")) throw error; // a defect of this page
+    if (error instanceof NotShown) {
+      badge(status, "cannot be shown; reload the page", "bad"); // a daemon of another version, or a defect of this page
+      throw error.cause;
+    }
   }
   if (paused || connection !== abort) return;
   badge(status, `${reason}, trying again`, "bad");
