@@ -49,7 +49,8 @@ class _Rank:
         self.last = sample  # the newest look
         self._looks = deque([sample], maxlen=_MOST_SAMPLES)  # one per look, of the last `_IO_SECONDS`
         self._ends: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)  # those that were the first after an end of a step
-        self.stepped = False  # whether the newest look was one of these
+        self._before: Snapshot | None = None  # from where the steps that count as now begin; None: from the start on
+        self.stepped = False  # whether the newest look was at such an end
 
     def is_of(self, page: Snapshot) -> bool:
         """Whether a page is of the process that is watched; a run that was resumed has others."""
@@ -61,6 +62,9 @@ class _Rank:
         self.stepped = sample.page.value("steps_total") != self.last.page.value("steps_total")
         if self.stepped:
             self._ends.append(sample)
+            old = [end for end in self._ends if sample.when - end.when >= _STEP_SECONDS]
+            # A rank that is seen for the first time is in the middle of a step, so its figures begin at the end of it.
+            self._before = (old[-1] if old else self._ends[0]).page if len(self._ends) > 1 else None
         self.last = sample
         self._looks.append(sample)
         while sample.when - self._looks[0].when > _IO_SECONDS + 0.5:
@@ -97,12 +101,7 @@ class _Rank:
         return count - count_before, seconds - seconds_before
 
     def _in_steps(self, of: Callable[[Snapshot], float]) -> float:
-        if len(self._ends) < 2:
-            return of(self.last.page)  # seen too late or too briefly: since its start
-        last = self._ends[-1]
-        old = [sample for sample in self._ends if last.when - sample.when >= _STEP_SECONDS]
-        before = old[-1] if old else self._ends[0]
-        return max(0.0, of(last.page) - of(before.page))
+        return of(self.last.page) if self._before is None else max(0.0, of(self._ends[-1].page) - of(self._before))
 
 
 @dataclass
