@@ -348,7 +348,7 @@ class DriveView {
     const wear = drive.wear ?? {};
     const worn = [
       ifKnown(wear.ratio, (ratio) => `${share(ratio)} of its life used`),
-      ifKnown(wear.days, (days) => `${whole(86400 * days)} left at this rate`),
+      ifKnown(wear.days, (days) => `${days < 10 ? whole(86400 * days) : `${count(days)} days`} left at this rate`),
       ifKnown(wear.rated, (rated) => `rated for ${endurance(rated)}`),
     ].filter(Boolean);
     this.line("wear", worn.length ? worn : "not known", (texts) => [texts].flat().join(", "));

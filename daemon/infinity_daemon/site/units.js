@@ -46,7 +46,7 @@ export function share(value) {
 /** Any number of a training: 4 digits, with an exponent where it is tiny or huge. */
 export function plain(value, precision = 4) {
   if (typeof value !== "number") return String(value);
-  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(precision - 2);
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(precision - 1);
   return value.toPrecision(precision);
 }
 
