@@ -3,8 +3,12 @@
 - `fair_worst_ratio`: two jobs that are bound by one drive, one of which would take far more of it (it keeps more
   requests in flight). By weights: by how much the shares of bytes depart from the weights, as a ratio (1.0 is exact);
   `fair_without` is the same without a daemon, `fair_used` what both move together over that without a daemon.
-- `alone_over_without`: the step time of a job that is alone, with a daemon, over that without one, in turns.
-- `telemetry_share_of_step`: the time that a step spends in counting, over the step.
+- `two_drives_of_sum`: what a job with two drives of different speed moves, over the sum of what it moves with each of
+  them alone; `two_drives_after_change` the same, when one of them became slower in the middle of the run.
+- `alone_over_without`: the step time of a job that is alone, with a daemon, over that without one, in turns;
+  `stopped_over_without` the same with a daemon that takes questions and never answers.
+- `telemetry_share_of_step`: the time that the calls of a step that count things take, over the step. They are noted
+  during steps and then made again on one thread, so that waiting for other threads is not taken for counting.
 - `scrape_cpu_seconds`: processor time of the daemon for one scrape of 8 ranks and 4 drives; `series`: how many.
 
 The drive is a loop device over memory, held to a speed with the blkio controller of cgroup v1: needs root.
@@ -37,6 +41,8 @@ from bench_step import RESULTS, ROOT, build, machine, publish, replay, spread, t
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
 WEIGHTS = ((1, 1), (3, 1))
+FAST, MIDDLE, SLOW = 1.5, 0.5, 0.25
+"""Speeds of two drives, relative to `--megabytes`: fast and middle first, then slow and middle."""
 DEPTHS = (64, 4)
 """Requests in flight of the two jobs."""
 RANKS, DRIVES = 8, 4
@@ -205,46 +211,92 @@ def fairness(options: argparse.Namespace, group: Path, folder: Path) -> dict[str
     return found
 
 
+def two_drives(options: argparse.Namespace, group: Path, folders: list[Path]) -> dict[str, Any]:
+    """Return what a job moves with each of two drives and with both, also after one has become slower."""
+    drives = [SlowDrive(folder, group) for folder in folders]
+
+    def moved(used: list[int], *speeds: dict[int, float]) -> list[float]:
+        """Return bytes per second with these drives, first at these speeds, then at the next ones, and so on."""
+        with ExitStack() as stack:
+            runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-")))
+            config = {"memory": {"host_bytes": options.host_memory}, "telemetry": {"runtime_dir": str(runtime)}}
+            set_speeds(speeds[0])  # before it starts: so it is spread by them
+            paths = [str(folders[number]) for number in used]
+            (pipe,), runs = stack.enter_context(jobs(options, [config], group, paths))
+            pipe.send("run")
+            rates = []
+            for now in speeds:
+                set_speeds(now)
+                time.sleep(options.settle)
+                rates += moved_while(runtime, runs, options.seconds)
+            pipe.send("bytes")
+            set_speeds({0: 0, 1: 0})
+            pipe.recv()
+            return rates
+
+    def set_speeds(speeds: dict[int, float]) -> None:
+        for number, speed in speeds.items():
+            drives[number].set_speed(int(speed * (options.megabytes << 20)))
+
+    first, then = moved([0, 1], {0: FAST, 1: MIDDLE}, {0: SLOW, 1: MIDDLE})
+    fast, slow = moved([0], {0: FAST}, {0: SLOW})
+    (middle,) = moved([1], {1: MIDDLE})
+    found = {
+        "bytes_per_second": {"fast": fast, "slow": slow, "middle": middle, "both": first, "both_after_change": then},
+        "of_sum": first / (fast + middle),
+        "after_change": then / (slow + middle),
+    }
+    print("two drives", found, file=sys.stderr)
+    return found
+
+
 def alone(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the step time of a job with a daemon and without one, in turns."""
+    """Return the step time of a job with a daemon, with one that is stopped, and without one, in turns."""
     with tempfile.TemporaryDirectory(prefix="infinity-bench-") as name:
         runtime = Path(name)
         config = {"memory": {"host_bytes": options.host_memory}, "telemetry": {"runtime_dir": name}}
         with jobs(options, [config], None, [str(folder)]) as ((pipe,), _):
-            ratios, seconds = [], {"with": [], "without": []}  # type: ignore[var-annotated]
+            kinds = ["without", "with", "stopped"]
+            seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
             for turn in range(options.turns):
-                medians = {}
-                for kind in ("with", "without") if turn % 2 else ("without", "with"):
+                for kind in kinds[turn % 3 :] + kinds[: turn % 3]:
                     with ExitStack() as stack:
-                        if kind == "with":
+                        if kind != "without":
                             stack.enter_context(daemon(runtime))
+                            process = daemon.process  # type: ignore[attr-defined]
                             time.sleep(2)
+                        if kind == "stopped":
+                            process.send_signal(signal.SIGSTOP)
+                            stack.callback(process.send_signal, signal.SIGCONT)
                         pipe.send(options.steps)
-                        medians[kind] = statistics.median(pipe.recv())
-                        seconds[kind].append(medians[kind])
-                ratios.append(medians["with"] / medians["without"])
-                print("alone", medians, file=sys.stderr)
-            return {"ratio": spread(ratios), **{kind: spread(values) for kind, values in seconds.items()}}
+                        seconds[kind].append(statistics.median(pipe.recv()))
+                print("alone", {kind: values[-1] for kind, values in seconds.items()}, file=sys.stderr)
+            found: dict[str, Any] = {kind: spread(values) for kind, values in seconds.items()}
+            for kind in kinds[1:]:
+                pairs = zip(seconds[kind], seconds["without"], strict=True)
+                found[f"{kind}_over_without"] = spread([mine / other for mine, other in pairs])
+            return found
+
+
+COUNTED = ("moved", "copied", "stalled", "fetched", "moving", "spared", "enter", "end_step")
+BLOCKS = ("part", "phase")
+"""Methods of the ledger that count, and those that do it at the begin and the end of a block."""
 
 
 def telemetry(options: argparse.Namespace, folder: Path) -> float:
-    """Return the share of a step that is spent in the ledger, the clock that measures it included."""
+    """Return the share of a step that is spent in the ledger."""
+    import torch
+
     from infinity.telemetry.ledger import Ledger
 
-    spent = 0.0
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
-    def timed(method: Any) -> Any:
+    def noting(method: Any) -> Any:
         def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal spent
-            began = time.perf_counter()
-            try:
-                return method(*arguments, **named)
-            finally:
-                spent += time.perf_counter() - began
+            calls.append((method, arguments, named))
+            return method(*arguments, **named)
 
         return call
-
-    import torch
 
     with tempfile.TemporaryDirectory(prefix="infinity-bench-") as name:
         model, optimizer, vocabulary = build(
@@ -257,16 +309,26 @@ def telemetry(options: argparse.Namespace, folder: Path) -> float:
         tokens = torch.randint(0, vocabulary, (1, options.seq))
         for _ in range(3):
             train_step(model, optimizer, tokens)
-        counted = ("moved", "copied", "stalled", "fetched", "moving", "spared", "_switch", "end_step", "enter")
-        originals = {method: getattr(Ledger, method) for method in counted}
-        for method, original in originals.items():
-            setattr(Ledger, method, timed(original))
         began = time.perf_counter()
         for _ in range(options.steps):
             train_step(model, optimizer, tokens)
         seconds = time.perf_counter() - began
+        originals = {method: getattr(Ledger, method) for method in COUNTED + BLOCKS}
+        for method, original in originals.items():
+            setattr(Ledger, method, noting(original))
+        for _ in range(options.steps):
+            train_step(model, optimizer, tokens)
         for method, original in originals.items():
             setattr(Ledger, method, original)
+        blocks = {originals[method] for method in BLOCKS}
+        began = time.thread_time()
+        for method, arguments, named in calls:
+            if method in blocks:
+                with method(*arguments, **named):
+                    pass
+            else:
+                method(*arguments, **named)
+        spent = time.thread_time() - began
         optimizer.close()
     return spent / seconds
 
@@ -279,9 +341,7 @@ def scrape(options: argparse.Namespace) -> dict[str, Any]:
 
     with ExitStack() as stack:
         runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-")))
-        folders = [str(runtime / f"drive{number}") for number in range(DRIVES)]
-        for folder in folders:
-            os.mkdir(folder)
+        folders = [str(stack.enter_context(loopdev.loop_device(1 << 30))) for _ in range(DRIVES)]
         devices = [f"nvme{number}" for number in range(DRIVES)]
         for rank in range(RANKS):
             info = {"paths": json.dumps(folders), "io_engine": "io_uring"}
@@ -315,6 +375,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         group = stack.enter_context(throttled_group())
         folder = stack.enter_context(loopdev.loop_device(options.device_bytes))
+        with loopdev.loop_device(options.device_bytes) as other:
+            drives = two_drives(options, group, [folder, other])
+        result |= {
+            "two_drives": drives,
+            "two_drives_of_sum": drives["of_sum"],
+            "two_drives_after_change": drives["after_change"],
+        }
         shared = fairness(options, group, folder)
         by_weights = [shared[":".join(map(str, weights))] for weights in WEIGHTS]
         without = sum(shared["without"]["bytes_per_second"])
@@ -325,7 +392,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "fair_used": min(sum(found["bytes_per_second"]) / without for found in by_weights),
         }
         by_itself = alone(options, folder)
-        result |= {"alone": by_itself, "alone_over_without": by_itself["ratio"]["median"]}
+        result |= {
+            "alone": by_itself,
+            "alone_over_without": by_itself["with_over_without"]["median"],
+            "stopped_over_without": by_itself["stopped_over_without"]["median"],
+        }
         result["telemetry_share_of_step"] = telemetry(options, folder)
     scraped = scrape(options)
     return result | {"scrape_cpu_seconds": scraped["cpu_seconds"], "series": scraped["series"]}

@@ -98,10 +98,23 @@ def replacing(path: str | os.PathLike[str], mode: int) -> Iterator[BinaryIO]:
         raise
 
 
-def write_own(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace a file by one of mode 0600: it is there completely, or as before. Not flushed. Raises `OSError`."""
+def write_own(path: str | os.PathLike[str], data: bytes, *, durable: bool = False) -> None:
+    """Replace a file by one of mode 0600: it is there completely, or as before; after a loss of power too if `durable`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     with replacing(path, 0o600) as file:
         file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    if durable:
+        folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def own_folder(path: str | os.PathLike[str], *, parents: bool) -> None:

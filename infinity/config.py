@@ -47,6 +47,11 @@ class StorageConfig:
         minimum=1,
         maximum=1000,
     )
+    balance: bool = setting(
+        True,
+        "Move pages to other paths when one has become slower or faster than the others: each when it is next written. "
+        "Data files grow for it if there is room.",
+    )
     retries: int = setting(
         3,
         "How often a transfer of a page that failed with EIO, or brought a page that does not match its checksum, is "

@@ -19,7 +19,8 @@ SOCKET_NAME = "infinityd.sock"
 _ANSWER_SECONDS = 2.0
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 3.0, 0.2
 """How long space is asked for again, and how often."""
-_MOST_BYTES = 1 << 16
+_MOST_BYTES = 1 << 20
+"""Of an answer: what a daemon says of a thousand ranks is shorter."""
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _log = logging.getLogger("infinity")
 

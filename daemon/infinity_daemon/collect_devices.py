@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from prometheus_client.core import Metric as Family
 
 from infinity.io.drives import SYSFS, Drive, Place, counters, locate, space
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import new_family
-from infinity_daemon.bandwidth import Profile
+from infinity_daemon.bandwidth import LOADS, Profile
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.wear import WearWatch
+
+_COUNTERS: Final = {
+    "device_read_bytes_total": "read",
+    "device_written_bytes_total": "written",
+    "device_read_operations_total": "reads",
+    "device_write_operations_total": "writes",
+    "device_read_seconds_total": "read_seconds",
+    "device_write_seconds_total": "write_seconds",
+    "device_busy_seconds_total": "busy_seconds",
+}
+"""Metrics that are the kernel's counters, and which of them."""
 
 Samples = Iterator[tuple[dict[str, str], float]]
 
@@ -55,8 +67,7 @@ class DevicesCollector:
         self._wear.look(drives.values())
         worn = {name: self._wear.of(drive) for name, drive in drives.items()}
         for name, samples in {
-            "device_read_bytes_total": self._counters(drives, "read"),
-            "device_written_bytes_total": self._counters(drives, "written"),
+            **self._counters(drives),
             "device_bandwidth_bytes_per_second": self._profiles(drives),
             "device_capacity_bytes": _spaces(places.values(), "capacity"),
             "device_free_bytes": _spaces(places.values(), "free"),
@@ -77,18 +88,20 @@ class DevicesCollector:
         used = (path for page in self._pages.scan().pages for path in page.header.paths)
         return tuple(dict.fromkeys((*self.paths, *used)))
 
-    def _counters(self, drives: Mapping[str, Drive], side: str) -> Samples:
-        for name, drive in drives.items():
-            found = counters(drive, self._sysfs)
-            if found is not None:
-                yield {"device": name}, getattr(found, side)
+    def _counters(self, drives: Mapping[str, Drive]) -> dict[str, Samples]:
+        found = {name: counters(drive, self._sysfs) for name, drive in drives.items()}
+        known = [(name, counted) for name, counted in found.items() if counted is not None]
+        return {
+            metric: ((({"device": name}, getattr(counted, side))) for name, counted in known)
+            for metric, side in _COUNTERS.items()
+        }
 
     def _profiles(self, drives: Mapping[str, Drive]) -> Samples:
         for name, drive in drives.items():
             found = self._bandwidth(drive)
-            if found is not None:
-                yield {"device": name, "op": "read"}, found.read
-                yield {"device": name, "op": "write"}, found.write
+            for load in LOADS if found is not None else ():
+                if (speed := getattr(found, load)) is not None:
+                    yield {"device": name, "op": load}, speed
 
     def _reservations(self, drives: Mapping[str, Drive]) -> Samples:
         reserved = self._reserved()

@@ -8,13 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from infinity.io.drives import SYSFS, Drive, DriveCounters, Place, counters, locate, space
 from infinity_daemon.bandwidth import Profile
+from infinity_daemon.runs import Tree, known
 from infinity_daemon.wear import WearWatch
-
-Tree = dict[str, Any]
 
 _LOOK_SECONDS: Final = 1.0
 _RATE_SECONDS: Final = 5.0
@@ -93,12 +92,15 @@ class Drives:
         tree |= self._rates(drive, now)
         profile = self._bandwidth(drive)
         if profile is not None:
-            tree["profile"] = asdict(profile)
-        wear = {name: value for name, value in asdict(self._wear.of(drive)).items() if value is not None}
+            tree["profile"] = known(**asdict(profile))
+        wear = known(**asdict(self._wear.of(drive)))
         return {**tree, "wear": wear} if wear else tree
 
     def _rates(self, drive: Drive, now: float) -> Mapping[str, float]:
-        """Return bytes per second of everybody; nothing where the kernel does not count, or has counted anew."""
+        """Return what everybody does: bytes per second, share of the time in which it is busy, seconds per request.
+
+        Nothing where the kernel does not count, or has counted anew.
+        """
         counts, found = self._counts[drive.name], counters(drive, self._sysfs)
         if found is None or (counts and found.read + found.written < counts[-1][1].read + counts[-1][1].written):
             counts.clear()
@@ -111,7 +113,14 @@ class Drives:
         if now <= begin:
             return {}
         passed = now - begin
-        return {"read": (found.read - first.read) / passed, "write": (found.written - first.written) / passed}
+        reads, writes = found.reads - first.reads, found.writes - first.writes
+        return known(
+            read=(found.read - first.read) / passed,
+            write=(found.written - first.written) / passed,
+            busy=(found.busy_seconds - first.busy_seconds) / passed,
+            read_latency=(found.read_seconds - first.read_seconds) / reads if reads else None,
+            write_latency=(found.write_seconds - first.write_seconds) / writes if writes else None,
+        )
 
 
 def _reason(error: Exception) -> str:

@@ -3,8 +3,8 @@
 A request is one JSON object in a line, an answer too: ``{"ok": true, …}`` or ``{"error": "…"}``.
 
     {"op": "status"}
-    {"op": "bandwidth", "paths": ["…"]}                              bytes per second, or null
-    {"op": "record_bandwidth", "path": "…", "read": 1e9, "write": 1e9}
+    {"op": "bandwidth", "paths": ["…"]}                              bytes per second, or null, and wear by path
+    {"op": "record_bandwidth", "rates": {"…": {"read": 1e9}}, "source": "run"}       of paths measured together
     {"op": "reserve", "path": "…", "bytes": 1, "run_id": "…"}        until released or the caller is gone
     {"op": "release", "path": "…", "run_id": "…"}
     {"op": "pace", "paths": ["…"], "run_id": "…"}                    bytes per second by path, where there is a limit
@@ -15,27 +15,36 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
 from infinity.errors import BudgetError, ConfigError, InfinityError
-from infinity.io.drives import locate, space
-from infinity.schema import Mismatch, Rule, at, integer, one_of, printable, record, sequence
-from infinity_daemon.bandwidth import Profiles, rate
+from infinity.io.drives import Drive, locate, space
+from infinity.schema import Mismatch, Rule, at, integer, one_of, printable, record, sequence, table
+from infinity_daemon.bandwidth import LOADS, Measured, Profile, Profiles, Rates, rates
 from infinity_daemon.log import event
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.reservations import Owner, Reservations
+from infinity_daemon.stale import StaleRun
+from infinity_daemon.wear import DriveWear
 
 Answer = Mapping[str, object]
 
 _MAX_PATHS: Final = 64
 _MAX_BYTES: Final = (1 << 60) - 1
+_MAX_STALE: Final = 256
+"""Runs that an answer lists."""
 
 
 class Requests:
-    """Answers requests. `about` gives what ``status`` tells about the daemon itself, `rates_of` the limits of a run."""
+    """Answers requests.
+
+    `about` gives what ``status`` tells about the daemon itself, `rates_of` the limits of a run. `used` is told the
+    names of drives that a run is about to use.
+    """
 
     def __init__(
         self,
@@ -45,17 +54,25 @@ class Requests:
         reservations: Reservations,
         known_paths: Callable[[], tuple[str, ...]],
         is_alive: Callable[[Owner], bool],
+        used: Callable[[Iterable[str]], None],
+        wear: Callable[[Drive], DriveWear],
+        daily_share: Callable[[], float],
+        stale: Callable[[], Sequence[StaleRun]],
         rates_of: Callable[[str], Mapping[str, float]],
         about: Callable[[], Mapping[str, object]],
     ) -> None:
         self._pages, self._profile, self._reservations = pages, profile, reservations
         self._known_paths, self._is_alive = known_paths, is_alive
-        self._rates_of, self._about = rates_of, about
+        self._used, self._rates_of, self._about = used, rates_of, about
+        self._wear, self._daily_share, self._stale = wear, daily_share, stale
         # By op: what its keys must look like, and the method that is called with them.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
             "status": (record(), self._status),
             "bandwidth": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS)), self._bandwidth),
-            "record_bandwidth": (record(path=_folder, read=rate, write=rate), self._record_bandwidth),
+            "record_bandwidth": (
+                record(rates=table(_folder, rates), source=one_of("probe", "run")),
+                self._record_bandwidth,
+            ),
             "reserve": (record(path=_folder, bytes=integer(1, _MAX_BYTES), run_id=_TEXT), self._reserve),
             "release": (record(path=_TEXT, run_id=_TEXT), self._release),
             "pace": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS), run_id=_TEXT), self._pace),
@@ -96,7 +113,7 @@ class Requests:
                 for page in found.pages
             ],
             "broken_pages": found.broken,
-            "paths": [await asyncio.to_thread(_describe, path) for path in paths],
+            "paths": [await asyncio.to_thread(self._describe, path) for path in paths],
             "reservations": [
                 {
                     "run_id": entry.run_id,
@@ -107,22 +124,69 @@ class Requests:
                 }
                 for entry in self._reservations.entries()
             ],
+            "stale_runs": [
+                {
+                    "run_id": run.run_id,
+                    "folders": [str(root) for root in run.roots],
+                    "complete": run.complete,
+                    "committed": run.committed,
+                    "bytes": run.nbytes,
+                    "changed": run.changed,
+                }
+                for run in self._stale()[:_MAX_STALE]
+            ],
+        }
+
+    def _describe(self, path: str) -> Mapping[str, object]:
+        try:
+            drive, found = locate(path).drive, space(path)
+        except (OSError, ValueError) as error:
+            return {"path": path, "error": getattr(error, "strerror", None) or str(error)}
+        profile, wear = self._profile.of(drive), self._wear(drive)
+        return {
+            "path": path,
+            "device": drive.name,
+            **asdict(found),
+            "bandwidth": _described(profile, drive),
+            "wear_ratio": wear.ratio,
+            "endurance_days": wear.days,
         }
 
     async def _bandwidth(self, _: Owner, paths: Sequence[str]) -> Answer:
-        answers: dict[str, object] = {}
-        for path in paths:
-            found = self._profile.of((await asyncio.to_thread(locate, path)).drive)
-            answers[path] = asdict(found) if found else None
-        return {"bandwidth": answers}
+        drives = {path: (await asyncio.to_thread(locate, path)).drive for path in paths}
+        self._used(drive.name for drive in drives.values())
+        identities = {drive.identity for drive in drives.values()}
+        together = self._profile.together(identities) if len(identities) > 1 else None
+        return {
+            "bandwidth": {path: _described(self._profile.of(drive), drive) for path, drive in drives.items()},
+            "together": together
+            and {path: _described(together[drive.identity], drive) for path, drive in drives.items()},
+            "wear": {path: self._worn(drive) for path, drive in drives.items()},
+        }
 
-    async def _record_bandwidth(self, _: Owner, path: str, read: float, write: float) -> Answer:
-        place = await asyncio.to_thread(locate, path)
-        await self._profile.record(place.drive, read=read, write=write)
-        return {"device": place.drive.name}
+    def _worn(self, drive: Drive) -> Mapping[str, object]:
+        found = self._wear(drive)
+        return {
+            "device": drive.name,
+            "rated_bytes": found.rated,
+            "left_bytes": found.left,
+            "daily_share": self._daily_share(),
+        }
+
+    async def _record_bandwidth(self, _: Owner, rates: Mapping[str, Rates], source: str) -> Answer:
+        if not 0 < len(rates) <= _MAX_PATHS:
+            raise ConfigError(f"rates of {len(rates)} paths; give those of 1 to {_MAX_PATHS}")
+        drives = {path: (await asyncio.to_thread(locate, path)).drive for path in rates}
+        by_drive: dict[str, Rates] = {}
+        for path, drive in drives.items():  # paths on the same drive have shared it
+            by_drive[drive.identity] = _sum(by_drive.get(drive.identity), rates[path])
+        found = Measured(rates=by_drive, source=source, measured=time.time())
+        await asyncio.to_thread(self._profile.record, found)
+        return {"devices": sorted({drive.name for drive in drives.values()})}
 
     async def _reserve(self, owner: Owner, path: str, bytes: int, run_id: str) -> Answer:
         place = await asyncio.to_thread(locate, path)
+        self._used([place.drive.name])
         free = (await asyncio.to_thread(space, place.path)).free
         self._reservations.expire(self._is_alive)
         remaining = self._reservations.reserve(owner, run_id, place, bytes, free)
@@ -163,9 +227,13 @@ def _parse(line: bytes) -> dict[str, Any]:
     return tree
 
 
-def _describe(path: str) -> Mapping[str, object]:
-    try:
-        place, found = locate(path), space(path)
-    except (OSError, ValueError) as error:
-        return {"path": path, "error": getattr(error, "strerror", None) or str(error)}
-    return {"path": path, "device": place.drive.name, **asdict(found)}
+def _described(profile: Profile | None, drive: Drive) -> Mapping[str, object] | None:
+    return None if profile is None else {"device": drive.name, **asdict(profile)}
+
+
+def _sum(first: Rates | None, second: Rates) -> Rates:
+    """Return the rates of both together; a load that one of them lacks is not known of both."""
+    if first is None:
+        return second
+    both = {load: (getattr(first, load), getattr(second, load)) for load in LOADS}
+    return Rates(**{load: sum(pair) if None not in pair else None for load, pair in both.items()})

@@ -19,23 +19,28 @@ from prometheus_client import CollectorRegistry
 from infinity import __version__
 from infinity.access import own_folder, read_own
 from infinity.errors import ConfigError, InfinityError
-from infinity.io.drives import locate
+from infinity.io.drives import Drive, locate
 from infinity.telemetry.exporter import serve_registry
+from infinity_daemon import measure, stale
+from infinity_daemon.background import Background
 from infinity_daemon.bandwidth import Profiles
 from infinity_daemon.collect_build import BuildCollector
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
+from infinity_daemon.collect_stale import StaleCollector
 from infinity_daemon.collection import Collection
 from infinity_daemon.config import DaemonConfig
 from infinity_daemon.drives import Drives
 from infinity_daemon.fairness import Fairness, usages
 from infinity_daemon.log import event
+from infinity_daemon.measure import Measuring
 from infinity_daemon.pages import StatsPages
 from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.server import SocketServer
+from infinity_daemon.stale import StaleRuns
 from infinity_daemon.state import NodeState
-from infinity_daemon.wear import WearWatch
+from infinity_daemon.wear import DriveWear, WearWatch
 from infinity_daemon.web import routes
 
 _SWEEP_SECONDS: Final = 1.0
@@ -53,19 +58,21 @@ async def run(config: DaemonConfig, load: Callable[[], DaemonConfig]) -> None:
         FolderBusyError: another daemon holds the socket.
     """
     token = _token(config.server.token_file)
-    _make_folder(config.runtime_dir)
-    await Daemon(config, token).serve(load)
+    _make_folder(config.runtime_dir, "runtime folder", "--runtime-dir")
+    await Daemon(config, token, _state_folder(config)).serve(load)
 
 
 class Daemon:
     """The parts of a daemon, and what they are told of the settings. Life cycle: made, then `serve`, once."""
 
-    def __init__(self, config: DaemonConfig, token: str) -> None:
+    def __init__(self, config: DaemonConfig, token: str, state: Path) -> None:
         self._config, self._token = config, token
         self._started = time.time()
         self._pages = StatsPages(config.runtime_dir, 0, 0)
         self._reservations = Reservations()
-        self._profile = Profiles(config.runtime_dir)
+        self._profile = Profiles(state)
+        self._measuring = Measuring(self._profile, self._reservations)
+        self._stale = StaleRuns()
         self._wear = WearWatch({})
         self._fairness = Fairness()
         self._devices = DevicesCollector(
@@ -75,7 +82,14 @@ class Daemon:
             bandwidth=self._profile.of,
             wear=self._wear,
         )
-        self._collection = Collection([BuildCollector(self._started), self._devices, RanksCollector(self._pages)])
+        self._collection = Collection(
+            [
+                BuildCollector(self._started),
+                self._devices,
+                RanksCollector(self._pages),
+                StaleCollector(self._stale),
+            ]
+        )
         self._drives = Drives(bandwidth=self._profile.of, wear=self._wear)
         self._state = NodeState(
             drives=self._drives, reservations=self._reservations, drive_of=_drive_of, about=self._about_node
@@ -86,6 +100,10 @@ class Daemon:
             reservations=self._reservations,
             known_paths=self._devices.known_paths,
             is_alive=lambda owner: self._server.is_alive(owner),
+            used=self._measuring.used,
+            wear=self._worn,
+            daily_share=lambda: self._config.drives.daily_share,
+            stale=lambda: self._stale.found,
             rates_of=self._rates_of,
             about=self._about,
         )
@@ -103,6 +121,11 @@ class Daemon:
         about: dict[str, object] = {"host": socket.gethostname(), "version": __version__, "started": self._started}
         return {**about, "collectors": self._collection.health}
 
+    def _worn(self, drive: Drive) -> DriveWear:
+        """Return what is known of the wear of a drive, which is looked at by scrapes too, if there are any."""
+        self._wear.look([drive])
+        return self._wear.of(drive)
+
     def _rates_of(self, run: str) -> Mapping[str, float]:
         return self._fairness.rates_of(run) if self._config.fairness.enabled else {}
 
@@ -110,7 +133,8 @@ class Daemon:
         """Let the parts go by these settings; what is used at the start only stays."""
         self._config = config
         self._pages.keep = {"dead": config.pages.keep_dead_seconds, "ended": config.pages.keep_ended_seconds}
-        self._devices.paths = config.drives.paths
+        self._devices.paths = self._measuring.paths = self._stale.paths = config.drives.paths
+        self._measuring.settings, self._stale.settings = config.measure, config.stale
         self._wear.endurance = {locate(path).drive.name: size for path, size in config.drives.endurance.items()}
 
     def _reload(self, load: Callable[[], DaemonConfig]) -> None:
@@ -121,7 +145,9 @@ class Daemon:
         except (InfinityError, OSError) as error:
             event(logging.ERROR, "config.refused", reason=str(error))
             return
-        kept = [name for name in ("server", "runtime_dir") if getattr(config, name) != getattr(before, name)]
+        kept = [
+            name for name in ("server", "runtime_dir", "state_dir") if getattr(config, name) != getattr(before, name)
+        ]
         event(logging.INFO, "config.read")
         if kept:
             event(
@@ -130,7 +156,7 @@ class Daemon:
 
     async def serve(self, load: Callable[[], DaemonConfig]) -> None:
         """Serve until SIGTERM or SIGINT; on SIGHUP, go by the settings that `load` returns. Raises as `run`."""
-        await self._profile.load()
+        await asyncio.to_thread(self._profile.load)
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
@@ -145,11 +171,26 @@ class Daemon:
                 self._port = http.port
                 self._drives.start()
                 event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=self._config.socket)
-                await self._sweep_until(stop)
+                await self._work_until(stop)
         finally:
             self._drives.stop()
             await self._server.stop()
         event(logging.INFO, "stopped")
+
+    async def _work_until(self, stop: asyncio.Event) -> None:
+        """Do what the daemon does by itself, until told to stop."""
+        threads = [
+            Background("measure", self._measuring.look, measure.LOOK_SECONDS),
+            Background("stale", self._stale.look, stale.LOOK_SECONDS),
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            await self._sweep_until(stop)
+        finally:
+            self._measuring.end()
+            for thread in threads:
+                await asyncio.to_thread(thread.close)
 
     async def _sweep_until(self, stop: asyncio.Event) -> None:
         """Until told to stop: end reservations of the dead, remove old pages, and share drives among the living."""
@@ -159,12 +200,19 @@ class Daemon:
             found = await asyncio.to_thread(self._pages.scan)
             live = [page for page in found.pages if page.alive]
             now = time.monotonic()
-            self._fairness.observe(await asyncio.to_thread(usages, live, _drive_of), now)
+            used = await asyncio.to_thread(usages, live, _drive_of)
+            self._fairness.observe(used, now)
+            self._measuring.used({drive for usage in used.values() for drive in usage.moved} | self._reserved())
             self._drives.paths = (*self._config.drives.paths, *(path for page in live for path in page.header.paths))
             limits = {run: self._rates_of(run) for run in {page.header.run_id for page in live}}
             await asyncio.to_thread(self._state.observe, found, limits, now)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
+
+    def _reserved(self) -> set[str]:
+        """Return the drives on which a run has reserved space."""
+        own = self._measuring.owner
+        return {entry.place.drive.name for entry in self._reservations.entries() if entry.owner != own}
 
 
 @lru_cache(maxsize=256)
@@ -193,12 +241,24 @@ def _token(file: str) -> str:
     return token
 
 
-def _make_folder(folder: Path) -> None:
+def _state_folder(config: DaemonConfig) -> Path:
+    """Make the folder of what is kept, and return it; the runtime folder where the one by default cannot be used."""
+    try:
+        _make_folder(config.state_dir, "state folder", "measure.state_dir")
+    except ConfigError as error:
+        if config.measure.state_dir:
+            raise
+        event(logging.WARNING, "state.elsewhere", folder=config.runtime_dir, reason=str(error))
+        return config.runtime_dir
+    return config.state_dir
+
+
+def _make_folder(folder: Path, what: str, setting: str) -> None:
     try:
         own_folder(folder, parents=True)
     except OSError as error:
         raise ConfigError(
-            f"runtime folder {str(folder)!r} cannot be used: {error.strerror}; choose another --runtime-dir"
+            f"{what} {str(folder)!r} cannot be used: {error.strerror}; choose another {setting}"
         ) from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"runtime folder {str(folder)!r} is not yours to write; choose another --runtime-dir")
+        raise ConfigError(f"{what} {str(folder)!r} is not yours to write; choose another {setting}")

@@ -58,6 +58,8 @@ class DriveWear:
     """Bytes that may be written in its life (TBW), as configured."""
     bytes_per_second: float | None
     """Written to it, by everybody, in the last hour or since the daemon began."""
+    left: int | None
+    """Of the rated bytes, those that are not written yet."""
     days: float | None
     """Until the rated bytes are written at that rate."""
 
@@ -127,14 +129,15 @@ class WearWatch:
         if len(samples) > 1:
             (start, first), (end, last) = samples[0], samples[-1]
             rate = (last - first) / (end - start)
-        days = None
-        if rated is not None and rate:
+        left = None
+        if rated is not None:
             # What was written before boot is known only where the drive tells it.
-            used = health.written if health.written is not None else samples[-1][1]
+            used = health.written if health.written is not None else samples[-1][1] if samples else 0
             if health.ratio is not None:
                 used = max(used, int(health.ratio * rated))
-            days = max(0, rated - used) / rate / DAY
-        return DriveWear(ratio=health.ratio, rated=rated, bytes_per_second=rate, days=days)
+            left = max(0, rated - used)
+        days = left / rate / DAY if left is not None and rate else None
+        return DriveWear(ratio=health.ratio, rated=rated, bytes_per_second=rate, left=left, days=days)
 
 
 def health_of(drive: Drive, sysfs: Path = SYSFS) -> Health:

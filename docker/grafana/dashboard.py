@@ -199,13 +199,39 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
         Panel(
-            "Space", "bytes", "Free, reserved by runs, and in all.",
+            "Latency", "s", "Mean of everybody's reads and writes, from the kernel's sums.",
+            (
+                (f"sum by (instance, device) (rate(device_read_seconds_total{_RATE})) / "
+                 f"sum by (instance, device) (rate(device_read_operations_total{_RATE}))",
+                 "{{instance}} {{device}} read"),
+                (f"sum by (instance, device) (rate(device_write_seconds_total{_RATE})) / "
+                 f"sum by (instance, device) (rate(device_write_operations_total{_RATE}))",
+                 "{{instance}} {{device}} write"),
+            ),
+        ),
+        Panel(
+            "Busy", "percentunit", "Share of the time in which a drive has something to do.",
+            ((f"max by (instance, device) (rate(device_busy_seconds_total{_RATE}))", "{{instance}} {{device}}"),),
+        ),
+        Panel(
+            "Share of runs", "percentunit", "Of the bytes that go over a drive, those of runs of this node.",
+            ((f'sum by (instance, device) (label_replace(rate(io_bytes_total{_RATE}) * '
+              'on (instance, run, rank, device) group_left (block_device) rank_device_info, '
+              '"device", "$1", "block_device", "(.*)")) / on (instance, device) ('
+              f"sum by (instance, device) (rate(device_read_bytes_total{_RATE})) + "
+              f"sum by (instance, device) (rate(device_written_bytes_total{_RATE})))", "{{instance}} {{device}}"),),
+        ),
+        Panel(
+            "Space", "bytes", "Free, reserved by runs, taken by runs that nobody holds, and in all.",
             (
                 ("max by (instance, device) (device_free_bytes)", "{{instance}} {{device}} free"),
+                ("max by (instance, device) (device_stale_bytes)", "{{instance}} {{device}} stale"),
                 ("max by (instance, device) (device_reserved_bytes)", "{{instance}} {{device}} reserved"),
                 ("max by (instance, device) (device_capacity_bytes)", "{{instance}} {{device}} in all"),
             ),
         ),
+        Panel("Stale runs", "short", "Runs in the configured folders that nobody holds: `infinity status` lists them.",
+              (("max by (instance, device) (device_stale_runs)", "{{instance}} {{device}}"),), "stat"),
         Panel("Wear", "percentunit", "Share of the rated life that is used, where the drive tells.",
               (("max by (instance, device) (device_wear_ratio)", "{{instance}} {{device}}"),), "stat"),
         Panel("Days left", "d", "Until the rated bytes are written, at the rate of the last hour; where that is set.",

@@ -14,6 +14,7 @@ from typing import Final
 
 SYSFS: Final = Path("/sys")
 _SECTOR_BYTES: Final = 512  # the unit of /sys/class/block/*/stat, whatever the drive's own sector is
+_PER_SECOND: Final = 1000  # milliseconds, in which that file counts time
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
@@ -46,10 +47,22 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class DriveCounters:
-    """Bytes read from and written to a drive since boot."""
+    """What went over a drive since boot."""
 
     read: int
+    """Bytes."""
     written: int
+    """Bytes."""
+    reads: int
+    """Requests that completed, as the kernel passed them on: it merges neighbours, and splits large ones."""
+    writes: int
+    """The same of writes."""
+    read_seconds: float
+    """Sum of what each read took, from when it was queued until it completed."""
+    write_seconds: float
+    """Sum of what each write took."""
+    busy_seconds: float
+    """In which at least one request was under way."""
 
 
 def locate(path: str, sysfs: Path = SYSFS) -> Place:
@@ -84,9 +97,18 @@ def counters(drive: Drive, sysfs: Path = SYSFS) -> DriveCounters | None:
     """Return what went over a drive, or None if the kernel does not count it."""
     try:
         fields = (sysfs / "class/block" / drive.name / "stat").read_text().split()
-        return DriveCounters(read=int(fields[2]) * _SECTOR_BYTES, written=int(fields[6]) * _SECTOR_BYTES)
-    except (OSError, ValueError, IndexError):
+        reads, _, read, reading, writes, _, written, writing, _, busy = map(int, fields[:10])
+    except (OSError, ValueError):
         return None
+    return DriveCounters(
+        read=read * _SECTOR_BYTES,
+        written=written * _SECTOR_BYTES,
+        reads=reads,
+        writes=writes,
+        read_seconds=reading / _PER_SECOND,
+        write_seconds=writing / _PER_SECOND,
+        busy_seconds=busy / _PER_SECOND,
+    )
 
 
 def wear_ratio(drive: Drive, sysfs: Path = SYSFS) -> float | None:

@@ -61,6 +61,9 @@ class Ticket:
     """Bytes."""
     submitted: float = field(default_factory=time.perf_counter)
     """When it was made, in seconds of `time.perf_counter`."""
+    started: float = 0.0
+    """When its first bytes were asked of the drive, on the same clock; before that it waits for other requests. 0 until
+    then; set by the engine."""
     completed: float = 0.0
     """When it was done, on the same clock; set by `complete`."""
     retries: int = 0

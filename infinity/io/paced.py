@@ -190,4 +190,5 @@ class PacedEngine:
 
 def _end(ticket: Ticket, moved: Ticket) -> None:
     ticket.retries = moved.retries
+    ticket.started = ticket.submitted  # it waited for this drive's rate, and for nothing else
     ticket.complete(moved.error)

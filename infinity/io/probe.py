@@ -6,8 +6,9 @@ import os
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -26,6 +27,14 @@ _NOISE_BYTES = 8 * MIB
 _FILL_BYTES = MIB
 _SPARE_BYTES = 16 * MIB  # left free for the file system's own records
 _PATIENCE_SECONDS = 120.0
+_FILL_AHEAD = 8  # writes in flight while a file is filled
+_PREFIX = ".infinity-probe-"
+_OLD_SECONDS = 60.0
+"""A file that has its name for so long was left behind: whoever measures takes it away at once."""
+
+
+class ProbeStoppedError(InfinityError):
+    """A measurement was told to stop."""
 
 
 class Load(Enum):
@@ -99,6 +108,8 @@ def measure_paths(
     file_bytes: int,
     seconds: float = 1.0,
     engine: str = "auto",
+    most_written: int | None = None,
+    stop: threading.Event | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, tuple[Measurement, ...]]:
     """Measure all `paths` at once, so that what they share shows, and return one `Measurement` per point.
@@ -112,9 +123,13 @@ def measure_paths(
         file_bytes: size of each file in bytes, at least twice the bytes in flight.
         seconds: length of one measurement.
         engine: ``auto``, ``io_uring`` or ``threads``.
+        most_written: bytes that one measurement may write to each path, at least those in flight; it ends early where
+            they are reached. None: no limit. Filling the file is not counted.
+        stop: ends the measurement when it is set, as soon as what is in flight has ended.
         on_progress: called after each path is filled and after each point.
 
     Raises:
+        ProbeStoppedError: `stop` was set.
         ConfigError: a folder that does not exist or cannot be written, or a size or time too small.
         BudgetError: not enough free space.
         StorageError: a transfer failed.
@@ -122,24 +137,50 @@ def measure_paths(
     """
     names = [os.fspath(path) for path in paths]
     _check(names, points, file_bytes, seconds, engine)
+    least = max(point.block_bytes * point.depth for point in points)
+    if most_written is not None and most_written < least:
+        raise ConfigError(f"most_written = {most_written} bytes must be those in flight at least, {least}")
+    stop = stop or threading.Event()
     total = len(names) + len(points)
     found: dict[str, list[Measurement]] = {name: [] for name in names}
     with ExitStack() as stack:
         targets: list[_Target] = []
         for name in names:
-            targets.append(stack.enter_context(_target(name, points, file_bytes, engine)))
+            targets.append(stack.enter_context(_target(name, points, file_bytes, engine, stop)))
             label = f"{name}: wrote {format_size(targets[-1].file_bytes)}"
             on_progress(Progress(done=len(targets), total=total, label=label, latest={}))
         for number, point in enumerate(points):
-            streams = [_Stream(target, point, seconds) for target in targets]
+            _go_on(stop)
+            streams = [_Stream(target, point, seconds, most_written, stop) for target in targets]
             for stream in streams:
                 stream.start()
             latest = {stream.target.path: stream.finish() for stream in streams}
+            _go_on(stop)  # what was cut short is no measurement
             for name, measurement in latest.items():
                 found[name].append(measurement)
             label = f"{point.load.value} {format_size(point.block_bytes)} x {point.depth}"
             on_progress(Progress(done=len(names) + number + 1, total=total, label=label, latest=latest))
     return {name: tuple(measurements) for name, measurements in found.items()}
+
+
+def remove_left_over(folder: str | os.PathLike[str]) -> list[Path]:
+    """Remove and return files of measurements that were killed in the moment between making and unlinking them.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    removed = []
+    for path in Path(folder).iterdir():
+        with suppress(OSError):  # of another user, or gone
+            if path.name.startswith(_PREFIX) and time.time() - path.lstat().st_mtime >= _OLD_SECONDS:
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _go_on(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise ProbeStoppedError("the measurement was stopped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +228,9 @@ def _check(names: Sequence[str], points: Sequence[Point], file_bytes: int, secon
 
 
 @contextmanager
-def _target(path: str, points: Sequence[Point], file_bytes: int, engine: str) -> Iterator[_Target]:
+def _target(
+    path: str, points: Sequence[Point], file_bytes: int, engine: str, stop: threading.Event
+) -> Iterator[_Target]:
     block = max(point.block_bytes for point in points)
     file_bytes = align_down(file_bytes, BLOCK_MULTIPLE)
     flight = max(point.block_bytes * point.depth for point in points)
@@ -199,13 +242,13 @@ def _target(path: str, points: Sequence[Point], file_bytes: int, engine: str) ->
     memory = transfer_memory(max(flight, _NOISE_BYTES))
     noise = os.urandom(_NOISE_BYTES)  # drives may compress anything simpler
     for start in range(0, len(memory), _NOISE_BYTES):
-        stop = min(start + _NOISE_BYTES, len(memory))
-        memory[start:stop] = noise[: stop - start]
+        end = min(start + _NOISE_BYTES, len(memory))
+        memory[start:end] = noise[: end - start]
     running, _ = open_engine(settings)
     try:
         running.register(memory)
         file = _probe_file(running, path, file_bytes)
-        _fill(running, file, memory, file_bytes)
+        _fill(running, file, memory, file_bytes, stop)
         yield _Target(path=path, engine=running, file=file, memory=memory, file_bytes=file_bytes)
     finally:
         running.close()
@@ -214,7 +257,7 @@ def _target(path: str, points: Sequence[Point], file_bytes: int, engine: str) ->
 
 def _probe_file(engine: Engine, folder: str, size: int) -> DataFile:
     try:
-        handle, name = tempfile.mkstemp(prefix=".infinity-probe-", dir=folder)
+        handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
     except OSError as error:
         raise ConfigError(f"folder {folder!r} takes no file: {error.strerror}; name another one") from error
     os.close(handle)
@@ -229,11 +272,15 @@ def _probe_file(engine: Engine, folder: str, size: int) -> DataFile:
     return file
 
 
-def _fill(engine: Engine, file: DataFile, memory: memoryview, size: int) -> None:
-    tickets = []
-    for start in range(0, size, len(memory)):
-        part = memory[: min(len(memory), size - start)]
-        tickets.append(engine.submit(Op.WRITE, file, start, part))
+def _fill(engine: Engine, file: DataFile, memory: memoryview, size: int, stop: threading.Event) -> None:
+    tickets: deque[Ticket] = deque()
+    part = max(_FILL_BYTES, align_down(len(memory) // _FILL_AHEAD, BLOCK_MULTIPLE))
+    for number, start in enumerate(range(0, size, part)):
+        _go_on(stop)
+        if len(tickets) == _FILL_AHEAD:
+            tickets.popleft().wait(_PATIENCE_SECONDS)
+        begin = number % (len(memory) // part) * part
+        tickets.append(engine.submit(Op.WRITE, file, start, memory[begin : begin + min(part, size - start)]))
     for ticket in tickets:
         ticket.wait(_PATIENCE_SECONDS)
     engine.sync(file)
@@ -243,13 +290,16 @@ class _Stream:
     """Keeps `depth` requests in flight on one target until the time is over.
 
     Life cycle: `start` submits the first requests; each completion submits the next one, in the engine's own thread,
-    until `seconds` have passed or one has failed; `finish` waits for the last. Reads and writes walk through the file
-    in order; with both, each has a half of the file to itself.
+    until `seconds` have passed, `most_written` is reached, `stop` is set or one has failed; `finish` waits for the
+    last. Reads and writes walk through the file in order; with both, each has a half of the file to itself.
     """
 
-    def __init__(self, target: _Target, point: Point, seconds: float) -> None:
+    def __init__(
+        self, target: _Target, point: Point, seconds: float, most_written: int | None, stop: threading.Event
+    ) -> None:
         self.target = target
         self._point, self._seconds = point, seconds
+        self._most_written, self._stop = most_written, stop  # bytes, None: no limit; ends it early
         self._lock = threading.Lock()
         """Guards what follows; the engine's threads change it."""
         self._moved = {Op.READ: 0, Op.WRITE: 0}
@@ -325,7 +375,17 @@ class _Stream:
         # With one request in flight, both directions take turns.
         turn = self._point.load is Load.BOTH
         other = Op.READ if ticket.op is Op.WRITE else Op.WRITE
-        self._submit(slot, other if turn else ticket.op)
+        following = other if turn else ticket.op
+        if self._stop.is_set() or (following is Op.WRITE and self._has_written()):
+            self._end(None)
+        else:
+            self._submit(slot, following)
+
+    def _has_written(self) -> bool:
+        """Whether another write would be beyond `most_written`; several threads at once may still submit one each."""
+        if self._most_written is None:
+            return False
+        return (self._next[Op.WRITE] + 1) * self._point.block_bytes > self._most_written
 
     def _end(self, error: InfinityError | None) -> None:
         with self._lock:

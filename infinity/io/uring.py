@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -267,6 +268,8 @@ class UringEngine:
                 if start >= length:
                     backlog.popleft()
                     continue
+                if start == 0:
+                    request.ticket.started = time.perf_counter()
                 request.cursor = stop = min(start + self._request_bytes, length)
                 request.chunks += 1
                 self._push(_Chunk(request, start, stop))

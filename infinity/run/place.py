@@ -20,8 +20,10 @@ from infinity.sources.reshard import ReshardSource, folders_of, lies_otherwise
 from infinity.store.bandwidth import path_shares
 from infinity.store.folder import FolderLock, RunFolder, make_paths, unmake_paths
 from infinity.store.marker import look_for_runs, new_run_id, passed_over
-from infinity.units import format_size
+from infinity.units import MIB, format_size
 
+_LEAST_RATE = float(MIB)
+"""A share that is smaller is no rate of a drive in bytes per second: equal shares, where nothing was measured."""
 _log = logging.getLogger("infinity")
 
 
@@ -55,6 +57,11 @@ class RunPlace:
     def found(self) -> Manifest | None:
         """The commit of this run that it resumes from."""
         return self.commits[-1] if self.commits else None
+
+    @property
+    def rates(self) -> list[float]:
+        """Bytes per second of the paths, as far as the shares are such; 0 where they were not measured."""
+        return [share if share > _LEAST_RATE else 0.0 for share in self.shares]
 
     @property
     def paths(self) -> list[str]:

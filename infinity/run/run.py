@@ -30,13 +30,15 @@ from infinity.optim.planning import StepPlanner
 from infinity.optim.worker import UpdateWorker
 from infinity.peers import Peers
 from infinity.ranks import Ranks
+from infinity.run.balance import Balance, PathLoads
 from infinity.run.pacing import Pacing
 from infinity.run.place import RunPlace
+from infinity.run.space import FileSpace
+from infinity.run.wear import WearWarning
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
-from infinity.store.extents import file_sizes, plan_slots, spread
-from infinity.store.folder import RunFolder, allocated_bytes, reserve
-from infinity.store.pages import PageStore
+from infinity.store.folder import RunFolder
+from infinity.store.pages import PageStore, lay_out
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
 from infinity.telemetry.timeline import Timeline
@@ -134,22 +136,19 @@ class Run:
         settings, layout, folder, commits = self.settings, self.layout, self.folder, self.place.commits
         with _naming_limit():
             folder.create()
-            homes = spread(layout.pages, self.place.shares)
             retained = settings.run.retained_commits
-            # Commits beyond the retained ones stay until the next one is published, where they are.
-            slots = plan_slots(layout.pages, homes, _SPARE_SLOTS, max(retained, len(commits)))
-            sizes = file_sizes(slots, len(folder.roots))
-            files = [folder.data_file(index, self.ranks.rank) for index in range(len(sizes))]
+            committed = {commit.step: commit.pages for commit in commits}
+            homes, slots = lay_out(layout.pages, self.place.shares, committed, _SPARE_SLOTS, retained)
+            files = [folder.data_file(index, self.ranks.rank) for index in range(len(folder.roots))]
             daemon = NodeDaemon(runtime_dir(settings.telemetry))
-            for file, size in zip(files, sizes, strict=True):
-                where = str(file.parent.resolve())
-                with daemon.space_reserved(where, size - allocated_bytes(file), folder.run_id):
-                    reserve(file, size)
+            space = FileSpace(daemon, folder.run_id, files)
+            space.allocate(slots)
             arena = Arena(budget.frames, layout.page_bytes, device=device)
             self.undo.push(partial(self._close_arena, arena))
             moving, _ = open_engine(settings.storage)
             engine = PacedEngine(moving)
             self.undo.push(partial(self._close_engine, engine))
+            loads = PathLoads(len(files))
             stats = _stats_page(settings, self.ranks, folder.run_id, engine.name, self.place.paths)
             self.undo.push_under(partial(_close_page, stats))  # counted until the engine has ended
             timeline = _timeline(settings, self.ranks, layout)
@@ -162,28 +161,36 @@ class Run:
                 slots,
                 engine,
                 name_of=layout.page_name,
-                moved=partial(_book_transfer, ledger, timeline),
+                moved=partial(_book_transfer, ledger, timeline, loads),
                 timeout=settings.storage.timeout_seconds,
+                spare=_SPARE_SLOTS,
                 retries=settings.storage.retries,
-                committed={commit.step: commit.pages for commit in commits},
+                committed=committed,
                 retained=retained,
             )
             self.undo.push(store.close)
             folders = [str(Path(path).resolve()) for path in self.place.paths]
             pacing = Pacing(daemon, folder.run_id, folders, [str(file) for file in files], engine.pace)
             self.undo.push(pacing.close)
+            capacity = stats.gauge("tier_capacity_bytes", tier="nvme")
+            capacity.set(space.nbytes)
+            if settings.storage.balance and len(files) > 1:
+                balance = Balance(loads, self.place.rates, layout.pages, store, folders, space, capacity.set)
+                self.undo.push(balance.close)
             timeout = settings.storage.timeout_seconds
             pager = Pager(layout, arena, store, ledger, timeout=timeout, failed=self.peers.report)
             self.undo.push(pager.drain)
             worker = UpdateWorker(settings.update.cores_beside(device.type, _idle_cores(self.ranks)), pager.fail)
             self.undo.push(worker.close)
+            if self.ranks.local_rank == 0:
+                wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
+                self.undo.push(wear.close)
         planner = StepPlanner(
             layout, pager, ledger, frames=arena.frames, wanted=settings.update.placement, threaded=worker.threaded
         )
         for role in Role:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         stats.gauge("tier_capacity_bytes", tier="host").set(arena.nbytes)
-        stats.gauge("tier_capacity_bytes", tier="nvme").set(sum(sizes))
         return _Opened(arena, engine, stats, timeline, ledger, store, pager, worker, planner)
 
     @property
@@ -248,6 +255,7 @@ class Run:
 def _book_transfer(
     ledger: Ledger,
     timeline: Timeline | None,
+    loads: PathLoads,
     page: Page,
     ticket: Ticket,
     path: int,
@@ -256,7 +264,10 @@ def _book_transfer(
 ) -> None:
     started, ended = ticket.submitted, ticket.completed
     ledger.moved(ticket.op.value, page.role.value, path, ticket.length, ended - started, retries, error)
-    if timeline is not None and error is None:
+    if error is not None:
+        return
+    loads.moved(path, ticket.length, ticket.started or started, ended)
+    if timeline is not None:
         timeline.moved(ticket.op.value, path, page.index, ticket.length, started, ended)
 
 

@@ -1,7 +1,8 @@
 """How much of the pages each NVMe path gets: its share of the bandwidth when all paths are busy at once.
 
-The daemon's profile answers where a daemon runs; else a short probe at the first use of a set of paths, whose
-result is kept in the runtime folder.
+The daemon's profile answers where a daemon runs: that of these drives together, if it was ever measured, else that of
+each alone. Else a short probe at the first use of a set of paths does, whose result is kept in the runtime folder and
+told the daemon.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from infinity.access import own_folder, read_own, write_own
 from infinity.errors import InfinityError
@@ -22,7 +25,7 @@ CACHE_NAME = "path-bandwidth.json"
 _PROBE_BYTES = 256 * MIB
 _PROBE_SECONDS = 0.5
 _MOST_BYTES = 1 << 16
-_UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 _log = logging.getLogger("infinity")
 
 
@@ -42,6 +45,8 @@ def path_shares(paths: Sequence[str], engine: str, runtime: Path) -> list[float]
             _log.warning("the bandwidth of %s was not measured (%s): pages are spread evenly", ", ".join(names), error)
             return [1.0] * len(names)
         _remember(names, found, runtime)
+        measured = {name: {"mixed": share} for name, share in zip(names, found, strict=True)}
+        NodeDaemon(runtime).ask("record_bandwidth", rates=measured, source="run")
     return found
 
 
@@ -53,11 +58,20 @@ def _probed(names: Sequence[str], engine: str) -> list[float]:
 
 def _from_daemon(names: Sequence[str], runtime: Path) -> list[float] | None:
     """Ask the daemon; None when there is none of this user or root, or when it does not know all paths."""
+    answer = NodeDaemon(runtime).ask("bandwidth", paths=list(names)) or {}
     try:
-        known = (NodeDaemon(runtime).ask("bandwidth", paths=list(names)) or {})["bandwidth"]
-        return _usable([float(known[name]["read"]) + float(known[name]["write"]) for name in names])
+        known = answer["together"] or answer["bandwidth"]
+        beside = Counter(str(known[name]["device"]) for name in names)  # paths on the same drive share it
+        return _usable([_mixed(known[name]) / beside[str(known[name]["device"])] for name in names])
     except _UNUSABLE:
         return None
+
+
+def _mixed(profile: Mapping[str, Any]) -> float:
+    """Return bytes per second of half reads and half writes; where that was not measured, as if they took turns."""
+    if profile["mixed"] is not None:
+        return float(profile["mixed"])
+    return 2 / (1 / float(profile["read"]) + 1 / float(profile["write"]))
 
 
 def _usable(shares: list[float]) -> list[float] | None:

@@ -6,8 +6,10 @@ share a class of slots, so space never fragments and the whole need is known bef
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Condition
 from typing import NamedTuple
@@ -48,6 +50,32 @@ def spread(pages: Sequence[Page], shares: Sequence[float]) -> tuple[int, ...]:
     return tuple(paths)
 
 
+def respread(pages: Sequence[Page], paths: Sequence[int], shares: Sequence[float]) -> tuple[int, ...]:
+    """Return new paths of pages so that bytes follow `shares`, role by role, and as few pages as possible move.
+
+    The pages that leave a path are spread evenly over those that it has.
+    """
+    moved = list(paths)
+    for role in Role:
+        mine = [page for page in pages if page.role is role]
+        loads = [0.0] * len(shares)
+        for page in mine:
+            loads[paths[page.index]] += page.nbytes
+        # Bytes by which a path has too much.
+        surplus = [load - sum(loads) * share / sum(shares) for load, share in zip(loads, shares, strict=True)]
+        leaving = [max(0.0, extra / load) if load else 0.0 for extra, load in zip(surplus, loads, strict=True)]
+        due = [0.0] * len(shares)  # bytes that should have left by now
+        for page in mine:
+            path = paths[page.index]
+            due[path] += leaving[path] * page.nbytes
+            target = min(range(len(shares)), key=lambda k: surplus[k])
+            if due[path] >= page.nbytes / 2 and surplus[target] <= -page.nbytes / 2:
+                moved[page.index] = target
+                due[path] -= page.nbytes
+                surplus[target] += page.nbytes
+    return tuple(moved)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlotClass:
     """`count` slots of `length` bytes, from `offset` on, in the file of `path`."""
@@ -56,6 +84,10 @@ class SlotClass:
     length: int
     offset: int
     count: int
+
+    def __iter__(self) -> Iterator[Extent]:
+        """Yield the slots."""
+        return (Extent(self.path, self.offset + k * self.length, self.length) for k in range(self.count))
 
 
 def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained: int) -> tuple[SlotClass, ...]:
@@ -92,17 +124,84 @@ def file_sizes(classes: Iterable[SlotClass], paths: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def misplaced(classes: Iterable[SlotClass], used: Iterable[Extent]) -> Extent | None:
-    """Return an extent that is neither a slot nor behind all slots and clear of the other extents, if there is one."""
-    classes = tuple(classes)
-    slots = {
-        Extent(item.path, item.offset + k * item.length, item.length) for item in classes for k in range(item.count)
-    }
-    ends = file_sizes(classes, 1 + max((item.path for item in classes), default=-1))
+def needed_slots(
+    pages: Sequence[Page], paths: Sequence[Collection[int]], spare: int, retained: int
+) -> Counter[tuple[int, int]]:
+    """Return how many slots there must be by (path, length), as `plan_slots`, where pages lie on several paths.
+
+    Args:
+        pages: all pages of the rank.
+        paths: by page, all paths that a version of it lies on, or will.
+        spare: writes that may be in flight at once.
+        retained: commits that are kept.
+    """
+    members: Counter[tuple[int, int]] = Counter()
+    committed: Counter[tuple[int, int]] = Counter()
+    for page, on in zip(pages, paths, strict=True):
+        for path in on:
+            members[path, page.nbytes] += 1
+            committed[path, page.nbytes] += page.role is not Role.GRAD
+    return Counter({key: n + min(spare, n) + committed[key] * retained for key, n in members.items()})
+
+
+def missing_slots(
+    classes: Sequence[SlotClass], needed: Mapping[tuple[int, int], int], used: Collection[Extent] = ()
+) -> tuple[SlotClass, ...]:
+    """Return further slots, behind the classes and between what is used there, so that there are as many as needed.
+
+    Args:
+        classes: the slots so far.
+        needed: how many slots there must be by (path, length).
+        used: extents of committed pages; those that are no slots count as such, and slots that they touch do not.
+    """
+    taken = _Used(used)
+    there = Counter((extent.path, extent.length) for extent in set(used))
+    there.update((slot.path, slot.length) for item in classes for slot in item if not taken.touch(slot))
+    more: list[SlotClass] = []
+    paths = {path for path, _ in (*needed, *there)} | {item.path for item in classes}
+    behind = file_sizes(classes, 1 + max(paths, default=-1))
+    for path, end in enumerate(behind):
+        missing = {
+            length: count - there[path, length]
+            for (on, length), count in sorted(needed.items())
+            if on == path and count > there[path, length]
+        }
+        at = end
+        for gap_end, next_at in [*taken.behind(path, end), (math.inf, 0)]:
+            for length, count in missing.items():
+                fitting = count if gap_end == math.inf else min(count, max(0, (int(gap_end) - at) // length))
+                if fitting:
+                    more.append(SlotClass(path=path, length=length, offset=at, count=fitting))
+                    missing[length] -= fitting
+                    at += fitting * length
+            at = max(at, next_at)
+    return tuple(more)
+
+
+class _Used:
+    """Extents that do not overlap each other, and what they touch."""
+
+    def __init__(self, used: Iterable[Extent]) -> None:
+        self._spans: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted (offset, end) by path
+        for path, offset, length in sorted(set(used)):
+            self._spans[path].append((offset, offset + length))
+
+    def touch(self, slot: Extent) -> bool:
+        """Whether one of them has a byte of a slot."""
+        spans = self._spans[slot.path]
+        before = bisect_left(spans, (slot.offset + slot.length, 0)) - 1  # the last that begins before the slot ends
+        return before >= 0 and spans[before][1] > slot.offset
+
+    def behind(self, path: int, offset: int) -> Iterator[tuple[int, int]]:
+        """Yield (begin, end) of the extents that end behind `offset`."""
+        return (span for span in self._spans[path] if span[1] > offset)
+
+
+def overlapping(used: Iterable[Extent]) -> Extent | None:
+    """Return an extent that shares a byte with another one, if there is one."""
     last = Extent(-1, 0, 0)
-    for extent in sorted(set(used) - slots):
-        behind = last.offset + last.length if last.path == extent.path else ends[extent.path]
-        if extent.offset < behind:
+    for extent in sorted(set(used)):
+        if last.path == extent.path and extent.offset < last.offset + last.length:
             return extent
         last = extent
     return None
@@ -112,21 +211,27 @@ class ExtentAllocator:
     """Hands out slots. Safe to call from several threads."""
 
     def __init__(self, classes: Sequence[SlotClass], used: Iterable[Extent] = ()) -> None:
-        """Begin with all slots free but those in use.
+        """Begin with all slots free but those that are touched by what is in use.
 
         Args:
             classes: all slots.
-            used: extents of committed pages; those that are in no slot are passed over.
+            used: extents of committed pages, which do not overlap each other; each is a slot when it is given back,
+                wherever it lies.
         """
-        taken = set(used)
+        taken = _Used(used)
         self._freed = Condition()
         """Lock of `_free`; notified when a slot comes back."""
         self._free: dict[tuple[int, int], list[int]] = {}
         """Offsets in bytes of free slots by (path, length), the lowest last."""
-        for item in reversed(classes):  # the lowest offsets are taken first
-            slots = (Extent(item.path, item.offset + k * item.length, item.length) for k in range(item.count))
-            free = [slot.offset for slot in slots if slot not in taken]
-            self._free.setdefault((item.path, item.length), []).extend(reversed(free))
+        self.add(classes, taken)
+
+    def add(self, classes: Sequence[SlotClass], taken: _Used | None = None) -> None:
+        """Have these slots too, but those that something touches; they are taken after those so far."""
+        with self._freed:
+            for item in classes:
+                free = [slot.offset for slot in item if taken is None or not taken.touch(slot)]
+                self._free.setdefault((item.path, item.length), [])[:0] = reversed(free)
+            self._freed.notify_all()
 
     def take(self, path: int, length: int, timeout: float) -> Extent:
         """Return a free slot, waiting for one if all are in use by versions that are being replaced.
@@ -135,7 +240,7 @@ class ExtentAllocator:
             StallError: none was freed within `timeout` seconds.
         """
         with self._freed:
-            free = self._free[path, length]
+            free = self._free.setdefault((path, length), [])
             if not self._freed.wait_for(lambda: bool(free), timeout):
                 raise StallError(f"no slot of {length} bytes on path {path} was freed within {timeout:.0f} s")
             return Extent(path, free.pop(), length)
@@ -143,5 +248,5 @@ class ExtentAllocator:
     def give(self, extent: Extent) -> None:
         """Take a slot back."""
         with self._freed:
-            self._free[extent.path, extent.length].append(extent.offset)
+            self._free.setdefault((extent.path, extent.length), []).append(extent.offset)
             self._freed.notify_all()

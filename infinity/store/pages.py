@@ -19,7 +19,16 @@ import xxhash
 from infinity.content.layout import Page
 from infinity.errors import CommitError, CorruptPageError, StorageError
 from infinity.io import DataFile, Engine, Op, Ticket
-from infinity.store.extents import Extent, ExtentAllocator, SlotClass, misplaced
+from infinity.store.extents import (
+    Extent,
+    ExtentAllocator,
+    SlotClass,
+    missing_slots,
+    needed_slots,
+    overlapping,
+    plan_slots,
+    spread,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +50,40 @@ class Version:
 def checksum(page: int, content: memoryview) -> int:
     """Return the 64-bit XXH3 of a page's bytes, seeded with its index so that a misdirected page never matches."""
     return xxhash.xxh3_64_intdigest(content, seed=page)
+
+
+def lay_out(
+    pages: Sequence[Page],
+    shares: Sequence[float],
+    committed: Mapping[int, Mapping[int, Version]],
+    spare: int,
+    retained: int,
+) -> tuple[tuple[int, ...], tuple[SlotClass, ...]]:
+    """Return the path that new versions of every page go to, and all slots; extents of commits are slots, too.
+
+    Pages of a commit stay where it has them, which need not be where `shares` say: they may have been spread anew.
+
+    Args:
+        pages: of the rank, by index.
+        shares: how much of the pages each path is to hold, relative to the others.
+        committed: versions by page of the commits to go on from, by step.
+        spare: writes that may be in flight at once.
+        retained: commits that are kept.
+    """
+    spread_out = spread(pages, shares)
+    paths = list(spread_out)
+    on = [{path} for path in paths]
+    for _, versions in sorted(committed.items()):
+        for page, version in versions.items():
+            paths[page] = version.extent.path
+            on[page].add(version.extent.path)
+    # Commits beyond the retained ones stay until the next one is published, where they are.
+    retained = max(retained, len(committed))
+    slots = plan_slots(pages, spread_out, spare, retained)
+    used = {version.extent for versions in committed.values() for version in versions.values()}
+    more = missing_slots(slots, needed_slots(pages, on, spare, retained), used)
+    strays = (SlotClass(path=p, offset=at, length=n, count=1) for p, at, n in sorted(used.difference(*slots)))
+    return tuple(paths), (*slots, *more, *strays)
 
 
 def read_version(file: Path, page: int, version: Version, name: str) -> memoryview:
@@ -106,7 +149,8 @@ class PageStore:
     nor named, whichever ends last.
 
     Threads: the pager calls `read`, `write`, `has` and `discard`, from any thread but under its own lock
-    (`Transfers.lock`); the training thread those about commits. Transfers end on the engine's thread, and `_write` runs
+    (`Transfers.lock`); the training thread those about commits; a thread that balances the paths `slots_to_spread` and
+    `spread_anew`. Transfers end on the engine's thread, and `_write` runs
     on the writer's. `_lock` guards what they share; nothing is waited for under it.
     """
 
@@ -121,6 +165,7 @@ class PageStore:
         name_of: Callable[[int], str],
         moved: Moved,
         timeout: float,
+        spare: int,
         retries: int = 0,
         committed: Mapping[int, Mapping[int, Version]] | None = None,
         retained: int = 1,
@@ -129,23 +174,26 @@ class PageStore:
 
         Args:
             pages: of this rank, by index.
-            paths: index of the path of every page.
+            paths: by page, the index of the path that new versions of it go to.
             files: data file of every path.
-            slots: that the extents are taken from.
+            slots: that the extents are taken from, see `lay_out`.
             engine: that moves bytes; it closes the files.
             name_of: readable name of a page, for errors.
             moved: told of every transfer that has ended for good: page, last ticket, path, how often it was submitted
                 again, error.
             timeout: seconds that a write waits for a free slot.
+            spare: writes that may be in flight at once.
             retries: how often a transfer is submitted again where that may help (`_may_pass`).
             committed: versions by page of the commits to go on from, by step.
             retained: how many commits are kept.
 
         Raises:
-            StorageError: a file cannot be opened. CommitError: a committed page is not in a slot of its own.
+            StorageError: a file cannot be opened. CommitError: committed pages overlap, or are not of their length.
         """
+        self._paths = tuple(paths)
+        """By page, the path of its next version. Replaced as a whole by `spread_anew`."""
         # None of these changes.
-        self._pages, self._paths, self._engine = pages, paths, engine
+        self._pages, self._engine, self._spare = pages, engine, spare
         self._name_of, self._moved, self._timeout, self._retries = name_of, moved, timeout, retries
         self.retained = retained
         self._files = [engine.open(os.fspath(file)) for file in files]
@@ -155,7 +203,7 @@ class PageStore:
         """Versions by page of the commits that are kept, by step, newest last. Changed by `adopt`, under `_lock`."""
         self._named = Counter(version for versions in self._commits.values() for version in versions.values())
         """How many commits, published or about to be, name a version. Changed by the training thread under `_lock`."""
-        self._check_committed(slots)
+        self._check_committed()
         self._current = dict(self._commits[max(self._commits)]) if self._commits else {}
         """Current version by page. Changed under `_lock` by the thread on which a write ends, and by `discard`; read
         without it, as the pager reads no page that is being written. A page whose content is dead may be discarded
@@ -163,6 +211,8 @@ class PageStore:
         write."""
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         """Which slots are free; has a lock of its own."""
+        self._slots = tuple(slots)
+        """All slots. Grows with `spread_anew`."""
         self._lock = Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="infinity-writer")
         """Hashes and submits writes, one after the other."""
@@ -170,21 +220,59 @@ class PageStore:
         """Tickets in flight by `id`, for stall reports. Changed by whoever submits and by the engine's thread, under
         `_lock`."""
 
-    def _check_committed(self, slots: Sequence[SlotClass]) -> None:
+    def _check_committed(self) -> None:
         """Check that nothing that will be written can touch what is committed.
 
         Raises:
-            CommitError: a committed page is not in a slot of its own.
+            CommitError: a committed page is not of its length, or overlaps another one.
         """
         run = Path(self._files[0].path).parent
         for step, versions in self._commits.items():
             for page, version in versions.items():
-                if version.extent[::2] != (self._paths[page], self._pages[page].nbytes):
+                if version.extent.length != self._pages[page].nbytes:
                     raise CommitError(f"{run}, step {step}: {self._name_of(page)} cannot be at {version.extent}")
         if len({version.extent for version in self._named}) < len(self._named):
             raise CommitError(f"{run}: two commits have different versions of pages in the same place")
-        if stray := misplaced(slots, (version.extent for version in self._named)):
-            raise CommitError(f"{self._files[stray.path].path}: a committed page at {stray.offset} is in no slot")
+        if stray := overlapping(version.extent for version in self._named):
+            raise CommitError(f"{self._files[stray.path].path}: two committed pages overlap at {stray.offset}")
+
+    def slots_to_spread(self, paths: Sequence[int]) -> tuple[SlotClass, ...]:
+        """Return the slots that are missing, behind those that there are, so that new versions can go to `paths`."""
+        on = [{old, new} for old, new in zip(self._paths, paths, strict=True)]
+        with self._lock:
+            for versions in (self._current, *self._commits.values()):
+                for page, version in versions.items():
+                    on[page].add(version.extent.path)
+        retained = max(self.retained, len(self._commits))
+        return missing_slots(self._slots, needed_slots(self._pages, on, self._spare, retained))
+
+    def spread_anew(self, paths: Sequence[int], slots: Sequence[SlotClass]) -> None:
+        """From now on, write new versions of pages to `paths`; they move as they are written.
+
+        One thread at a time calls this and `slots_to_spread`.
+
+        Args:
+            paths: by page.
+            slots: what `slots_to_spread` returned for `paths`; the data files are long enough for them.
+        """
+        self._extents.add(slots)
+        self._slots = (*self._slots, *slots)
+        self._paths = tuple(paths)
+
+    def not_moved(self, pages: Sequence[int]) -> list[int]:
+        """Return those of `pages` whose current version is on another path than the next one will be."""
+        with self._lock:
+            current = [self._current.get(page) for page in pages]
+        return [
+            page
+            for page, version in zip(pages, current, strict=True)
+            if version is not None and version.extent.path != self._paths[page]
+        ]
+
+    @property
+    def paths(self) -> tuple[int, ...]:
+        """By page, the path that new versions of it go to."""
+        return self._paths
 
     def read(self, page: int, memory: memoryview, done: Done) -> None:
         """Fetch the current version into `memory`, verify it, then call `done`."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Lock
 
@@ -55,6 +55,37 @@ class StepRecord:
         return self.read_stall_seconds + self.write_stall_seconds + self.arena_stall_seconds
 
 
+class _Stretch:
+    """A block in which the training thread is in a phase or in a part of one; hundreds per step, so no generator."""
+
+    __slots__ = ("_before", "_ledger", "_name", "_part", "_phase", "_start", "_what")
+
+    def __init__(self, ledger: Ledger, phase: str, part: str, name: str, what: str) -> None:
+        """Nothing is counted yet.
+
+        Args:
+            phase: to be in; empty: that in which the block begins.
+            part: to be in; empty: the one that the phase decides.
+            name: in the timeline.
+            what: for which unit, in the timeline.
+        """
+        self._ledger, self._phase, self._part, self._name, self._what = ledger, phase, part, name, what
+        self._before = ("", "")  # phase and part around the block; set at its begin
+        self._start = 0.0  # when it began, in seconds of `time.perf_counter`
+
+    def __enter__(self) -> None:
+        ledger = self._ledger
+        self._before = ledger._phase, ledger._part
+        ledger._switch(self._phase or ledger._phase, self._part)
+        self._start = ledger._since
+
+    def __exit__(self, *_: object) -> None:
+        ledger, (phase, part) = self._ledger, self._before
+        ledger._switch(phase if self._phase else ledger._phase, part)
+        if ledger._timeline is not None:
+            ledger._timeline.span("thread", self._name, self._what, self._start, ledger._since)
+
+
 class Ledger:
     """Counts what the pager and the store do, by phase; fills the rank's stats page.
 
@@ -68,10 +99,10 @@ class Ledger:
         self._timeline = timeline  # None: none is written
         # Cells of the stats page, by the values of their labels. Under `_lock`: these.
         self._bytes = {
-            (op, role, device): stats.counter("io_bytes_total", op=op, state=role, device=device)
+            (op, role, number): stats.counter("io_bytes_total", op=op, state=role, device=device)
             for op in OPS
             for role in ROLES
-            for device in stats.header.devices
+            for number, device in enumerate(stats.header.devices)
         }
         self._retries = {op: stats.counter("io_retries_total", op=op) for op in OPS}
         self._durations = {op: stats.histogram("io_request_duration_seconds", op=op) for op in OPS}
@@ -131,9 +162,10 @@ class Ledger:
         """Count one finished transfer of a page. Called from any thread."""
         with self._lock:
             self._durations[op].observe(seconds)
-            self._retries[op].add(retries)
+            if retries:
+                self._retries[op].add(retries)
             if error is None:
-                self._bytes[op, role, f"nvme{device}"].add(nbytes)
+                self._bytes[op, role, device].add(nbytes)
                 self._moved[op] += nbytes
             else:
                 self._count_error(op, error)
@@ -217,37 +249,20 @@ class Ledger:
         self._switch(phase, self._part)
         self._unit = unit
 
-    @contextmanager
-    def phase(self, phase: str, what: str = "") -> Iterator[None]:
+    def phase(self, phase: str, what: str = "") -> AbstractContextManager[None]:
         """Be in a phase for the length of a block; `what` says in the timeline for which unit."""
-        before = self._phase, self._part
-        self._switch(phase, "")
-        start = self._since
-        try:
-            yield
-        finally:
-            self._switch(*before)
-            if self._timeline is not None:
-                self._timeline.span("thread", phase, what, start, self._since)
+        return _Stretch(self, phase, "", phase, what)
 
-    @contextmanager
-    def part(self, part: str, what: str = "", *, name: str = "") -> Iterator[None]:
+    def part(self, part: str, what: str = "", *, name: str = "") -> AbstractContextManager[None]:
         """Be in a part for the length of a block; the timeline shows it as `name`, by default that of the part."""
-        before = self._part
-        self._switch(self._phase, part)
-        start = self._since
-        try:
-            yield
-        finally:
-            self._switch(self._phase, before)
-            if self._timeline is not None:
-                self._timeline.span("thread", name or part, what, start, self._since)
+        return _Stretch(self, "", part, name or part, what)
 
     def _switch(self, phase: str, part: str) -> None:
         now = time.perf_counter()
-        self._phases[self._phase].add(now - self._since)
+        passed = now - self._since
+        self._phases[self._phase].add(passed)
         spent = self._part or _PART_OF[self._phase]
-        self._spent[spent] += now - self._since
+        self._spent[spent] += passed
         if self._timeline is not None:
             if spent == "compute" and not self._part:
                 self._timeline.span("thread", "compute", self._unit, self._since, now)

@@ -69,7 +69,7 @@ FETCH_RESULTS: Final = ("hit", "late", "miss")
 FRAME_STATUSES: Final = ("free", "resident", "streaming", "writing")
 ERROR_REASONS: Final = ("eio", "enospc", "corrupt", "timeout", "other")
 PAGE_STATUSES: Final = ("live", "ended", "dead", "broken")
-COLLECTORS: Final = ("build", "devices", "ranks")
+COLLECTORS: Final = ("build", "devices", "ranks", "stale")
 
 _OP = Label(name="op", values=OPS)
 _ROLE = Label(name="state", values=ROLES)
@@ -209,11 +209,42 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon("device_read_bytes_total", "counter", "Bytes read from a drive by everybody, since boot.", _DEVICE),
     _daemon("device_written_bytes_total", "counter", "Bytes written to a drive by everybody, since boot.", _DEVICE),
     _daemon(
+        "device_read_operations_total",
+        "counter",
+        "Reads that a drive completed for everybody, since boot, as the kernel merges and splits them.",
+        _DEVICE,
+    ),
+    _daemon(
+        "device_write_operations_total",
+        "counter",
+        "Writes that a drive completed for everybody, since boot, as the kernel merges and splits them.",
+        _DEVICE,
+    ),
+    _daemon(
+        "device_read_seconds_total",
+        "counter",
+        "Seconds that the reads of a drive took, added up; over its reads: their mean latency.",
+        _DEVICE,
+    ),
+    _daemon(
+        "device_write_seconds_total",
+        "counter",
+        "Seconds that the writes of a drive took, added up; over its writes: their mean latency.",
+        _DEVICE,
+    ),
+    _daemon(
+        "device_busy_seconds_total",
+        "counter",
+        "Seconds in which a drive had something to do; a drive that does much at once may be busy and still be able to "
+        "do more.",
+        _DEVICE,
+    ),
+    _daemon(
         "device_bandwidth_bytes_per_second",
         "gauge",
-        "Bandwidth of a drive as it was profiled.",
+        "What a drive can do, as it was measured (docs/monitoring.md); `mixed` is half reads and half writes.",
         _DEVICE,
-        _OP,
+        Label(name="op", values=(*OPS, "mixed")),
     ),
     _daemon("device_capacity_bytes", "gauge", "Size of the file system on a drive.", _DEVICE),
     _daemon("device_free_bytes", "gauge", "Bytes of the file system on a drive that are free to users.", _DEVICE),
@@ -223,6 +254,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Bytes that ranks have reserved on a drive and not released.",
         _DEVICE,
     ),
+    _daemon(
+        "device_stale_runs",
+        "gauge",
+        "Runs in the configured folders of a drive that nobody holds any more (`infinity status`).",
+        _DEVICE,
+    ),
+    _daemon("device_stale_bytes", "gauge", "Bytes that they take on the drive.", _DEVICE),
     _daemon(
         "device_wear_ratio",
         "gauge",

@@ -160,9 +160,9 @@ def test_what_is_planted_in_the_runtime_folder_is_not_used(tmp_path, plant):
     bandwidth._remember(names, [1.0, 3.0], runtime)
     assert bandwidth._from_cache(names, runtime) == [1.0, 3.0]
     with daemon(runtime):
-        found = talk(runtime, {"op": "record_bandwidth", "path": str(tmp_path), "read": 1e9, "write": 1e9})
+        found = talk(runtime, {"op": "record_bandwidth", "rates": {str(tmp_path): {"read": 1e9}}, "source": "run"})
         assert found[0]["ok"]
-        assert json.loads((runtime / FILE_NAME).read_text())["drives"]
+        assert json.loads((runtime / FILE_NAME).read_text())["measurements"]
         (status,) = talk(runtime, {"op": "status"})
         assert status["broken_pages"] == 1
     assert victim.read_bytes() == precious

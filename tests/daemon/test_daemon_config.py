@@ -16,6 +16,7 @@ import pytest
 from infinity.config import load_config
 from infinity.errors import ConfigError
 from infinity_daemon.config import load_daemon_config
+from infinity_daemon.service import _state_folder
 from support.daemon_process import daemon, get, until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -60,6 +61,11 @@ def test_a_file_and_options_over_it(tmp_path: Path) -> None:
         ("[drives]\nendurance = 3", "drives.endurance = 3 must be an object"),
         ("[fairness]\nenabled = 1", "fairness.enabled = 1 must be true or false"),
         ("[server", "is not valid TOML"),
+        ("[measure]\nmost_bytes = '1MiB'", "measure.most_bytes = '1MiB' is below the minimum of 100663296"),
+        ("[measure]\nevery = 3", "unknown setting measure.every; did you mean measure.every_seconds?"),
+        ("[measure]\nload_seconds = 0", "measure.load_seconds = 0 is below the minimum of 1"),
+        ("[drives]\ndaily_share = 2", "drives.daily_share = 2 must be a number from 0 to 1"),
+        ("[stale]\nremove_committed_after_seconds = 3600", "3600 is less than a day (86400)"),
     ],
 )
 def test_mistakes_are_those_of_the_settings_of_a_run(text: str, says: str, tmp_path: Path) -> None:
@@ -68,6 +74,40 @@ def test_mistakes_are_those_of_the_settings_of_a_run(text: str, says: str, tmp_p
     with pytest.raises(ConfigError) as caught:
         load_daemon_config(tmp_path / "infinityd.toml", {})
     assert says in str(caught.value)
+
+
+def test_where_the_history_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is said, else where systemd says, else beside pages of a place of their own, else at home."""
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    given = {"measure.state_dir": "/given", "pages.runtime_dir": "/pages"}
+    assert load_daemon_config(None, given).state_dir == Path("/given")
+    assert load_daemon_config(None, {"pages.runtime_dir": "/pages"}).state_dir == Path("/pages")
+    assert load_daemon_config(None, {}).state_dir == Path("/home/me/.local/state/infinity")
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert load_daemon_config(None, {}).state_dir == Path("/state/infinity")
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert load_daemon_config(None, {}).state_dir == Path("/home/me/.local/state/infinity")
+    monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/infinity:/var/lib/other")
+    assert load_daemon_config(None, {"pages.runtime_dir": "/pages"}).state_dir == Path("/var/lib/infinity")
+    monkeypatch.delenv("STATE_DIRECTORY")
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert load_daemon_config(None, {}).state_dir == tmp_path / "infinity"
+
+
+def test_a_state_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was named is a mistake; another is replaced by the runtime folder, as it was without one."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"state folder .* cannot be used: .*measure\.state_dir"):
+        _state_folder(load_daemon_config(None, {"measure.state_dir": str(tmp_path / "file/state")}))
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "file/state"))
+    given = {"pages.runtime_dir": str(tmp_path)}
+    assert _state_folder(load_daemon_config(None, given)) == tmp_path
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "made/state"))
+    assert _state_folder(load_daemon_config(None, given)) == tmp_path / "made/state"
+    assert (tmp_path / "made/state").stat().st_mode & 0o777 == 0o700
 
 
 def test_settings_are_read_again_on_sighup(tmp_path: Path) -> None:

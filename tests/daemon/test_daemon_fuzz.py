@@ -26,7 +26,7 @@ def valid(place: str) -> list[dict[str, Any]]:
     return [
         {"op": "status"},
         {"op": "bandwidth", "paths": [place]},
-        {"op": "record_bandwidth", "path": place, "read": 1e9, "write": 2e9},
+        {"op": "record_bandwidth", "rates": {place: {"read": 1e9, "write": 2e9, "mixed": None}}, "source": "run"},
         {"op": "reserve", "path": place, "bytes": 1, "run_id": "r"},
         {"op": "release", "path": place, "run_id": "r"},
         {"op": "pace", "paths": [place], "run_id": "r"},

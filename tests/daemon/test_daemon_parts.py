@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,7 +17,6 @@ from infinity.errors import BudgetError
 from infinity.io.drives import Drive, Place, counters, locate, space, wear_ratio
 from infinity.telemetry import Stats
 from infinity.telemetry import page as stats_page
-from infinity_daemon.bandwidth import FILE_NAME, Profiles
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
@@ -361,34 +359,3 @@ def test_a_peer_of_another_user_is_refused(tmp_path, monkeypatch):
         return said
 
     assert b"may not talk to this daemon" in asyncio.run(scene())
-
-
-# Profiles
-
-
-def test_profiles_are_kept_across_restarts(tmp_path):
-    async def first():
-        profile = Profiles(tmp_path)
-        await profile.load()
-        assert profile.of(DRIVE) is None
-        await profile.record(DRIVE, read=2e9, write=1e9)
-
-    async def second():
-        profile = Profiles(tmp_path)
-        await profile.load()
-        return profile.of(DRIVE)
-
-    asyncio.run(first())
-    found = asyncio.run(second())
-    assert (found.read, found.write) == (2e9, 1e9)
-    assert os.listdir(tmp_path) == [FILE_NAME]
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"drives": {"a": {"read": -1}}}', '{"drives": 3}', "\xff" * 9, "[" * 99999]
-)
-def test_a_malformed_profile_is_an_empty_one(tmp_path, content):
-    Path(tmp_path / FILE_NAME).write_text(content)
-    profile = Profiles(tmp_path)
-    asyncio.run(profile.load())
-    assert profile.of(DRIVE) is None

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from infinity.io.drives import locate
 from infinity.telemetry import Stats
 from support.daemon_process import ENVIRONMENT, client, daemon, get, start_second, talk, until
 
@@ -25,6 +26,7 @@ def shared(tmp_path_factory):
 
 RANK = """
 import json, sys, time
+from infinity.io.drives import locate
 from infinity.telemetry import Stats
 rank, info = int(sys.argv[2]), {"version": "1", "paths": json.dumps([sys.argv[1]])}
 stats = Stats.create(
@@ -58,7 +60,7 @@ def test_two_ranks_one_killed_end_to_end(tmp_path):
             assert 'infinity_daemon_ranks{status="dead"} 1.0' in text
             health = json.loads(get(process.port, "/healthz"))
             assert health["status"] == "ok"
-            assert health["collectors"] == {"build": True, "devices": True, "ranks": True}
+            assert health["collectors"] == {"build": True, "devices": True, "ranks": True, "stale": True}
             (status,) = talk(tmp_path, {"op": "status"})
             assert [rank["status"] for rank in status["ranks"]] == ["live", "dead"]
             assert status["metrics_port"] == process.port
@@ -75,9 +77,16 @@ def test_bandwidth_is_null_until_a_rank_has_measured_it(shared):
     _, folder = shared
     ask = {"op": "bandwidth", "paths": [str(folder)]}
     before, done, after = talk(
-        folder, ask, {"op": "record_bandwidth", "path": str(folder), "read": 3e9, "write": 2e9}, ask
+        folder,
+        ask,
+        {"op": "record_bandwidth", "rates": {str(folder): {"read": 3e9, "write": 2e9}}, "source": "run"},
+        ask,
     )
-    assert before == {"ok": True, "bandwidth": {str(folder): None}}
+    drive = locate(str(folder)).drive.name
+    unrated = {"device": drive, "rated_bytes": None, "left_bytes": None, "daily_share": 0.001}
+    assert before == {
+        "ok": True, "bandwidth": {str(folder): None}, "together": None, "wear": {str(folder): unrated},
+    }  # fmt: skip
     assert done["ok"]
     assert after["bandwidth"][str(folder)]["read"] == 3e9
     assert (folder / "bandwidth.json").exists()
@@ -140,7 +149,12 @@ def test_a_reservation_dies_with_the_process_that_made_it(shared):
         ({"op": "bandwidth", "paths": ["relative"]}, "must be absolute"),
         ({"op": "bandwidth", "paths": ["/a\0b"]}, "printable"),
         ({"op": "bandwidth", "paths": ["/\ud800"]}, "printable"),
-        ({"op": "record_bandwidth", "path": "/", "read": float("nan"), "write": 1}, "read = nan"),
+        ({"op": "record_bandwidth", "rates": {"/": {"read": float("nan")}}, "source": "run"}, "rates./.read = nan"),
+        ({"op": "record_bandwidth", "rates": {"/": {"raed": 1}}, "source": "run"}, "did you mean read?"),
+        ({"op": "record_bandwidth", "rates": {"/": {}}, "source": "run"}, "must have one of read, write, mixed"),
+        ({"op": "record_bandwidth", "rates": {"a": {"read": 1}}, "source": "run"}, "must be absolute"),
+        ({"op": "record_bandwidth", "rates": {}, "source": "run"}, "rates of 0 paths"),
+        ({"op": "record_bandwidth", "rates": {"/": {"read": 1}}, "source": "daemon"}, "'probe', 'run'"),
         ({"op": "reserve", "path": "/", "bytes": -1, "run_id": "r"}, "bytes = -1 is below the minimum of 1"),
         ({"op": "reserve", "path": "/", "bytes": True, "run_id": "r"}, "bytes = True must be a whole number"),
         ({"op": "reserve", "path": "/", "bytes": 1, "run_id": ""}, "run_id"),

@@ -190,11 +190,13 @@ def test_what_a_run_moves_is_told_by_drive():
 def write_drive(sysfs: Path, drive: Drive, read: int, written: int) -> None:
     folder = sysfs / "class/block" / drive.name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "stat").write_text(f"1 0 {read // 512} 0 1 0 {written // 512} 0 0 0 0")
+    reads, writes = read // 1024, written // 1024  # each takes 2 ms and 3 ms
+    fields = [reads, 0, read // 512, 2 * reads, writes, 0, written // 512, 3 * writes, 0, reads, 0]
+    (folder / "stat").write_text(" ".join(map(str, fields)))
 
 
 def test_drives_are_told_against_their_profiles(tmp_path):
-    """Rates of everybody, space of each file system once, wear; what is not known is left out."""
+    """What everybody does, space of each file system once, wear; what is not known is left out."""
     drive = locate(str(tmp_path)).drive
     profile = Profile(read=1e9, write=5e8, measured=UNIX)
     wear = WearWatch({drive.name: 10**15}, tmp_path)
@@ -218,6 +220,8 @@ def test_drives_are_told_against_their_profiles(tmp_path):
     drives.look(102.0)
     found = drives.found[1][0]
     assert (found["read"], found["write"]) == (256_000, 512_000)
+    assert found["busy"] == pytest.approx(0.25)
+    assert (found["read_latency"], found["write_latency"]) == pytest.approx((0.002, 0.003))
     write_drive(tmp_path, drive, 0, 0)  # another drive under this name
     drives.look(103.0)
     assert "read" not in drives.found[1][0]

@@ -125,7 +125,11 @@ def test_every_part_is_shown(tab, tmp_path):
             rank.step(loss=2.5, tokens=1000)
     ranks[0].commit(), ranks[1].commit()
     with daemon(tmp_path, "--config", str(settings)) as process:
-        measured = {"op": "record_bandwidth", "path": str(tmp_path), "read": 2e9, "write": 1e9}
+        measured = {
+            "op": "record_bandwidth",
+            "rates": {str(tmp_path): {"read": 2e9, "write": 1e9}},
+            "source": "run",
+        }
         reserve = {"op": "reserve", "path": str(tmp_path), "bytes": 3 << 20, "run_id": "one"}
         assert all(answer["ok"] for answer in talk(tmp_path, measured, reserve))
         look(tab, process.port)

@@ -30,6 +30,7 @@ NOT_HERE = {
     "infinity_device_wear_ratio": "needs a drive that tells it",
 }
 """Metrics that a short test on any machine cannot have."""
+RATES = {"read": 1e9, "write": 1e9, "mixed": 1e9}
 
 
 def recorded() -> list[str]:
@@ -78,7 +79,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
                 )
                 stack.callback(stats.close)
                 ranks.append(stats)
-        assert NodeDaemon(runtime).ask("record_bandwidth", path=str(drive), read=1e9, write=1e9)
+        assert NodeDaemon(runtime).ask("record_bandwidth", rates={str(drive): RATES}, source="run")
         port = free_port()
         rules = [folder / path.name for path in RULES]
         for path, copy in zip(RULES, rules, strict=True):

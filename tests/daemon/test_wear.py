@@ -120,6 +120,7 @@ def test_days_are_those_at_the_rate_of_the_last_hour(tmp_path, programs, monkeyp
     assert look(30, 99 * GIB).bytes_per_second is None  # a minute is the least
     assert look(30, 16 * GIB).bytes_per_second == 6 * GIB / 60
     assert watch.of(DRIVE).days == pytest.approx(500 / 0.1 / DAY)  # half of its life is used
+    assert watch.of(DRIVE).left == 500 * GIB
     assert len(asked.read_text().splitlines()) == 1
     for minute in range(1, 121):
         found = look(60, (16 + minute) * GIB)
@@ -139,7 +140,7 @@ def test_a_drive_that_is_used_up_has_no_day_left_and_the_unrated_none_is_known_o
         unrated.look([DRIVE])
         now += 60
     assert watch.of(DRIVE).days == 0
-    assert unrated.of(DRIVE).days is None
+    assert (unrated.of(DRIVE).days, unrated.of(DRIVE).left, watch.of(DRIVE).left) == (None, None, 0)
 
 
 def test_wear_is_served(tmp_path, programs, monkeypatch):

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from infinity.errors import BudgetError, ConfigError
-from infinity.io.probe import Load, Progress, measure_paths, points_of
+from infinity.io.probe import Load, ProbeStoppedError, Progress, measure_paths, points_of, remove_left_over
 from infinity_tools.probe import probe
 from support.engines import open_descriptors
 
@@ -60,6 +60,52 @@ def test_impossible_requests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="depth = 0"):
         points_of([Load.READ], [MIB], [0])
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("load", [Load.WRITE, Load.BOTH])
+def test_what_is_written_is_bounded(tmp_path: Path, load: Load) -> None:
+    """In bytes, however long it may take."""
+    points = points_of([load], [MIB], [4])
+    found = measure_paths([tmp_path], points, file_bytes=16 * MIB, seconds=600, most_written=8 * MIB)
+    (measured,) = found[str(tmp_path)]
+    written = measured.write_bytes_per_second * measured.seconds
+    assert written == pytest.approx(8 * MIB, rel=0.5)
+    with pytest.raises(ConfigError, match="those in flight"):
+        measure_paths([tmp_path], points, file_bytes=16 * MIB, most_written=MIB)
+
+
+@pytest.mark.parametrize("when", [1, 2])
+def test_it_ends_when_it_is_told_to(tmp_path: Path, when: int) -> None:
+    """What it has found by then is nothing."""
+    stop, files = threading.Event(), open_descriptors()
+
+    def progressed(progress: Progress) -> None:
+        if progress.done == when:
+            threading.Timer(0.05, stop.set).start()
+
+    points = points_of([Load.READ, Load.WRITE], [MIB], [4])
+    with pytest.raises(ProbeStoppedError):
+        measure_paths(
+            [tmp_path],
+            points,
+            file_bytes=16 * MIB,
+            seconds=0.3 if when == 2 else 600,
+            stop=stop,
+            on_progress=progressed,
+        )
+    assert os.listdir(tmp_path) == []
+    assert open_descriptors() <= files
+    with pytest.raises(ProbeStoppedError):
+        measure_paths([tmp_path], points, file_bytes=16 * MIB, stop=stop)
+
+
+def test_what_was_left_behind_can_be_removed(tmp_path: Path) -> None:
+    """By its name, and only when nobody can be about to remove it."""
+    for name in (".infinity-probe-old", ".infinity-probe-new", "other"):
+        (tmp_path / name).write_text("")
+    os.utime(tmp_path / ".infinity-probe-old", (0, 0))
+    assert remove_left_over(tmp_path) == [tmp_path / ".infinity-probe-old"]
+    assert sorted(os.listdir(tmp_path)) == [".infinity-probe-new", "other"]
 
 
 def test_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def peak(mode: str, layers: int, folder: Path) -> int:
     return found["peak"]
 
 
+@pytest.mark.wide
 def test_three_times_the_layers_need_no_more_memory(tmp_path: Path) -> None:
     """At a fixed arena; 20 MiB are allowed for objects and what the heap creeps; the bf16 weights would be 32 more."""
     layers = 8

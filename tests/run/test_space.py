@@ -10,7 +10,7 @@ import infinity
 from infinity import node
 from infinity.errors import BudgetError
 from infinity.node import NodeDaemon
-from infinity.run import run as run_module
+from infinity.run import space
 from support import models
 from support.daemon_process import daemon, talk
 from support.train import Paging, Recipe, batch, build, make_optimizer, settings
@@ -28,13 +28,13 @@ def test_space_is_reserved_while_it_is_allocated_and_no_longer(tmp_path: Path, m
     runtime.mkdir()
     (tmp_path / "nvme").mkdir()
     seen: list[list[str]] = []
-    reserve = run_module.reserve
+    reserve = space.reserve
 
     def looking(file: Path, size: int) -> None:
         seen.append(reserved(runtime))
         reserve(file, size)
 
-    monkeypatch.setattr(run_module, "reserve", looking)
+    monkeypatch.setattr(space, "reserve", looking)
     with daemon(runtime):
         config = settings(tmp_path / "nvme", Paging(paths=2), 64 << 20)
         config["telemetry"] = {"runtime_dir": str(runtime)}

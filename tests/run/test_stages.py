@@ -28,7 +28,7 @@ STAGES = (
     "place.FolderLock.acquire",
     "place._agree_on_shares",
     "run.Peers",
-    "run.reserve",
+    "space.reserve",
     "run.Arena",
     "run.open_engine",
     "run._stats_page",

@@ -259,7 +259,7 @@ def optimum(trace: Sequence[Access], layout: Layout, frames: int) -> int:
     return min(costs.values())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(small_steps(), st.integers(0, 3))
 def test_no_replacement_does_better_in_the_frames_that_are_not_reserve(
     drawn: tuple[Layout, tuple[Access, ...]], more: int

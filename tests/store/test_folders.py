@@ -816,7 +816,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "where", ["run.reserve", "fill.restore", "run.open_engine", "commits.commit_bytes", "run.Peers"]
+    "where", ["space.reserve", "fill.restore", "run.open_engine", "commits.commit_bytes", "run.Peers"]
 )
 def test_a_start_that_fails_removes_nothing_that_was_there(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
@@ -839,7 +839,7 @@ def test_a_start_that_fails_removes_nothing_that_was_there(
 
 
 @pytest.mark.parametrize(
-    "where", ["run.reserve", "run.PageStore", "run.open_engine", "commits.commit_bytes", "run.Peers"]
+    "where", ["space.reserve", "run.PageStore", "run.open_engine", "commits.commit_bytes", "run.Peers"]
 )
 def test_a_new_run_that_does_not_start_leaves_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

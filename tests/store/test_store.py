@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -24,10 +24,10 @@ from infinity.content.layout import Layout, Page
 from infinity.errors import BudgetError, ConfigError, CorruptPageError, FolderBusyError, StallError, StorageError
 from infinity.io import ThreadEngine
 from infinity.store import folder as folders
-from infinity.store.extents import Extent, ExtentAllocator, SlotClass, file_sizes, plan_slots, spread
+from infinity.store.extents import Extent, ExtentAllocator, SlotClass, file_sizes, plan_slots, respread, spread
 from infinity.store.folder import FolderLock, describe_holder, holders, reserve
 from infinity.store.marker import new_run_id
-from infinity.store.pages import PageStore, checksum
+from infinity.store.pages import PageStore, checksum, lay_out
 from support.fault_engine import Fault, FaultEngine, FaultKind
 from support.layouts import layouts
 
@@ -43,7 +43,7 @@ def page(index: int, role: Role, nbytes: int) -> Page:
 
 ROLES = (Role.PARAM, Role.UPDATE, Role.GRAD)
 PAGES = tuple(page(index, ROLES[index % 3], (4 + 4 * (index % 2)) * KIB) for index in range(9))
-HOMES = (0, 1, 0, 1, 0, 0, 1, 0, 1)
+SHARES = (2.0, 1.0)
 KEPT = [item.index for item in PAGES if item.role is not Role.GRAD]
 
 
@@ -51,18 +51,29 @@ class Rig:
     """A page store on two files, called synchronously."""
 
     def __init__(self, place: Path, faults: tuple[Fault, ...] = (), committed: dict[int, Any] | None = None) -> None:
-        slots = plan_slots(PAGES, HOMES, SPARE, RETAINED)
-        self.sizes = file_sizes(slots, 2)
+        homes, slots = lay_out(PAGES, SHARES, committed or {}, SPARE, RETAINED)
         self.files = [place / f"{index}.pages" for index in range(2)]
-        for file, size in zip(self.files, self.sizes, strict=True):
-            reserve(file, size)
+        self.sizes = [0, 0]
+        self.grow(slots)
         self.engine = FaultEngine(ThreadEngine(4, 1 << 20), 0, faults)
         self.store = PageStore(
-            PAGES, HOMES, self.files, slots, self.engine,
+            PAGES, homes, self.files, slots, self.engine, spare=SPARE,
             name_of=lambda index: f"unit/page[{index}]", moved=lambda *_: None, timeout=60, committed=committed,
             retained=RETAINED,
         )  # fmt: skip
         self._area = mmap.mmap(-1, 64 * KIB)
+
+    def grow(self, slots: Sequence[SlotClass]) -> None:
+        """Make the files long enough for slots."""
+        for path, size in enumerate(file_sizes(slots, 2)):
+            self.sizes[path] = max(self.sizes[path], size)
+            reserve(self.files[path], self.sizes[path])
+
+    def spread_anew(self, homes: Sequence[int]) -> None:
+        """Let new versions go to other paths."""
+        slots = self.store.slots_to_spread(homes)
+        self.grow(slots)
+        self.store.spread_anew(homes, slots)
 
     def write(self, index: int, content: bytes) -> None:
         """Store a version and wait for it."""
@@ -162,6 +173,15 @@ class StoreMachine(RuleBasedStateMachine):
         for old in sorted(self.commits)[:-RETAINED]:
             del self.commits[old]
         assert self.rig.store.commits == tuple(sorted(self.commits))
+
+    @rule(homes=st.tuples(*[st.integers(0, 1)] * len(PAGES)))
+    def spread_anew(self, homes: tuple[int, ...]) -> None:
+        self.rig.spread_anew(homes)
+
+    @rule(index=st.integers(0, len(PAGES) - 1))
+    def lies_on_its_path(self, index: int) -> None:
+        self.write(index)
+        assert self.rig.version(index).extent.path == self.rig.store.paths[index]
 
     @precondition(lambda self: self.commits)
     @rule(data=st.data())
@@ -278,6 +298,42 @@ def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int
         assert slots == versions + min(spare, len(members))
     fewer = plan_slots(layout.pages, homes, spare, retained - 1)
     assert classes[: len(fewer)] == fewer, "who retains more finds all slots of who retains less"
+
+
+@given(layouts(), st.lists(st.integers(1, 20), min_size=2, max_size=4), st.data())
+def test_as_few_pages_move_as_balance_needs(layout: Layout, before: list[int], data: st.DataObject) -> None:
+    """Each path comes within two pages of its new share of every role, and none both gets and loses."""
+    after = data.draw(st.lists(st.integers(1, 20), min_size=len(before), max_size=len(before)))
+    homes = spread(layout.pages, [float(share) for share in before])
+    moved = respread(layout.pages, homes, [float(share) for share in after])
+    for role in Role:
+        mine = [item for item in layout.pages if item.role is role]
+        total = sum(item.nbytes for item in mine)
+        for path, share in enumerate(after):
+            loads = [sum(item.nbytes for item in mine if on[item.index] == path) for on in (homes, moved)]
+            wanted = total * share / sum(after)
+            assert abs(loads[1] - wanted) <= abs(loads[0] - wanted) + layout.page_bytes
+            assert abs(loads[1] - wanted) <= 2 * len(after) * layout.page_bytes
+            gone = any(homes[item.index] == path != moved[item.index] for item in mine)
+            come = any(homes[item.index] != path == moved[item.index] for item in mine)
+            assert not (gone and come)
+
+
+def test_files_grow_no_more_however_often_pages_move(rig: Rig) -> None:
+    """Each way round needs its slots once."""
+    ways = [(0,) * len(PAGES), (1,) * len(PAGES)]
+    rig.store.adopt(1, rig.store.versions(KEPT))
+    for homes in ways:
+        rig.spread_anew(homes)
+        for item in PAGES:
+            rig.write(item.index, content_of(item.index, 1))
+    sizes = list(rig.sizes)
+    for number in range(8):
+        rig.spread_anew(ways[number % 2])
+        for item in PAGES:
+            rig.write(item.index, content_of(item.index, number))
+        rig.store.adopt(2 + number, rig.store.versions(KEPT))
+    assert rig.sizes == sizes
 
 
 def test_a_committed_version_outlives_newer_ones(rig: Rig) -> None:

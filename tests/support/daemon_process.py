@@ -23,31 +23,28 @@ ENVIRONMENT = {
 }
 
 
-@contextlib.contextmanager
-def daemon(folder, *options):
-    """A started daemon with `port` and `log` (path of its stderr); ended by SIGTERM, which must be clean."""
-    command = [
-        sys.executable,
-        "-m",
-        "infinity_daemon.main",
-        "--runtime-dir",
-        str(folder),
-        "--port",
-        "0",
-        *options,
-    ]
+def start(folder, *options):
+    """Start a daemon; return its process, with `port` and `log` (path of its stderr)."""
+    command = [sys.executable, "-m", "infinity_daemon.main", "--runtime-dir", str(folder), "--port", "0", *options]
     log = Path(folder) / "daemon.log"
     with log.open("w") as stderr:
         process = subprocess.Popen(command, env=ENVIRONMENT, stderr=stderr)
+    until(lambda: " started " in log.read_text() or process.poll() is not None)
+    assert process.poll() is None, log.read_text()
+    process.port = int(re.search(r"port=(\d+)", log.read_text())[1])
+    process.log = log
+    return process
+
+
+@contextlib.contextmanager
+def daemon(folder, *options):
+    """A started daemon; ended by SIGTERM, which must be clean."""
+    process = start(folder, *options)
     try:
-        until(lambda: " started " in log.read_text() or process.poll() is not None)
-        assert process.poll() is None, log.read_text()
-        process.port = int(re.search(r"port=(\d+)", log.read_text())[1])
-        process.log = log
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(300) == 0, log.read_text()
+        assert process.wait(300) == 0, process.log.read_text()
 
 
 def until(condition, seconds=300):

@@ -85,12 +85,15 @@ def probe(
 
 def _tell_daemon(results: Results) -> None:
     """Let the node's daemon, if there is one, know what the drives can do: the best of what was measured."""
-    daemon = NodeDaemon(runtime_dir(TelemetryConfig()))
+    rates = {}
     for path, measurements in results.items():
-        read = max((one.read_bytes_per_second for one in measurements if one.point.load is Load.READ), default=0.0)
-        write = max((one.write_bytes_per_second for one in measurements if one.point.load is Load.WRITE), default=0.0)
-        if read > 0 and write > 0:
-            daemon.ask("record_bandwidth", path=str(Path(path).resolve()), read=read, write=write)
+        best = {"read": 0.0, "write": 0.0, "mixed": 0.0}
+        for one in measurements:
+            name = "mixed" if one.point.load is Load.BOTH else one.point.load.value
+            best[name] = max(best[name], one.bytes_per_second)
+        rates[str(Path(path).resolve())] = {name: speed for name, speed in best.items() if speed > 0}
+    if all(rates.values()):
+        NodeDaemon(runtime_dir(TelemetryConfig())).ask("record_bandwidth", rates=rates, source="probe")
 
 
 def _items(values: list[str], name: str) -> list[str]:

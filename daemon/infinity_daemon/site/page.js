@@ -304,7 +304,7 @@ class DriveView {
     this.facts = make("dl.facts");
     this.lines = {};
     for (const [key, name, color] of [
-      ["read", "Reads", "c1"], ["write", "Writes", "c4"], ["runs", "Of it, runs"], ["space", "Space", "c5"],
+      ["read", "Reads", "c1"], ["write", "Writes", "c4"], ["runs", "Of it, runs"], ["busy", "Busy"], ["space", "Space", "c5"],
       ["wear", "Wear"], ["pace", "Writes, last hour"],
     ]) {
       const value = make("dd");
@@ -336,6 +336,10 @@ class DriveView {
       bar.hidden = best === undefined;
       piece.style.width = width(drive[op], best);
     }
+    const latency = (seconds, what) => ifKnown(seconds, (value) => `${duration(value)} per ${what}`);
+    this.line("busy", drive.busy, (busy) =>
+      [share(Math.min(1, busy)), latency(drive.read_latency, "read"), latency(drive.write_latency, "write")]
+        .filter(Boolean).join(", "));
     this.line("space", drive.capacity, (capacity) => {
       const reserved = drive.reserved ? `, ${bytes(drive.reserved)} reserved` : "";
       return `${bytes(drive.free)} free of ${bytes(capacity)}${reserved}`;

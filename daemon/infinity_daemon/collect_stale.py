@@ -1,0 +1,29 @@
+"""Collector `stale`: the runs on the daemon's drives that nobody holds any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric as Family
+
+from infinity.telemetry import BY_NAME
+from infinity.telemetry.exporter import new_family
+from infinity_daemon.stale import StaleRuns, by_drive
+
+
+class StaleCollector:
+    """Serves ``device_stale_runs`` and ``device_stale_bytes``, as they were found last."""
+
+    name = "stale"
+
+    def __init__(self, stale: StaleRuns) -> None:
+        self._stale = stale
+
+    def collect(self) -> Iterator[Family]:
+        """Yield both families."""
+        counted = by_drive(self._stale.drives, self._stale.found)
+        for position, name in enumerate(("device_stale_runs", "device_stale_bytes")):
+            family = new_family(BY_NAME[name])
+            for drive, values in counted.items():
+                family.add_sample(family.name, {"device": drive}, values[position])
+            yield family

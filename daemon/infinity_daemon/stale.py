@@ -1,0 +1,172 @@
+"""Runs on the drives that nobody holds any more: what they take, and their removal where that is set.
+
+[Note: what a removal loses] Without a commit a run cannot be gone on with: its removal loses nothing. A run with a
+commit is all that is left of a training, and nobody but its user knows whether it is still wanted. So the two are set
+apart, and neither is removed by default. What looks like a commit counts as one: on drives of several nodes the
+manifests that make it whole may be elsewhere, and so may its first folder. A run of which a folder is not among the
+daemon's paths, or that belongs to another user, is listed only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from infinity.errors import ConfigError, FolderBusyError
+from infinity.io.drives import locate
+from infinity.store.folder import RunFolder, holder_of, no_starts
+from infinity.store.marker import FoundRun, look_for_runs
+from infinity_daemon.config import StaleConfig
+from infinity_daemon.log import event
+
+LOOK_SECONDS: Final = 60.0
+"""How often it is looked for them."""
+_SURE_SECONDS: Final = 600.0
+"""How long the daemon itself has seen that nobody holds a run: times of files are only as good as the clock was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaleRun:
+    """A run that nobody holds."""
+
+    run_id: str
+    roots: tuple[Path, ...]
+    """Its folders that were found, in its own order."""
+    complete: bool
+    """Whether these are all."""
+    committed: bool
+    """Whether it has a commit, or may have one."""
+    nbytes: int
+    """What it takes on the drives."""
+    by_drive: Mapping[str, int]
+    """The same, by name of the drive; that of its first folder comes first."""
+    changed: float
+    """Unix time of the last change of a file or folder in it."""
+
+
+class StaleRuns:
+    """The stale runs in some folders. `look` is called by one thread; others read `found` and `drives`.
+
+    `settings` and `paths` are replaced when settings are read again.
+    """
+
+    def __init__(self) -> None:
+        self.settings = StaleConfig()
+        self.paths: tuple[str, ...] = ()
+        self.found: tuple[StaleRun, ...] = ()
+        """Oldest first, as seen last; replaced as a whole."""
+        self.drives: frozenset[str] = frozenset()
+        """Names of the drives that were looked at; replaced as a whole."""
+        self._since: dict[str, float] = {}
+        """Since when each is known to be held by nobody, in monotonic seconds; of the thread."""
+
+    def look(self) -> None:
+        """Look for stale runs, and remove those that it is time for."""
+        known = {os.fspath(Path(path)): _drive(path) for path in self.paths}
+        drives = {path: drive for path, drive in known.items() if drive is not None}
+        now = time.monotonic()
+        found = list(_stale(drives))
+        self._since = {run.run_id: self._since.get(run.run_id, now) for run in found}
+        for run in [run for run in found if self._is_time(run, now)]:
+            if self._remove(run, drives):
+                found.remove(run)
+        self.found, self.drives = tuple(found), frozenset(drives.values())
+
+    def _is_time(self, run: StaleRun, now: float) -> bool:
+        settings = self.settings
+        grace = settings.remove_committed_after_seconds if run.committed else settings.remove_after_seconds
+        if not grace or not run.complete or any(_owner(root) != os.geteuid() for root in run.roots):
+            return False
+        return time.time() - run.changed >= grace and now - self._since[run.run_id] >= min(grace, _SURE_SECONDS)
+
+    def _remove(self, run: StaleRun, drives: Mapping[str, str]) -> bool:
+        """Remove a run if it is as it was found; return whether it is gone."""
+        said = {"run": run.run_id, "bytes": run.nbytes, "committed": run.committed}
+        try:
+            with no_starts([root.parent for root in run.roots]):
+                if run not in _stale(drives):  # it goes on, or somebody has removed it
+                    return False
+                RunFolder(run.run_id, run.roots).remove()
+        except FolderBusyError:  # a run is just starting there; the next look comes
+            return False
+        except (ConfigError, OSError) as error:
+            event(logging.WARNING, "stale.kept", **said, reason=str(error))
+            return False
+        event(logging.INFO, "stale.removed", **said)
+        return True
+
+
+def _stale(drives: Mapping[str, str]) -> Iterator[StaleRun]:
+    """Yield the stale runs in folders, given with the names of their drives."""
+    for run in look_for_runs([path for path in drives if os.access(path, os.R_OK | os.X_OK)])[0]:
+        with suppress(OSError, ConfigError):  # it was removed just now, or its locks cannot be asked
+            if holder_of(RunFolder(run.run_id, run.in_order)) is None:
+                yield _described(run, drives)
+
+
+def _described(run: FoundRun, drives: Mapping[str, str]) -> StaleRun:
+    by_drive: dict[str, int] = {}
+    changed = 0.0
+    for root in run.in_order:
+        files = list(_files(root))
+        drive = drives[os.fspath(root.parent)]
+        by_drive[drive] = by_drive.get(drive, 0) + sum(512 * about.st_blocks for about in files)
+        changed = max(changed, *(about.st_mtime for about in files))
+    return StaleRun(
+        run_id=run.run_id,
+        roots=run.in_order,
+        complete=run.complete,
+        committed=0 not in run.roots or _may_have_commits(run.roots[0] / "commits"),
+        nbytes=sum(by_drive.values()),
+        by_drive=by_drive,
+        changed=changed,
+    )
+
+
+def _may_have_commits(commits: Path) -> bool:
+    try:
+        return any(name.endswith(".json") for name in os.listdir(commits))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _files(root: Path) -> Iterator[os.stat_result]:
+    """Yield what is known of a folder and of all in it; no link is followed. Raises `OSError`."""
+    places = [root]
+    while places:
+        place = places.pop()
+        about = place.lstat()
+        yield about
+        if stat.S_ISDIR(about.st_mode):
+            places += place.iterdir()
+
+
+def _drive(path: str) -> str | None:
+    with suppress(OSError):
+        return locate(path).drive.name
+    return None
+
+
+def _owner(root: Path) -> int | None:
+    with suppress(OSError):
+        return root.lstat().st_uid
+    return None
+
+
+def by_drive(drives: Iterable[str], runs: Sequence[StaleRun]) -> dict[str, tuple[int, int]]:
+    """Return number and bytes of stale runs, by drive; a run counts on the drive of its first folder."""
+    found = {drive: (0, 0) for drive in drives}
+    for run in runs:
+        for number, (drive, nbytes) in enumerate(run.by_drive.items()):
+            count, total = found.get(drive, (0, 0))
+            found[drive] = count + (number == 0), total + nbytes
+    return found

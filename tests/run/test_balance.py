@@ -1,0 +1,168 @@
+"""Pages move between paths of different speed; nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.config import StorageConfig
+from infinity.errors import BudgetError
+from infinity.hugepages import transfer_memory
+from infinity.io import Op, open_engine
+from infinity.run import balance
+from infinity.run.balance import Finding, Load, PathLoads, Watch
+from infinity.run.space import FileSpace
+from infinity.store.extents import SlotClass
+from infinity.store.pages import PageStore
+from infinity.units import MIB
+from support.command import run_here
+from support.session import STEPS, Session, reference
+
+
+def test_overlapping_transfers_count_once() -> None:
+    """Busy is a path while anything of it is on its way."""
+    loads = PathLoads(2)
+    loads.moved(0, 10, 1.0, 3.0)
+    loads.moved(0, 10, 2.0, 4.0)
+    loads.moved(0, 10, 6.0, 7.0)
+    loads.moved(1, 5, 0.0, 1.0)
+    assert loads.take() == [Load(30, 4.0), Load(5, 1.0)]
+    assert loads.take() == [Load(0, 0), Load(0, 0)]
+    loads.moved(0, 10, 6.5, 8.0)
+    assert loads.take()[0] == Load(10, 1.0)
+
+
+def looked(watch: Watch, first: Load, second: Load, times: int = 30) -> list[list[Finding] | None]:
+    """Return what a watch says each time it looks at these loads of a second."""
+    return [watch.look([first, second], 1.0) for _ in range(times)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "factors"),
+    [
+        (Load(100, 1.0), Load(100, 0.3), (1.0, 3.0)),
+        (Load(100, 1.0), Load(50, 0.3), (1.0, 3.3)),
+        (Load(300, 1.0), Load(100, 0.3), None),  # it does what it is known to do
+        (Load(100, 1.0), Load(290, 0.97), None),  # a difference that is no matter
+        (Load(100, 0.2), Load(100, 0.01), None),  # nobody waits for either
+    ],
+)
+def test_what_must_last_before_pages_move(first: Load, second: Load, factors: tuple[float, float] | None) -> None:
+    """The second path is known to do 300 in a second."""
+    found = looked(Watch([0.0, 300.0] if factors else [0.0, 100.0]), first, second)
+    assert found[0] is None, "a moment is no reason"
+    if factors is None:
+        assert found == [None] * len(found)
+    else:
+        assert found[-1] is not None
+        assert [item.factor for item in found[-1]] == pytest.approx(factors, rel=0.2)
+
+
+def test_a_burst_is_not_taken_for_what_lasts() -> None:
+    """Of a path of which nothing is known, pages come in several goes."""
+    found = looked(Watch([0.0, 0.0]), Load(100, 1.0), Load(100, 0.01))[-1]
+    assert found is not None
+    assert found[1].factor == pytest.approx(1.5**0.5)
+
+
+def test_a_drive_that_becomes_faster_gets_more() -> None:
+    """Not at once: what it has not had to do for a while is thought to be more and more."""
+    watch = Watch([0.0, 0.0])
+    looked(watch, Load(100, 1.0), Load(100, 1.0))
+    watch.restart()
+    assert looked(watch, Load(100, 1.0), Load(100, 0.1), 10) == [None] * 10
+    found = looked(watch, Load(100, 1.0), Load(100, 0.1), 60)[-1]
+    assert found is not None
+    assert [item.factor > 1.05 for item in found] == [False, True]
+
+
+def made(folder: Path) -> Path:
+    """Return a folder, made."""
+    folder.mkdir()
+    return folder
+
+
+def always(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Let pages be spread by random rates all the time; return where they have been."""
+    chance = random.Random(7)
+    been: list[tuple[int, ...]] = []
+    spread_anew = PageStore.spread_anew
+
+    def note(store: PageStore, paths: Sequence[int], slots: Any) -> None:
+        spread_anew(store, paths, slots)
+        been.append(tuple(paths))
+
+    monkeypatch.setattr(PageStore, "spread_anew", note)
+    monkeypatch.setattr(balance, "_EVERY_SECONDS", 0.005)
+    monkeypatch.setattr(balance, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(Watch, "look", lambda *_: [Finding(MIB, 0.1 + chance.random()) for _ in range(2)])
+    return been
+
+
+def test_moving_pages_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All the time, while training, committing and resuming; also with more or fewer commits retained than before."""
+    expected = reference(made(tmp_path / "one"))
+    been = always(monkeypatch)
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    found: list[float] = []
+    for until, retained in ((3, 1), (4, 3), (6, 3), (7, 2), (STEPS, 5)):
+        run = {"resume": "latest" if found else "", "retained_commits": retained}
+        with Session(tmp_path, storage={"paths": paths}, run=run) as session:
+            del found[session.optimizer.steps :]
+            found += session.run(until)
+    assert found == expected
+    assert len(set(been)) > 8
+    done = run_here("store", "verify", *paths)
+    assert done.status == 0, done.errors
+
+
+def test_without_room_pages_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, and training goes on."""
+    expected = reference(made(tmp_path / "one"))
+    been = always(monkeypatch)
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    allocate = FileSpace.allocate
+
+    def full(space: FileSpace, slots: Iterable[SlotClass]) -> None:
+        if space.nbytes:
+            raise BudgetError("no room")
+        allocate(space, slots)
+
+    monkeypatch.setattr(FileSpace, "allocate", full)
+    with Session(tmp_path, storage={"paths": paths}) as session:
+        assert session.run() == expected
+    assert not been
+    assert [record.message for record in caplog.records if "no room" in record.message] == [
+        "drives are not equally busy, but there is no room to move pages: no room"
+    ]
+
+
+def test_a_setting_leaves_pages_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    been = always(monkeypatch)
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    with Session(tmp_path, storage={"paths": paths, "balance": False}) as session:
+        session.run(3)
+    assert not been
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_who_waits_behind_a_slow_drive_is_not_taken_for_slow(engine: str, tmp_path: Path) -> None:
+    """A request counts from when the drive is asked, not from when it is queued behind requests to another drive."""
+    running, _ = open_engine(StorageConfig(engine=engine, queue_depth=1))  # type: ignore[arg-type]
+    memory = transfer_memory(64 << 10)
+    try:
+        file = running.open(str(tmp_path / "data"), create=True)
+        tickets = [running.submit(Op.WRITE, file, 0, memory) for _ in range(20)]
+        for ticket in tickets:
+            ticket.wait(60)
+        assert all(ticket.submitted <= ticket.started <= ticket.completed for ticket in tickets)
+        assert all(one.completed <= other.started for one, other in pairwise(tickets))
+    finally:
+        running.close()
