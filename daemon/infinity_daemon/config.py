@@ -12,7 +12,7 @@ from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.node import SOCKET_NAME
 from infinity.settings import Settings, setting
-from infinity.telemetry.exporter import LOOPBACK
+from infinity.telemetry.server import LOOPBACK
 from infinity.units import GIB, MIB
 
 _DAY: Final = 86_400
@@ -23,11 +23,11 @@ class ServerConfig:
     """Where the daemon listens. Changes count from the next start on."""
 
     host: str = setting(LOOPBACK, "Address to listen on; 0.0.0.0 is all of them: then set `token_file`.")
-    port: int = setting(9470, "TCP port of /metrics and /healthz; 0 takes any that is free.", maximum=65535)
+    port: int = setting(9470, "TCP port of the page, /metrics and /healthz; 0 takes any that is free.", maximum=65535)
     token_file: str = setting(
         "",
-        "File with a token; who asks over HTTP must send it as `Authorization: Bearer <token>`, but for /healthz. Read "
-        "at the start; others must not be able to read it. Empty: nobody is asked for one.",
+        "File with a token; who asks over HTTP must send it as `Authorization: Bearer <token>`, but for /healthz; the "
+        "page asks for it. Read at the start; others must not be able to read it. Empty: nobody is asked for one.",
     )
     socket: str = setting("", f"Unix socket for ranks. Empty: `{SOCKET_NAME}` in the runtime folder.")
 

@@ -25,7 +25,7 @@ def _daemon(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="TCP port of /metrics and /healthz; 0 takes any. [default: 9470]"),
+        typer.Option(min=0, max=65535, help="TCP port of the page, /metrics, /healthz; 0: any. [default: 9470]"),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 is all. [default: 127.0.0.1]")] = None,
     token_file: Annotated[

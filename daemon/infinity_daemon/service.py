@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -29,6 +30,7 @@ from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collect_stale import StaleCollector
 from infinity_daemon.collection import Collection
 from infinity_daemon.config import DaemonConfig
+from infinity_daemon.drives import Drives
 from infinity_daemon.fairness import Fairness, usages
 from infinity_daemon.log import event
 from infinity_daemon.measure import Measuring
@@ -37,7 +39,9 @@ from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.server import SocketServer
 from infinity_daemon.stale import StaleRuns
+from infinity_daemon.state import NodeState
 from infinity_daemon.wear import DriveWear, WearWatch
+from infinity_daemon.web import routes
 
 _SWEEP_SECONDS: Final = 1.0
 _MOST_TOKEN: Final = 4096
@@ -86,6 +90,10 @@ class Daemon:
                 StaleCollector(self._stale),
             ]
         )
+        self._drives = Drives(bandwidth=self._profile.of, wear=self._wear)
+        self._state = NodeState(
+            drives=self._drives, reservations=self._reservations, drive_of=_drive_of, about=self._about_node
+        )
         requests = Requests(
             pages=self._pages,
             profile=self._profile,
@@ -107,6 +115,11 @@ class Daemon:
         """Return what the daemon tells about itself."""
         about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": self._started}
         return {**about, "metrics_port": self._port, "collectors": self._collection.health}
+
+    def _about_node(self) -> dict[str, object]:
+        """Return what the page says about node and daemon."""
+        about: dict[str, object] = {"host": socket.gethostname(), "version": __version__, "started": self._started}
+        return {**about, "collectors": self._collection.health}
 
     def _worn(self, drive: Drive) -> DriveWear:
         """Return what is known of the wear of a drive, which is looked at by scrapes too, if there are any."""
@@ -152,11 +165,15 @@ class Daemon:
         try:
             registry, server = CollectorRegistry(), self._config.server
             registry.register(self._collection)
-            with serve_registry(server.port, registry, self._about, server.host, token=self._token) as http:
+            with serve_registry(
+                server.port, registry, self._about, server.host, token=self._token, more=routes(self._state)
+            ) as http:
                 self._port = http.port
+                self._drives.start()
                 event(logging.INFO, "started", pid=os.getpid(), port=http.port, socket=self._config.socket)
                 await self._work_until(stop)
         finally:
+            self._drives.stop()
             await self._server.stop()
         event(logging.INFO, "stopped")
 
@@ -182,9 +199,13 @@ class Daemon:
                 event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
             found = await asyncio.to_thread(self._pages.scan)
             live = [page for page in found.pages if page.alive]
+            now = time.monotonic()
             used = await asyncio.to_thread(usages, live, _drive_of)
-            self._fairness.observe(used, time.monotonic())
+            self._fairness.observe(used, now)
             self._measuring.used({drive for usage in used.values() for drive in usage.moved} | self._reserved())
+            self._drives.paths = (*self._config.drives.paths, *(path for page in live for path in page.header.paths))
+            limits = {run: self._rates_of(run) for run in {page.header.run_id for page in live}}
+            await asyncio.to_thread(self._state.observe, found, limits, now)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
 

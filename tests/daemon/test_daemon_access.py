@@ -93,8 +93,8 @@ def drip_into(peer, seconds):
 
 def test_a_client_has_a_time_limit(monkeypatch):
     """For its whole request, not for each byte; and for taking the answer."""
-    monkeypatch.setattr("infinity.telemetry.exporter._REQUEST_SECONDS", 0.5)
-    monkeypatch.setattr("infinity.telemetry.exporter._ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("infinity.telemetry.server._REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr("infinity.telemetry.server._ANSWER_SECONDS", 1.0)
     with (
         serve(0, lambda: []) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer,

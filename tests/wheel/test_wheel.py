@@ -26,6 +26,7 @@ pytestmark = pytest.mark.wheel
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"infinity": ROOT, "infinity_daemon": ROOT / "daemon", "infinity_tools": ROOT / "tools"}
 MODULES = {str(file.relative_to(folder)) for name, folder in PACKAGES.items() for file in (folder / name).rglob("*.py")}
+SITE = {f"infinity_daemon/site/{file.name}" for file in (ROOT / "daemon/infinity_daemon/site").iterdir()}
 NAME = f"infinity_offload-{infinity.__version__}"
 
 
@@ -102,11 +103,11 @@ def test_the_sdist_is_what_the_wheel_is_built_from(built: Path) -> None:
 
 
 def test_the_wheel_has_every_package_and_no_tests(wheel: Path) -> None:
-    """Exactly the modules of this checkout, the mark of types, the licence."""
+    """Exactly the modules of this checkout, the files of the page, the mark of types, the licence."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.startswith(f"{NAME}.dist-info/")}
         licence = archive.read(f"{NAME}.dist-info/licenses/LICENSE")
-    assert names == {*MODULES, "infinity/py.typed"}
+    assert names == {*MODULES, *SITE, "infinity/py.typed"}
     assert licence == (ROOT / "LICENSE").read_bytes()
 
 

@@ -1,0 +1,515 @@
+// Shows the states that the daemon streams. Every text from a state is set as text, never as markup.
+
+import { Chart } from "./chart.js";
+import { bytes, count, duration, endurance, perSecond, plain, rate, share, whole } from "./units.js";
+
+const KEY = "infinity.token";
+const SILENT_MS = 15000; // the daemon sends something every 5 s, else the connection is gone
+const RETRY_MS = [1000, 2000, 4000, 8000];
+
+const PARTS = {
+  compute: ["computation", "c1"],
+  update: ["optimizer", "c2"],
+  copy: ["copies", "c3"],
+  collective: ["collectives", "c4"],
+  read_stall: ["waits for reads", "s1"],
+  write_stall: ["waits for writes", "s2"],
+  arena_stall: ["waits for frames", "s3"],
+  python: ["the loop’s own code", "c5"],
+};
+const ROLES = {
+  param: ["weights", "c1"],
+  update: ["master and moments", "c4"],
+  grad: ["gradients", "s2-plain"],
+};
+const STATUSES = { live: ["running", "good"], ended: ["ended", ""], dead: ["died", "bad"] };
+
+// Elements #
+
+const byId = (id) => document.getElementById(id);
+
+/** Make an element: "dl.figures" is one with a class. */
+function make(kind, attributes = {}, ...children) {
+  const [name, ...classes] = kind.split(".");
+  const made = document.createElement(name);
+  if (classes.length) made.className = classes.join(" ");
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+/** Set a text, if it is another one: what does not change keeps a selection. */
+function put(element, text) {
+  const shown = String(text);
+  if (element.textContent !== shown) element.textContent = shown;
+}
+
+function badge(element, text, kind) {
+  put(element, text);
+  element.className = kind ? `badge ${kind}` : "badge";
+}
+
+/**
+ * Keep one child of a parent for each item, in order, and tell each about its item. Children of items that stay are
+ * kept, and so are focus and scrolling in them.
+ */
+function keep(parent, items, keyOf, build) {
+  parent.views ??= new Map();
+  const seen = new Set();
+  let at = parent.firstElementChild;
+  for (const item of items) {
+    const key = keyOf(item);
+    seen.add(key);
+    let view = parent.views.get(key);
+    if (!view) parent.views.set(key, (view = build(item)));
+    if (view.element === at) at = at.nextElementSibling;
+    else parent.insertBefore(view.element, at);
+    view.show(item);
+  }
+  for (const [key, view] of parent.views) {
+    if (!seen.has(key)) {
+      view.element.remove();
+      parent.views.delete(key);
+    }
+  }
+}
+
+/** A list of figures, each shown only while it is known: [name, how to show it, how to show what is told beside it]. */
+class Figures {
+  constructor(fields) {
+    this.fields = fields.map(([name, show, beside]) => {
+      const value = make("dd");
+      const more = make("dd.muted");
+      return { show, beside, value, more, group: make("div", {}, make("dt", {}, name), value, more) };
+    });
+    this.element = make("dl.figures", {}, ...this.fields.map(({ group }) => group));
+  }
+
+  show(item) {
+    for (const { show, beside, value, more, group } of this.fields) {
+      const text = show(item);
+      group.hidden = text === undefined;
+      put(value, text ?? "");
+      put(more, beside(item) ?? "");
+    }
+  }
+}
+
+/** A bar of parts with a legend that says the same in words. */
+class Shares {
+  constructor(title, names) {
+    this.names = names;
+    this.bar = make("div.bar", { "aria-hidden": "true" });
+    this.legend = make("dl.legend");
+    this.element = make("div", {}, (this.title = make("h4", {}, title)), this.bar, this.legend);
+    this.parts = {};
+    for (const [key, [name, color]] of Object.entries(names)) {
+      const piece = make(`i.${color}`);
+      const value = make("dd");
+      this.bar.append(piece);
+      this.legend.append(
+        make("div", {}, make("dt", {}, make(`span.swatch.${color}`, { "aria-hidden": "true" }), name), value),
+      );
+      this.parts[key] = { piece, value };
+    }
+  }
+
+  /** Show values of which `whole` is the full width, as `format` says them. */
+  show(values, whole, format) {
+    this.element.hidden = !values;
+    if (!values) return;
+    for (const [key, { piece, value }] of Object.entries(this.parts)) {
+      piece.style.width = width(values[key], whole);
+      put(value, format(values[key]));
+    }
+  }
+}
+
+function width(value, whole) {
+  const percent = whole > 0 ? (100 * value) / whole : 0;
+  return `${Number.isFinite(percent) ? Math.min(100, Math.max(0, percent)).toFixed(2) : 0}%`;
+}
+
+/** A table with a row for each item; a column is [name, how to show it, class], the first one names the row. */
+class Table {
+  constructor(title, columns, keyOf) {
+    this.columns = columns;
+    this.keyOf = keyOf;
+    this.body = make("tbody");
+    const names = columns.map(([name, , kind]) => make(kind ? `th.${kind}` : "th", { scope: "col" }, name));
+    const table = make("table", {}, make("caption", {}, title), make("thead", {}, make("tr", {}, ...names)), this.body);
+    // Whoever has no mouse scrolls what has the focus.
+    this.element = make("div.scroll", { tabindex: "0", role: "region", "aria-label": title }, table);
+  }
+
+  show(items) {
+    keep(this.body, items, this.keyOf, () => {
+      const cells = this.columns.map(([, , kind], at) => {
+        const name = at ? "td" : "th";
+        return make(kind ? `${name}.${kind}` : name, at ? {} : { scope: "row" });
+      });
+      return {
+        element: make("tr", {}, ...cells),
+        show: (item) => this.columns.forEach(([, show], at) => put(cells[at], show(item) ?? "–")),
+      };
+    });
+  }
+}
+
+const ifKnown = (value, format) => (value === undefined ? undefined : format(value));
+
+let named = 0; // ids given
+
+/** Give an element an id that no name from a state can meet. */
+function identified(element) {
+  named += 1;
+  element.id = `title-${named}`;
+  return element;
+}
+
+// A run #
+
+class RunView {
+  constructor(run) {
+    this.name = identified(make("h3", {}, run.id));
+    this.badge = make("span.badge");
+    this.about = make("span.muted");
+    this.notices = make("ul.notices");
+    this.now = 0; // Unix time of the state
+    const since = (time) => ifKnown(time, (then) => `${whole(this.now - then)} ago`);
+    this.figures = new Figures([
+      ["Tokens per second", (r) => ifKnown(r.tokens_per_second, perSecond),
+        (r) => ifKnown(r.tokens, (tokens) => `${count(tokens)} so far`)],
+      ["Loss", (r) => ifKnown(r.loss, plain),
+        (r) => ifKnown(r.gradient_norm, (norm) => `gradient norm ${plain(norm, 3)}`)],
+      ["Steps", (r) => count(r.steps), (r) => ifKnown(since(r.last_step), (ago) => `last one ${ago}`)],
+      ["Time of a step", (r) => ifKnown(r.step_seconds, duration),
+        (r) => ifKnown(r.stalled, (stalled) => `${share(stalled)} waiting for pages`)],
+      ["Read", (r) => ifKnown(r.io.read, rate),
+        (r) => ifKnown(r.io.read_per_step, (size) => `${bytes(size)} per step`)],
+      ["Written", (r) => ifKnown(r.io.write, rate),
+        (r) => ifKnown(r.io.written_per_step, (size) => `${bytes(size)} per step`)],
+      ["Last commit", (r) => since(r.commit.last) ?? "none yet",
+        (r) => (r.commit.count ? `${count(r.commit.count)} so far, ${duration(r.commit.seconds)} each` : undefined)],
+      ["Learning rate", (r) => ifKnown(r.learning_rate, (value) => plain(value, 3)),
+        (r) => (r.steps_skipped ? `${count(r.steps_skipped)} steps skipped` : undefined)],
+    ]);
+    this.loss = new Chart("Loss by step", (value) => String(Number(value.toPrecision(4))));
+    this.speed = new Chart("Tokens per second by step", (value) => short(value), { zero: true });
+    this.parts = new Shares("Where a step’s time goes", PARTS);
+    this.arena = new Shares("Host arena", ROLES);
+    this.ready = make("p.aside");
+    this.parts.element.append(this.ready);
+    this.stored = make("p.aside");
+    this.arena.element.append(this.stored);
+    this.ranks = new Table(
+      `Ranks of ${run.id}`,
+      [
+        ["Rank", (rank) => rank.rank, "words"],
+        ["State", (rank) => STATUSES[rank.status][0], "words"],
+        ["Steps", (rank) => count(rank.steps)],
+        ["Step", (rank) => ifKnown(rank.step_seconds, duration)],
+        ["Tokens/s", (rank) => ifKnown(rank.tokens_per_second, perSecond)],
+        ["Waiting", (rank) => ifKnown(rank.stalled, share)],
+        ["Read", (rank) => ifKnown(rank.read, rate)],
+        ["Written", (rank) => ifKnown(rank.write, rate)],
+        ["Arena", (rank) => ifKnown(rank.arena_used, (used) => `${bytes(used)} of ${bytes(rank.arena_capacity)}`)],
+        ["Errors", (rank) => count(rank.errors)],
+        ["Process", (rank) => rank.pid],
+      ],
+      (rank) => rank.rank,
+    );
+    this.element = make(
+      "article.card",
+      { "aria-labelledby": this.name.id },
+      make("div.head", {}, this.name, this.badge, this.about),
+      this.notices,
+      this.figures.element,
+      make("div.halves", {}, this.loss.figure, this.speed.figure),
+      make("div.halves", {}, this.parts.element, this.arena.element),
+      this.ranks.element,
+    );
+    this.drawn = "";
+  }
+
+  show({ run, now }) {
+    this.now = now;
+    const [word, kind] = run.idle ? ["stands still", "warning"] : STATUSES[run.status];
+    badge(this.badge, word, kind);
+    const begun = run.status === "live" ? `began ${whole(now - run.started)} ago` : undefined;
+    put(this.about, [ranksOf(run), begun, run.io_engine, run.version].filter(Boolean).join(" · "));
+    keep(this.notices, noticesOf(run, now), (notice) => notice, (notice) => {
+      return { element: make("li", {}, notice), show: () => {} };
+    });
+    this.notices.hidden = !this.notices.childElementCount;
+    this.figures.show(run);
+    this.parts.show(run.parts, 1, share);
+    put(this.ready, run.fetches ? `${share(run.fetches.hit)} of the pages were ready when they were needed.` : "");
+    this.arena.show(run.arena?.roles, run.arena?.capacity, bytes);
+    if (run.arena) {
+      const used = Object.values(run.arena.roles).reduce((sum, size) => sum + size, 0);
+      put(this.arena.title, `Host arena: ${bytes(used)} of ${bytes(run.arena.capacity)} in use`);
+      const { param, update, grad } = run.nvme?.roles ?? {};
+      const stored = run.nvme && `${bytes(param + update + grad)} of state on NVMe, in ${bytes(run.nvme.capacity)}.`;
+      const cost = run.tokens && `${bytes(run.io.written_total / run.tokens)} are written per token.`;
+      put(this.stored, [stored, cost].filter(Boolean).join(" "));
+    }
+    this.ranks.show(run.ranks);
+    const drawn = JSON.stringify(run.history.rows);
+    if (drawn !== this.drawn) {
+      this.drawn = drawn;
+      const column = (name) => {
+        const at = run.history.columns.indexOf(name);
+        return run.history.rows.map((row) => [row[0], row[at] ?? NaN]);
+      };
+      this.loss.show(column("loss"));
+      this.speed.show(column("tokens_per_second"));
+    }
+  }
+}
+
+function short(value) {
+  return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
+}
+
+function ranksOf(run) {
+  const here = run.ranks.length;
+  const noun = run.world_size === 1 ? "rank" : "ranks";
+  return here === run.world_size ? `${here} ${noun}` : `${here} of ${run.world_size} ${noun} on this node`;
+}
+
+/** What somebody should look at, in words. */
+function noticesOf(run, now) {
+  const dead = run.ranks.filter((rank) => rank.status === "dead").map((rank) => rank.rank);
+  const slowed = Object.entries(run.limits ?? {}).map(([drive, limit]) => `${drive} to ${rate(limit)} per rank`);
+  return [
+    dead.length && `Rank ${dead.join(", ")} died without closing its page; the run’s log says why.`,
+    run.idle && "No step has ended for much longer than a step takes.",
+    typeof run.loss === "string" && "The loss is not a finite number.",
+    run.io.errors && `${count(run.io.errors)} transfers failed for good.`,
+    run.io.retries && `${count(run.io.retries)} requests were submitted again.`,
+    run.steps_skipped && `${count(run.steps_skipped)} steps were skipped: their gradients were not finite.`,
+    run.plan.divergences && `${count(run.plan.divergences)} page uses were not those of the plan.`,
+    slowed.length && `Held back for the sake of other runs, on ${slowed.join(", ")}.`,
+  ].filter(Boolean);
+}
+
+// A drive #
+
+class DriveView {
+  constructor(drive) {
+    const name = identified(make("h3", {}, drive.name));
+    this.badge = make("span.badge");
+    this.paths = make("span.muted");
+    this.facts = make("dl.facts");
+    this.lines = {};
+    for (const [key, name, color] of [
+      ["read", "Reads", "c1"], ["write", "Writes", "c4"], ["runs", "Of it, runs"], ["busy", "Busy"], ["space", "Space", "c5"],
+      ["wear", "Wear"], ["pace", "Writes, last hour"],
+    ]) {
+      const value = make("dd");
+      const line = make("div.line", {}, make("dt", {}, name), value);
+      const piece = make(`i.${color}`);
+      const held = make("i.c2.held");
+      const bar = make("div.bar", { "aria-hidden": "true" }, piece, held);
+      const group = make("div", {}, line, ...(color ? [bar] : []));
+      this.facts.append(group);
+      this.lines[key] = { value, piece, held, bar, group };
+    }
+    this.element = make(
+      "article.card",
+      { "aria-labelledby": name.id },
+      make("div.head", {}, name, this.badge, this.paths),
+      this.facts,
+    );
+  }
+
+  show({ drive, now }) {
+    this.badge.hidden = !drive.error;
+    badge(this.badge, drive.error ?? "", "bad");
+    put(this.paths, drive.paths.join(", "));
+    for (const [op, past] of [["read", "read"], ["write", "write"]]) {
+      const best = drive.profile?.[past];
+      this.line(op, drive[op], (value) =>
+        best === undefined ? `${rate(value)}, profile not known` : `${rate(value)} of ${rate(best)} (${share(value / best)})`);
+      const { piece, bar } = this.lines[op];
+      bar.hidden = best === undefined;
+      piece.style.width = width(drive[op], best);
+    }
+    const latency = (seconds, what) => ifKnown(seconds, (value) => `${duration(value)} per ${what}`);
+    this.line("busy", drive.busy, (busy) =>
+      [share(Math.min(1, busy)), latency(drive.read_latency, "read"), latency(drive.write_latency, "write")]
+        .filter(Boolean).join(", "));
+    this.line("space", drive.capacity, (capacity) => {
+      const reserved = drive.reserved ? `, ${bytes(drive.reserved)} reserved` : "";
+      return `${bytes(drive.free)} free of ${bytes(capacity)}${reserved}`;
+    });
+    this.lines.space.piece.style.width = width(drive.capacity - drive.free, drive.capacity);
+    this.lines.space.held.style.width = width(drive.reserved, drive.capacity);
+    const moved = Object.values(drive.runs);
+    const sum = (op) => moved.reduce((all, of) => all + of[op], 0);
+    this.line("runs", moved.length || undefined, () => `read ${rate(sum("read"))}, write ${rate(sum("write"))}`);
+    const wear = drive.wear ?? {};
+    const worn = [
+      ifKnown(wear.ratio, (ratio) => `${share(ratio)} of its life used`),
+      ifKnown(wear.days, (days) => `${days < 10 ? whole(86400 * days) : `${count(days)} days`} left at this rate`),
+      ifKnown(wear.rated, (rated) => `rated for ${endurance(rated)}`),
+    ].filter(Boolean);
+    this.line("wear", worn.length ? worn : "not known", (texts) => [texts].flat().join(", "));
+    this.line("pace", wear.bytes_per_second, (value) => `${rate(value)}, ${endurance(86400 * value)} a day`);
+  }
+
+  line(key, value, format) {
+    this.lines[key].group.hidden = value === undefined;
+    if (value !== undefined) put(this.lines[key].value, format(value));
+  }
+}
+
+// The node #
+
+const space = new Table(
+  "Space that runs have reserved and not yet taken",
+  [
+    ["Run", (entry) => entry.run, "words"],
+    ["Drive", (entry) => entry.drive, "words"],
+    ["Path", (entry) => entry.path, "words"],
+    ["Reserved", (entry) => bytes(entry.bytes)],
+    ["Process", (entry) => entry.pid || "in another container"],
+  ],
+  (entry) => JSON.stringify([entry.run, entry.path, entry.pid]),
+);
+byId("space").append(space.element);
+
+function show(state) {
+  const now = state.time;
+  const { node } = state;
+  byId("state").hidden = false;
+  put(byId("host"), node.host);
+  document.title = `${node.host} · infinity`;
+  put(byId("clock"), new Date(1000 * now).toLocaleTimeString([], { hourCycle: "h23" }));
+  byId("no-runs").hidden = state.runs.length > 0;
+  keep(byId("runs"), state.runs.map((run) => ({ run, now })), ({ run }) => run.id, ({ run }) => new RunView(run));
+  byId("no-drives").hidden = state.drives.length > 0;
+  const late = now - state.drives_time;
+  byId("late-drives").hidden = !(state.drives_time && late > 5);
+  put(byId("late-drives"), "The drives have not answered lately; these are their last figures.");
+  keep(
+    byId("drives"),
+    state.drives.map((drive) => ({ drive, now })),
+    ({ drive }) => drive.name,
+    ({ drive }) => new DriveView(drive),
+  );
+  byId("no-space").hidden = state.reservations.length > 0;
+  byId("space").hidden = state.reservations.length === 0;
+  space.show(state.reservations);
+  const failed = Object.entries(node.collectors).filter(([, well]) => !well).map(([name]) => name);
+  const about = [`infinityd ${node.version}`, `up ${whole(now - node.started)}`];
+  if (node.broken_pages) about.push(`${count(node.broken_pages)} files in the runtime folder are no stats pages`);
+  if (failed.length) about.push(`collectors that failed: ${failed.join(", ")}`);
+  put(byId("daemon"), `${about.join(" · ")} · `);
+}
+
+// The connection #
+
+const status = byId("status");
+let token = sessionStorage.getItem(KEY) ?? "";
+let connection = null; // what ends the stream that is read now
+let failures = 0;
+let paused = false;
+
+class NotShown extends Error {}
+
+function ask(wrong) {
+  byId("ask").hidden = false;
+  byId("ask-wrong").hidden = !wrong;
+  byId("state").hidden = true;
+  badge(status, "token needed", "warning");
+  byId("token").focus();
+}
+
+/** Read events until the stream ends or nothing comes; show each state. */
+async function read(body, abort) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let timer;
+  try {
+    for (;;) {
+      clearTimeout(timer);
+      timer = setTimeout(() => abort.abort(), SILENT_MS);
+      const { value, done } = await reader.read();
+      if (done) return;
+      const events = (rest + value).split("\n\n");
+      rest = events.pop();
+      const states = events.filter((event) => event.startsWith("data: "));
+      if (states.length) {
+        try {
+          show(JSON.parse(states[states.length - 1].slice(6)));
+        } catch (error) {
+          throw new NotShown("a state cannot be shown", { cause: error });
+        }
+        badge(status, "live", "good");
+        failures = 0;
+      }
+    }
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+async function connect() {
+  const abort = new AbortController();
+  connection = abort;
+  byId("links").hidden = Boolean(token);
+  byId("forget").hidden = !token;
+  let reason = "not connected";
+  try {
+    const headers = token ? { Authorization: `Bearer ${token}` } : {};
+    const answer = await fetch("api/events", { headers, signal: abort.signal, cache: "no-store" });
+    if (answer.status === 401) {
+      ask(Boolean(token));
+      return;
+    }
+    byId("ask").hidden = true;
+    if (answer.ok) await read(answer.body, abort);
+    else if (answer.status === 503) reason = "too many viewers";
+  } catch (error) {
+    if (error instanceof NotShown) {
+      badge(status, "cannot be shown; reload the page", "bad"); // a daemon of another version, or a defect of this page
+      throw error.cause;
+    }
+  }
+  if (paused || connection !== abort) return;
+  badge(status, `${reason}, trying again`, "bad");
+  setTimeout(() => connection === abort && connect(), RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]);
+  failures += 1;
+}
+
+function leave() {
+  connection?.abort();
+  connection = null;
+}
+
+byId("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  token = byId("token").value.trim();
+  sessionStorage.setItem(KEY, token);
+  byId("token").value = "";
+  connect();
+});
+
+byId("forget").addEventListener("click", () => {
+  leave();
+  token = "";
+  sessionStorage.removeItem(KEY);
+  connect();
+});
+
+byId("pause").addEventListener("click", ({ currentTarget }) => {
+  paused = !paused;
+  currentTarget.setAttribute("aria-pressed", String(paused));
+  leave();
+  if (paused) badge(status, "paused", "warning");
+  else connect();
+});
+
+connect();

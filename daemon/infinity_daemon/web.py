@@ -1,0 +1,58 @@
+"""What the daemon serves beside metrics: the page for people, and the state that it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
+from typing import Final
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+from infinity.telemetry.server import Route, Stream
+from infinity_daemon.state import NodeState
+
+_FILES: Final = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in ("page", "chart", "units")},
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+"""By path, the file in `site` and its type."""
+_HEADERS: Final = (
+    # Only what lies in `site` is loaded or run, whatever a text that is shown may hold.
+    (
+        "Content-Security-Policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cache-Control", "no-cache"),
+)
+
+
+def routes(state: NodeState) -> Mapping[str, Route | Stream]:
+    """Return the page, which tells nothing without the state, and `/api/state` and `/api/events`, which are it."""
+
+    def now(_: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        start("200 OK", [("Content-Type", "application/json"), ("Cache-Control", "no-store")])
+        return [state.text() + b"\n"]
+
+    def events() -> Iterator[bytes]:
+        for text in state.texts():
+            yield b"data: %b\n\n" % text if text else b":\n\n"
+
+    site = files("infinity_daemon") / "site"
+    pages = {path: _file((site / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
+    return {
+        **{path: Route(application=page, public=True) for path, page in pages.items()},
+        "/api/state": Route(application=now),
+        "/api/events": Stream(parts=events, media_type="text/event-stream"),
+    }
+
+
+def _file(content: bytes, kind: str) -> WSGIApplication:
+    def answer(_: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        start("200 OK", [("Content-Type", kind), *_HEADERS])
+        return [content]
+
+    return answer

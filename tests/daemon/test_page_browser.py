@@ -1,0 +1,384 @@
+"""The page for people in a browser: it shows what ranks count, as they count, to whoever looks and however they do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from infinity.telemetry import read_stats_page, stats_page_files
+from support.browser import PROGRAM, Tab, browser
+from support.counted_rank import CountedRank
+from support.daemon_process import ENVIRONMENT, daemon, talk, until
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
+
+CONTRAST = """(() => {
+  const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const [r, g, b] = channels(color).map((value) => value / 255)
+      .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const color = getComputedStyle(at).backgroundColor;
+      if ((channels(color)[3] ?? 1) > 0) return color;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !element.checkVisibility() || element.closest("script, noscript")) continue;
+    const style = getComputedStyle(element);
+    const color = element instanceof SVGElement ? style.fill : style.color;
+    const [a, b] = [light(color), light(ground(element))].sort((x, y) => y - x);
+    found.push([(a + 0.05) / (b + 0.05), walker.currentNode.data]);
+  }
+  return found;
+})()"""
+"""Ratios of contrast of all texts that are seen, with the texts."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    """One browser for all tests."""
+    with browser(tmp_path_factory.mktemp("browser")) as tab:
+        yield tab
+
+
+@pytest.fixture
+def tab(shared: Tab) -> Iterator[Tab]:
+    """The browser with a page of its own, which must have nothing to complain of in the end."""
+    shared.look_like()
+    shared.errors.clear()
+    yield shared
+    shared.open("about:blank")
+    assert not shared.errors
+
+
+def look(tab: Tab, port: int) -> None:
+    """Open the page, and leave a mark that a reload would remove."""
+    tab.open(f"http://127.0.0.1:{port}/")
+    tab.until("document.querySelector('#status')?.innerText === 'live'")
+    tab.value("window.mark = 'not reloaded'")
+
+
+def figure(name: str, run: int = 0) -> str:
+    """Return an expression: the value beside a name among the figures of a run."""
+    return f"""([...document.querySelectorAll("#runs > article")[{run}].querySelectorAll(".figures dt")]
+        .find((name) => name.innerText === {name!r} && name.checkVisibility())?.nextElementSibling.innerText)"""
+
+
+def train(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    """Start a training of the smallest model that counts in a folder."""
+    (folder / "run.toml").write_text(f'[telemetry]\nruntime_dir = "{folder}"\n')
+    command = [sys.executable, "-m", "infinity_tools", "train", "--config", str(folder / "run.toml"), *options]
+    path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(Path(__file__).parents[2] / "tools")])
+    with (folder / "train.log").open("wb") as log:
+        return subprocess.Popen(command, env={**ENVIRONMENT, "PYTHONPATH": path}, stdout=log, stderr=log)
+
+
+@pytest.mark.slow
+def test_the_numbers_of_a_training_run_change_on_it(tab, tmp_path):
+    """Steps, loss and tokens of a real run, without a reload; and they are those that it has counted."""
+    options = ["--model", "tiny", "--steps", "1000000", "--batch-tokens", "64", "--seq", "32", "--host-memory", "8MiB"]
+    run = train(tmp_path, *options, "--commit-every", "20", "--keep", "never", "--out", str(tmp_path / "out"))
+    try:
+        with daemon(tmp_path) as process:
+            look(tab, process.port)
+            tab.until(f"document.querySelector('#runs > article') && {figure('Loss')}")
+            first = tab.value(f"[{figure('Steps')}, {figure('Loss')}]")
+            tab.until(f"{figure('Steps')} !== {first[0]!r} && {figure('Loss')} !== {first[1]!r}")
+            tab.until("document.querySelectorAll('.chart .curve')[0]?.getAttribute('d').split('L').length > 5")
+            tab.until(f"{figure('Tokens per second')} && {figure('Last commit')} !== 'none yet'")
+            run.send_signal(signal.SIGTERM)
+            run.wait(300)
+            tab.until("document.querySelector('#runs .badge').innerText === 'ended'")
+            (page,) = stats_page_files(tmp_path)
+            counted = read_stats_page(page)
+            tab.until(f"{figure('Steps')} === {format(int(counted.value('steps_total')), ',')!r}")
+            assert float(tab.value(figure("Loss"))) == pytest.approx(counted.value("training_loss"), rel=1e-3)
+            assert tab.value("window.mark") == "not reloaded"
+    finally:
+        run.kill()
+        run.wait()
+
+
+def test_every_part_is_shown(tab, tmp_path):
+    """Runs beside one another, ranks, arena, drives and their profile, wear, reservations, in words and units."""
+    settings = tmp_path / "infinityd.toml"
+    settings.write_text(f'[drives]\npaths = ["{tmp_path}"]\nendurance = {{ "{tmp_path}" = "600TB" }}\n')
+    ranks = [CountedRank(tmp_path, run="one", rank=rank, world_size=2, paths=[tmp_path]) for rank in (0, 1)]
+    other = CountedRank(tmp_path, run="two")
+    for _ in range(3):
+        for rank in (*ranks, other):
+            rank.step(loss=2.5, tokens=1000)
+    ranks[0].commit(), ranks[1].commit()
+    with daemon(tmp_path, "--config", str(settings)) as process:
+        measured = {
+            "op": "record_bandwidth",
+            "rates": {str(tmp_path): {"read": 2e9, "write": 1e9}},
+            "source": "run",
+        }
+        reserve = {"op": "reserve", "path": str(tmp_path), "bytes": 3 << 20, "run_id": "one"}
+        assert all(answer["ok"] for answer in talk(tmp_path, measured, reserve))
+        look(tab, process.port)
+        assert tab.value("[...document.querySelectorAll('#runs h3')].map((e) => e.innerText).sort()") == ["one", "two"]
+        run = 0 if tab.value("document.querySelector('#runs h3').innerText") == "one" else 1
+        assert tab.value(figure("Tokens per second", run)) == "4,000"
+        assert tab.value(figure("Loss", run)) == "2.500"
+        assert tab.value(figure("Time of a step", run)) == "500 ms"
+        assert "s ago" in tab.value(figure("Last commit", run))
+        card = f"document.querySelectorAll('#runs > article')[{run}]"
+        text = tab.value(f"{card}.innerText")
+        assert "Host arena: 96.0 MiB of 128 MiB in use" in text
+        assert "90.0 % of the pages were ready" in text
+        assert tab.value(f"{card}.querySelectorAll('tbody tr').length") == 2
+        row = tab.value(f"[...{card}.querySelectorAll('tbody tr')[1].children].map((cell) => cell.innerText)")
+        assert row[:6] == ["1", "running", "3", "500 ms", "2,000", "20.0 %"]
+        assert row[8:] == ["48.0 MiB of 64.0 MiB", "0", str(os.getpid())]
+        tab.until("document.querySelector('#drives')?.innerText.includes('of 2.00 GB/s')")
+        drives = tab.text("#drives")
+        assert "of 1.00 GB/s" in drives
+        assert "rated for 600 TB" in drives
+        assert str(tmp_path) in drives
+        ranks[1].stats.counter("io_errors_total", op="read", reason="eio").add(2)
+        tab.until("document.querySelector('#runs').innerText.includes('2 transfers failed for good.')")
+        tab.until("document.querySelector('#space tbody')?.innerText.includes('3.00 MiB')")
+        assert (
+            tab.value("[...document.querySelectorAll('#space tbody tr > *')].map((cell) => cell.innerText)")[0] == "one"
+        )
+        assert talk(tmp_path, {"op": "release", "path": str(tmp_path), "run_id": "one"})[0]["released_bytes"] == 3 << 20
+        tab.until("document.querySelector('#no-space').checkVisibility()")
+
+
+def test_what_is_not_known_is_not_shown_as_nothing(tab, tmp_path):
+    """A run that begins has no loss, no speed and no curves."""
+    rank = CountedRank(tmp_path, paths=[tmp_path])
+    with daemon(tmp_path) as process:
+        look(tab, process.port)
+        tab.until("document.querySelector('#drives article')")
+        shown = tab.text("#runs")
+        for name in ("Loss\n", "Tokens per second\n", "Time of a step\n", "Host arena"):
+            assert name not in shown
+        assert shown.count("not known yet") == 2
+        assert "profile not known" in tab.text("#drives") or "Reads" not in tab.text("#drives")
+        assert "Wear\nnot known" in tab.text("#drives")
+        rank.stats.gauge("training_loss").set(float("nan"))
+        rank.step()
+        tab.until(f"{figure('Loss')} === 'nan'")
+        assert "The loss is not a finite number." in tab.text("#runs")
+
+
+def test_texts_of_others_are_shown_as_texts(tab, tmp_path):
+    """Not run: whatever a page or a path says."""
+    odd = "<img src=x onerror=document.title='taken'><b>bold</b>"
+    (tmp_path / odd).mkdir(parents=True)
+    CountedRank(tmp_path, paths=[tmp_path / odd], version=f"<script>document.title='taken'</script>{odd}").step()
+    with daemon(tmp_path) as process:
+        look(tab, process.port)
+        tab.until("document.querySelector('#drives article')")
+        assert odd in tab.text("#drives")
+        assert odd in tab.text("#runs")
+        assert tab.value("document.querySelectorAll('main img, main b, main script').length") == 0
+        assert "taken" not in tab.value("document.title")
+
+
+def test_themes_differ_and_all_texts_can_be_read(tab, tmp_path):
+    """The ratio of contrast is 4.5 or more, as WCAG asks (level AA)."""
+    rank = CountedRank(tmp_path, paths=[tmp_path])
+    rank.step(loss=float("inf"))
+    rank.step()
+    rank.stats.counter("io_retries_total", op="read").add()
+    pictures = []
+    with daemon(tmp_path) as process:
+        look(tab, process.port)
+        tab.until("document.querySelector('#drives article')")
+        tab.value("document.querySelector('#pause').click()")  # so that only the theme differs
+        for dark in (False, True):
+            tab.look_like(dark=dark)
+            pictures.append(tab.picture())
+            found = tab.value(CONTRAST)
+            assert len(found) > 60
+            assert [entry for entry in found if entry[0] < 4.5] == []
+            tab.value("document.querySelector('#pause').blur()")
+    assert pictures[0] != pictures[1]
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_the_page_is_never_wider_than_the_screen(width, tab, tmp_path):
+    """Long names break, and tables scroll inside."""
+    name = "a-run-with-a-name-as-long-as-it-may-be-" + "x" * 80
+    folder = tmp_path / ("folder" * 20)
+    folder.mkdir()
+    ranks = [CountedRank(tmp_path, run=name, rank=rank, world_size=3, paths=[folder]) for rank in range(3)]
+    for rank in ranks:
+        for _ in range(3):
+            rank.step(loss=1e-9, tokens=10**9)
+    with daemon(tmp_path) as process:
+        tab.look_like(width=width, height=780)
+        look(tab, process.port)
+        tab.until("document.querySelector('#drives article')")
+        assert tab.value("document.documentElement.scrollWidth") <= width
+        inside = tab.value(
+            "(() => { const e = document.querySelector('.scroll'); return [e.scrollWidth, e.clientWidth]; })()"
+        )
+        assert inside[0] > inside[1] or width > 360
+        assert (
+            tab.value("""[...document.querySelectorAll('.card *')].filter((e) => !e.closest('.scroll'))
+            .filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5).length""")
+            == 0
+        )
+
+
+def test_everything_is_reached_by_keyboard(tab, tmp_path):
+    """In the order of the page, seen where it is; tables too, so that they can be scrolled; and the focus stays."""
+    rank = CountedRank(tmp_path, run="one")
+    CountedRank(tmp_path, run="two").step()
+    rank.step()
+    focused = "document.activeElement"
+    with daemon(tmp_path) as process:
+        look(tab, process.port)
+        seen, tops = [], []
+        while True:
+            tab.press("Tab")
+            if tab.value(f"{focused} === document.body") or len(seen) > 20:
+                break
+            assert tab.value(f"getComputedStyle({focused}).outlineStyle") == "solid"
+            assert tab.value(
+                f"(() => {{ const r = {focused}.getBoundingClientRect(); return r.top >= 0 && r.height > 0; }})()"
+            )
+            seen.append(tab.value(f"({focused}.ariaLabel ?? {focused}.innerText).trim()"))
+            tops.append(tab.value(f"{focused}.getBoundingClientRect().top + scrollY"))
+        tables = [text for text in seen if text.startswith("Ranks of")]
+        assert sorted(tables) == ["Ranks of one", "Ranks of two"]
+        assert [text for text in seen if text not in tables] == [
+            "Skip to the content", "Pause", "metrics", "health", "state as JSON",
+        ]  # fmt: skip
+        assert all(above <= below + 40 for above, below in pairwise(tops[1:]))
+        tab.press("Tab"), tab.press("Enter")
+        assert tab.value(f"{focused}.id") == "main"
+        tab.press("Tab")
+        assert tab.value(f"{focused}.ariaLabel") in tables
+        before = tab.value(figure("Steps"))
+        rank.step()
+        tab.until(f"[{figure('Steps')}, {figure('Steps', 1)}].includes('2')")
+        assert tab.value(f"{focused}.ariaLabel") in tables, before
+
+
+def test_what_assistive_programs_are_told(tab, tmp_path):
+    """Landmarks, headings, headers of tables, names of pictures; one place whose changes are read out, and rarely."""
+    rank = CountedRank(tmp_path, run="one", paths=[tmp_path])
+    with daemon(tmp_path) as process:
+        look(tab, process.port)
+        for number in (1, 2, 3):
+            rank.step(loss=4.0 - number)
+            tab.until(f"{figure('Steps')} === '{number}'")
+        tab.until("document.querySelectorAll('.chart .curve').length === 2")
+        nodes = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in tab.described()]
+        roles = {role for role, _ in nodes}
+        assert {"banner", "main", "contentinfo", "heading", "status", "table", "columnheader", "rowheader"} <= roles
+        assert {name for role, name in nodes if role == "article"} >= {"one"}
+        assert {name for role, name in nodes if role == "region"} >= {"Runs", "Drives", "Ranks of one"}
+        pictures = [name for role, name in nodes if role in ("img", "image")]
+        assert "Loss by step: 3 at step 1, 1 at step 3, lowest 1, highest 3" in pictures
+        assert all(pictures)
+        assert all(name for role, name in nodes if role in ("button", "link", "textbox", "columnheader", "heading"))
+        assert tab.value("document.documentElement.lang") == "en"
+        assert (
+            tab.value("document.querySelectorAll('[aria-live], [role=status], [role=alert]:not([hidden])').length") == 1
+        )
+        assert tab.value("""(() => { const all = [...document.querySelectorAll('h1,h2,h3,h4')]
+            .filter((e) => e.checkVisibility()).map((e) => Number(e.tagName[1]));
+            return all.every((level, at) => at === 0 ? level === 1 : level <= all[at - 1] + 1); })()""")
+        tab.value("""new Promise((done) => { window.changes = 0;
+            new MutationObserver((all) => { window.changes += all.length; })
+              .observe(document.querySelector('#status'), { childList: true, characterData: true, subtree: true });
+            setTimeout(done, 3000); })""")
+        assert tab.value("window.changes") == 0  # three states have come, and nothing was read out
+
+
+def test_what_moves_can_be_stopped(tab, tmp_path):
+    rank = CountedRank(tmp_path)
+    rank.step()
+    with daemon(tmp_path) as process:
+        look(tab, process.port)
+        tab.value("document.querySelector('#pause').click()")
+        assert tab.text("#status") == "paused"
+        assert tab.value("document.querySelector('#pause').ariaPressed") == "true"
+        rank.step()
+        assert tab.value(f"new Promise((done) => setTimeout(() => done({figure('Steps')}), 2500))") == "1"
+        tab.value("document.querySelector('#pause').click()")
+        tab.until(f"{figure('Steps')} === '2'")
+        assert tab.text("#status") == "live"
+
+
+def test_a_token_is_asked_for_and_kept_for_the_tab(tab, tmp_path):
+    """A wrong one is said to be; the right one is not in the address, and can be forgotten."""
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    token.chmod(0o600)
+    CountedRank(tmp_path, run="one").step()
+    asks = "document.querySelector('#ask')?.checkVisibility() && !document.querySelector('#state').checkVisibility()"
+    with daemon(tmp_path, "--token-file", str(token)) as process:
+        tab.open(f"http://127.0.0.1:{process.port}/")
+        tab.until(asks)
+        assert tab.text("#status") == "token needed"
+        assert not tab.value("document.querySelector('#ask-wrong').checkVisibility()")
+        for given in ("wrong", "0123456789abcdef"):
+            tab.until("document.activeElement.id === 'token'")
+            tab.write(given)
+            tab.press("Enter")
+            if given == "wrong":
+                tab.until("document.querySelector('#ask-wrong').checkVisibility()")
+        tab.until("document.querySelector('#runs h3')?.innerText === 'one'")
+        assert not tab.value("document.querySelector('#ask').checkVisibility()")
+        tab.open(f"http://127.0.0.1:{process.port}/")
+        tab.until("document.querySelector('#runs h3')?.innerText === 'one'")
+        assert "0123" not in tab.value("location.href + document.documentElement.outerHTML + document.cookie")
+        tab.value("document.querySelector('#forget').click()")
+        tab.until(asks)
+        assert tab.value("sessionStorage.length") == 0
+    assert tab.errors
+    assert all("401" in error for error in tab.errors), tab.errors  # which the browser tells by itself
+    tab.errors.clear()
+
+
+def test_a_daemon_that_comes_back_is_found_again(tab, tmp_path):
+    """Without a reload; until then it is said that nothing is known, and the last figures stay."""
+    rank = CountedRank(tmp_path)
+    rank.step()
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(daemon(tmp_path))
+        port = process.port
+        look(tab, port)
+        stack.close()
+        tab.until("document.querySelector('#status').innerText === 'not connected, trying again'")
+        assert tab.value(figure("Steps")) == "1"
+        rank.step()
+        with daemon(tmp_path, "--port", str(port)):
+            tab.until("document.querySelector('#status').innerText === 'live'")
+            tab.until(f"{figure('Steps')} === '2'")
+            assert tab.value("window.mark") == "not reloaded"
+    assert all("ERR_CONNECTION_REFUSED" in error or "ERR_INCOMPLETE" in error for error in tab.errors), tab.errors
+    tab.errors.clear()
+
+
+def test_the_browser_says_what_is_wrong(tab, tmp_path):
+    """The tests above would see an error of the page: here is one."""
+    with daemon(tmp_path) as process:
+        look(tab, process.port)
+        tab.value("setTimeout(() => { throw new Error('on purpose'); })")
+        until(lambda: tab.value("1") and tab.errors)
+        assert "on purpose" in tab.errors[0]
+    tab.errors.clear()

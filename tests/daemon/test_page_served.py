@@ -1,0 +1,152 @@
+"""What the daemon serves to people: the page, the state, its stream; to whom, and how many."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+from pathlib import Path
+
+import infinity_daemon
+from infinity.telemetry.server import MAX_STREAMS
+from support.counted_rank import CountedRank
+from support.daemon_process import daemon, get, until
+
+SITE = Path(infinity_daemon.__file__).parent / "site"
+FILES = {
+    "/": "index.html",
+    "/page.css": "page.css",
+    "/page.js": "page.js",
+    "/chart.js": "chart.js",
+    "/units.js": "units.js",
+}
+
+
+def asked(
+    port: int, path: str, *, method: str = "GET", token: str | None = None
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    peer = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(peer):
+        peer.request(method, path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+        answer = peer.getresponse()
+        return answer.status, answer.headers, answer.read()
+
+
+@contextlib.contextmanager
+def stream(port: int, token: str = ""):
+    """An open stream, as a file; at its first line."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as peer, peer.makefile("rb") as answer:
+        peer.sendall(f"GET /api/events HTTP/1.0\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+        yield answer
+
+
+def next_state(answer) -> dict:
+    while line := answer.readline():
+        if line.startswith(b"data: "):
+            return json.loads(line[6:])
+    raise AssertionError("the stream has ended")
+
+
+def test_the_page_and_its_parts_are_served_as_they_are(tmp_path):
+    """With a policy under which nothing else is loaded, and that allows what they do."""
+    with daemon(tmp_path) as process:
+        for path, name in FILES.items():
+            status, headers, content = asked(process.port, path)
+            assert (status, content) == (200, (SITE / name).read_bytes())
+            policy = headers["Content-Security-Policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert asked(process.port, path, method="HEAD")[::2] == (200, b"")
+        assert asked(process.port, "/icon.svg")[1]["Content-Type"] == "image/svg+xml"
+        for path in ("/state.py", "/../service.py", "/site/page.js", "/index.html"):
+            assert asked(process.port, path)[0] == 404
+
+
+def test_the_page_has_nothing_from_elsewhere():
+    """No address of another host, no code or style in the markup, and no markup made from texts."""
+    assert {path.name for path in SITE.iterdir()} == {*FILES.values(), "icon.svg"}
+    for path in SITE.iterdir():
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|//[a-z]+\.", text), path.name
+    page = (SITE / "index.html").read_text()
+    assert not re.search(r"\son\w+=|\sstyle=|<style|<script(?![^>]*\ssrc=)", page)
+    for name in ("page.js", "chart.js", "units.js"):
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|Function\(", (SITE / name).read_text()
+        )
+
+
+def test_the_stream_tells_what_a_rank_counts(tmp_path):
+    """The state at once, and then as it changes; the same that can be asked for."""
+    rank = CountedRank(tmp_path, paths=[tmp_path])
+    rank.step(loss=3.5)
+    with daemon(tmp_path) as process, stream(process.port) as answer:
+        assert b" 200 OK" in answer.readline()
+        state = next_state(answer)
+        assert [(run["id"], run["steps"], run["loss"]) for run in state["runs"]] == [("run-1", 1, 3.5)]
+        rank.step(loss=3.25)
+        while (state := next_state(answer))["runs"][0]["steps"] < 2:
+            pass
+        assert state["runs"][0]["loss"] == 3.25
+        status, headers, content = asked(process.port, "/api/state")
+        assert (status, headers["Content-Type"]) == (200, "application/json")
+        assert json.loads(content)["runs"][0]["steps"] == 2
+        while not (state := next_state(answer))["drives"]:
+            pass
+        assert state["drives"][0]["paths"] == [str(tmp_path)]
+        rank.stats.close()
+        while (state := next_state(answer))["runs"][0]["status"] != "ended":
+            pass
+        assert state["runs"][0]["loss"] == 3.25  # as long as its page is served
+
+
+def test_whoever_looks_must_have_the_token_but_for_the_empty_page(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    token.chmod(0o600)
+    CountedRank(tmp_path, run="secret-run").step()
+    with daemon(tmp_path, "--token-file", str(token)) as process:
+        for path in (*FILES, "/icon.svg"):
+            status, _, content = asked(process.port, path)
+            assert (status, b"secret-run" in content) == (200, False)
+        for path in ("/api/state", "/api/events"):
+            for wrong in (None, "", "0123456789abcde"):
+                assert asked(process.port, path, token=wrong, method="HEAD")[0] == 401
+            assert b"secret-run" not in asked(process.port, path)[2]
+            assert asked(process.port, path, token="0123456789abcdef", method="HEAD")[0] == 200
+        with stream(process.port, "0123456789abcdef") as answer:
+            assert next_state(answer)["runs"][0]["id"] == "secret-run"
+
+
+def test_fifty_who_look_block_nobody(tmp_path):
+    """And who does not read what it is sent neither; above the limit one is told so."""
+    CountedRank(tmp_path).step()
+    with daemon(tmp_path) as process, contextlib.ExitStack() as stack:
+        answers = [stack.enter_context(stream(process.port)) for _ in range(50)]
+        for answer in answers[:25]:  # the others read nothing
+            assert next_state(answer)["runs"]
+        for _ in range(3):
+            assert "infinity_daemon_build_info" in get(process.port, "/metrics")
+            assert json.loads(get(process.port, "/healthz"))["status"] == "ok"
+        for answer in answers[:25]:
+            assert next_state(answer)["runs"]
+        for _ in range(MAX_STREAMS - 50):
+            assert b" 200 OK" in stack.enter_context(stream(process.port)).readline()
+        status, _, content = asked(process.port, "/api/events")
+        assert (status, b"streams are open already" in content) == (503, True)
+        assert "infinity_daemon_build_info" in get(process.port, "/metrics")
+    assert "Traceback" not in process.log.read_text()
+
+
+def test_names_that_would_be_markup_are_only_text(tmp_path):
+    """A path may hold anything printable; in JSON it is what it is."""
+    odd = tmp_path / "<img src=x onerror=alert(1)>\"'&"
+    odd.mkdir()
+    rank = CountedRank(tmp_path, paths=[odd])
+    rank.step()
+    with daemon(tmp_path) as process:
+        until(lambda: json.loads(get(process.port, "/api/state"))["drives"])
+        assert json.loads(get(process.port, "/api/state"))["drives"][0]["paths"] == [str(odd)]

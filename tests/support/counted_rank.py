@@ -1,0 +1,49 @@
+"""A rank of a training that has only its stats page: tests count its steps."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from infinity.telemetry import Stats
+
+
+class CountedRank:
+    """A stats page in a folder, or in memory, and what a step counts in it."""
+
+    def __init__(
+        self, folder: Path | None, run: str = "run-1", rank: int = 0, world_size: int = 1, paths=(), version="0.1.0"
+    ) -> None:
+        devices = [f"nvme{index}" for index in range(max(1, len(paths)))]
+        info = {"version": version, "io_engine": "threads", "paths": json.dumps([str(path) for path in paths])}
+        self.stats = Stats.create(
+            folder, run_id=run, rank=rank, local_rank=rank, world_size=world_size, devices=devices, info=info
+        )
+
+    def step(
+        self, *, seconds: float = 0.5, tokens: int = 100, loss: float | None = None, when: float | None = None
+    ) -> None:
+        """Count a step of which a fifth was spent waiting for reads, and 6 MiB read and 4 MiB written."""
+        stats = self.stats
+        stats.histogram("step_duration_seconds").observe(seconds)
+        stats.counter("step_part_seconds_total", part="compute").add(0.8 * seconds)
+        stats.counter("step_part_seconds_total", part="read_stall").add(0.2 * seconds)
+        stats.counter("prefetch_fetches_total", result="hit").add(9)
+        stats.counter("prefetch_fetches_total", result="late").add(1)
+        stats.counter("training_tokens_total").add(tokens)
+        stats.counter("io_bytes_total", op="read", state="param", device="nvme0").add(6 << 20)
+        stats.counter("io_bytes_total", op="write", state="update", device="nvme0").add(4 << 20)
+        stats.gauge("tier_capacity_bytes", tier="host").set(64 << 20)
+        for role, size in (("param", 8 << 20), ("update", 16 << 20), ("grad", 24 << 20)):
+            stats.gauge("tier_used_bytes", tier="host", state=role).set(size)
+        stats.gauge("training_learning_rate").set(1e-3)
+        if loss is not None:
+            stats.gauge("training_loss").set(loss)
+        stats.gauge("step_last_completed_timestamp_seconds").set(time.time() if when is None else when)
+        stats.counter("steps_total").add()
+
+    def commit(self, seconds: float = 2.0, when: float | None = None) -> None:
+        """Count a commit."""
+        self.stats.histogram("commit_duration_seconds").observe(seconds)
+        self.stats.gauge("commit_last_success_timestamp_seconds").set(time.time() if when is None else when)

@@ -1,0 +1,137 @@
+"""The HTTP server: routes and streams, and that no number of clients keeps the others out."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from infinity.telemetry import server as module
+from infinity.telemetry.server import Route, Stream, serve_routes
+
+PART = b"x" * 10_000
+
+
+def hello(_, start):
+    start("200 OK", [("Content-Type", "text/plain")])
+    return [b"hello"]
+
+
+def endless() -> Iterator[bytes]:
+    while True:
+        yield PART
+        time.sleep(0.01)
+
+
+ROUTES = {
+    "/hello": Route(application=hello),
+    "/open": Route(application=hello, public=True),
+    "/stream": Stream(parts=endless, media_type="text/event-stream"),
+}
+
+
+def ask(port: int, path: str, method: str = "GET", token: str | None = None) -> http.client.HTTPResponse:
+    peer = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    peer.request(method, path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+    return peer.getresponse()
+
+
+def open_stream(port: int) -> socket.socket:
+    """Open a stream and read the beginning of it."""
+    peer = socket.create_connection(("127.0.0.1", port), timeout=60)
+    peer.sendall(b"GET /stream HTTP/1.0\r\n\r\n")
+    assert b" 200 OK\r\n" in peer.recv(1000)
+    return peer
+
+
+def test_a_route_is_public_or_needs_the_token():
+    with serve_routes(0, ROUTES, token="secret") as server:
+        for path, without in (("/open", 200), ("/hello", 401), ("/stream", 401), ("/nothing", 401)):
+            assert ask(server.port, path).status == without
+            assert ask(server.port, path, token="secre").status == without
+        assert ask(server.port, "/hello", token="secret").read() == b"hello"
+        missing = ask(server.port, "/nothing", token="secret")
+        assert (missing.status, json.loads(missing.read())) == (404, {"error": "there are /hello, /open, /stream"})
+
+
+def test_head_of_a_stream_has_an_end():
+    """And gives its place back."""
+    with serve_routes(0, ROUTES) as server:
+        for _ in range(module.MAX_STREAMS + 5):
+            answer = ask(server.port, "/stream", "HEAD")
+            assert (answer.status, answer.headers["Content-Type"], answer.read()) == (200, "text/event-stream", b"")
+
+
+def test_streams_are_bounded_and_keep_nobody_out():
+    """Beside as many as there may be, everything else is answered; one more is told so, until one ends."""
+    with serve_routes(0, ROUTES) as server, contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(open_stream(server.port)) for _ in range(module.MAX_STREAMS)]
+        for _ in range(3):
+            assert ask(server.port, "/hello").read() == b"hello"
+        refused = ask(server.port, "/stream")
+        assert (refused.status, "64 streams are open already" in refused.read().decode()) == (503, True)
+        for peer in peers:
+            peer.recv(1000)  # it is still there
+        peers[0].close()
+        end = time.monotonic() + 60
+        while ask(server.port, "/stream", "HEAD").status == 503:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_a_stream_that_is_not_read_is_dropped(monkeypatch):
+    """After a time in which not one part was taken; one that is read goes on, and nothing is kept for either."""
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 2.0)
+    given = []
+
+    def counted() -> Iterator[bytes]:
+        for part in endless():
+            given.append(len(part))
+            yield part
+
+    routes = {"/stream": Stream(parts=counted, media_type="text/event-stream")}
+    with serve_routes(0, routes) as server, open_stream(server.port) as idle:
+        with contextlib.suppress(TimeoutError):
+            end = time.monotonic() + 60
+            while server._server._clients:
+                assert time.monotonic() < end, "it is still served"
+                time.sleep(0.05)
+        assert sum(given) < 64 << 20  # what the kernel took
+        threads = {thread.name for thread in threading.enumerate()}
+        assert "infinity-http" in threads
+        idle.settimeout(60)
+        received = 0
+        while data := idle.recv(1 << 20):  # what was on its way, and then the end
+            received += len(data)
+        assert received <= sum(given) + 1000
+        with open_stream(server.port) as reader:
+            end = time.monotonic() + 4.5
+            while time.monotonic() < end:
+                assert reader.recv(1 << 20)
+
+
+def test_closing_ends_the_streams():
+    with serve_routes(0, ROUTES) as server:
+        peer = open_stream(server.port)
+    with contextlib.suppress(ConnectionResetError):
+        while peer.recv(1 << 20):
+            pass
+    peer.close()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_client_that_leaves_a_stream_is_forgotten(method):
+    with serve_routes(0, ROUTES) as server:
+        for _ in range(10):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer:
+                peer.sendall(f"{method} /stream HTTP/1.0\r\n\r\n".encode())
+        end = time.monotonic() + 60
+        while server._server._clients:
+            assert time.monotonic() < end
+            time.sleep(0.05)
