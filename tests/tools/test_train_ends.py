@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity_tools.plot import write_picture
 from infinity_tools.signals import StopRequest
 from support.command import SMALL, environment, run_here
 
@@ -168,3 +170,30 @@ def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(SystemExit) as ending:
             os.kill(os.getpid(), signal.SIGTERM)
     assert ending.value.code == 128 + signal.SIGTERM
+
+
+def test_a_run_of_more_steps_than_have_records_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are bounded, losses are of all steps: the picture, the last step and what is committed fit together."""
+    monkeypatch.setattr("infinity.run.optimizer._KEPT_RECORDS", 3)
+    ended = run_here(*SMALL, "--out", "out", "--steps", "5")
+    assert ended.status == 0
+    assert "not in it" not in ended.output
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert (summary["steps"], len(summary["losses"])) == (5, 5)
+    assert [record["step"] for record in summary["step_records"]] == [3, 4, 5]
+    assert (tmp_path / "out/summary.png").stat().st_size
+
+
+def test_a_picture_that_does_not_fit_the_drive_is_not_left_behind(tmp_path: Path) -> None:
+    """Nor a part of it: whoever looks for it would find a file that is no picture."""
+    run_here(*SMALL, "--out", "out", "--steps", "3")
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "full").mkdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_picture(tmp_path / "full", summary)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "full").iterdir())

@@ -67,7 +67,8 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
     """Return the content of `summary.json`.
 
     Bytes are sums over the ranks of this node, seconds means over them; both per step are means over the steady
-    steps (the first two left out; all of them where there are no more). `reports` are those of this node.
+    steps (the first two left out; all of them where there are no more), of those that have records: of a long run, the
+    last ones. `reports` are those of this node.
     """
     records = reports[0].records
 
@@ -89,7 +90,7 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
     arena, peak = total(lambda r: r.arena_bytes), total(lambda r: r.peak_rss_bytes)
     return {
         **asdict(facts),
-        "steps": len(records),
+        "steps": len(facts.losses),
         "step_seconds": step_seconds,
         "tokens_per_second": facts.tokens_per_step / step_seconds,
         "state_bytes": total(lambda r: r.state_bytes),
