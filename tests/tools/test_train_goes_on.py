@@ -168,3 +168,17 @@ def test_clipping_that_the_commit_holds_needs_updates_that_wait(tmp_path: Path) 
     assert ended.status == 2
     assert "which the commit's --max-grad-norm 1 needs; use --update in_forward" in said(ended)
     assert "resumed at step 1" in run_here(*train, "--steps", "2", "--resume").errors
+
+
+def test_the_log_has_every_step_once_however_the_run_was_cut_off(tmp_path: Path) -> None:
+    """Steps behind the last commit are taken again, and the line that was being written is no line."""
+    train = [*SMALL, "--out", "o", "--commit-every", "2", "--retained-commits", "2", "--steps"]
+    run_here(*train, "4")
+    log = tmp_path / "o/steps.jsonl"
+    whole = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([*whole, whole[3].replace('"step": 4', '"step": 5'), '{"step": 6, "los']))  # as if killed
+    run_here(*train, "6", "--resume")
+    steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    run_here(*train, "6", "--resume", "--resume-step", "4")
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == steps

@@ -272,8 +272,7 @@ class Training:
         options, optimizer = self.options, self.optimizer
         self.view.begin(optimizer.steps, options.steps)
         self.stop.patient = True
-        mode = "a" if self.first_step > 1 else "w"
-        with StepLog(self.out / _LOG, mode) if self.ranks.rank == 0 else nullcontext() as log:
+        with StepLog(self.out / _LOG, self.first_step) if self.ranks.rank == 0 else nullcontext() as log:
             self.kernel.begin()
             while optimizer.steps < options.steps and not self.stopped_by:
                 self._step()
