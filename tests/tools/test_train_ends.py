@@ -33,6 +33,14 @@ def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
     assert run_here(*train[:-4], "--steps", "3", "--resume", "--json").summary["first_step"] == 3
 
 
+def test_a_finished_run_leaves_no_folder_for_every_time_that_it_is_resumed(tmp_path: Path) -> None:
+    """Whoever restarts it until it has ended would collect them."""
+    train = [*SMALL, "--nvme", "nvme", "--steps", "1"]
+    run_here(*train, "--out", "out")
+    assert run_here(*train, "--resume").status == 0
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_reader_of_stderr_that_goes_does_not_end_training(tmp_path: Path) -> None:
     """Nor does a signal then, which asks for an end in order."""
     train = [*SMALL, "--out", "out", "--steps", "100000", "--commit-every", "1"]
