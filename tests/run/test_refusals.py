@@ -114,13 +114,18 @@ def test_a_config_object_is_a_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [64 * KIB, 192 * KIB, 448 * KIB])
 def test_the_size_that_a_refusal_suggests_is_accepted(page: int, tmp_path: Path) -> None:
-    """A table, the setting to change, and a value that works when it is copied."""
+    """One sentence with what there is, the least, the setting to change and a value that works when it is copied."""
     model = models.build("gpt2")
     optimizer = make_optimizer(Recipe(), model)
     text = refuse(model, optimizer, tmp_path, memory={"host_bytes": page, "page_bytes": page})
     assert text.startswith("BudgetError")
-    for row in ("weights in the compute dtype", "master weights and moments", "gradients", "smallest arena"):
-        assert re.search(rf"{row}.* [0-9.]+ [KMG]iB", text), row
+    sentence, what = text.split("\n")
+    size = r"[0-9.]+ [KMG]iB"
+    assert re.search(
+        rf"it has {size}, the least is {size} \(\d+ pages of {size}\); set memory\.host_bytes to", sentence
+    )
+    for part in ("weights in the compute dtype", "master weights and moments", "gradients"):
+        assert re.search(rf"{size} of {part}", what), part
     suggested = re.search(r'set memory\.host_bytes to "?([0-9.]+ ?[KMGT]?i?B)"? or more', text)[1]
     tree = settings(tmp_path, Paging(), parse_size(suggested), memory={"page_bytes": page})
     infinity.offload(model, optimizer, tree).close()
