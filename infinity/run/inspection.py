@@ -20,7 +20,6 @@ from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import view_shape
 from infinity.ranks import Ranks
 
-
 _OF_ALL_RANKS = (
     "state.format",
     "update.placement",

@@ -352,13 +352,15 @@ def _report(console: Console, run: StoredRun, pages: int, bad: list[BadPage], ad
     if not bad:
         console.print(f"{run.run_id}: [green]all {pages} pages are good[/]")
         return
-    console.print(f"{run.run_id}: [bold red]{_counted(len(bad), 'bad page')}[/] of {pages}")
+    files = sum(page.page is None for page in bad)
+    found = [_counted(files, "bad file")] * bool(files)
+    found += [f"{_counted(len(bad) - files, 'bad page')} of {pages}"] * (len(bad) > files)
+    console.print(f"{run.run_id}: [bold red]{', '.join(found)}[/]")
     for page in bad:
-        name = "whole file" if page.page is None else f"page {page.page}"
-        place = f"{page.path}, offset {page.offset}, {page.length} bytes"
-        console.print(
-            f"  step {page.step}, rank {page.rank}, {name}: {place}: {page.reason}", soft_wrap=True, markup=False
-        )
+        what = page.reason  # of a whole file, which it names
+        if page.page is not None:
+            what = f"page {page.page}: {page.path}, offset {page.offset}, {page.length} bytes: {page.reason}"
+        console.print(f"  step {page.step}, rank {page.rank}: {what}", soft_wrap=True, markup=False)
     console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
 
 
