@@ -205,3 +205,24 @@ def test_a_picture_that_does_not_fit_the_drive_is_not_left_behind(tmp_path: Path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list((tmp_path / "full").iterdir())
+
+
+def test_a_signal_ends_the_time_in_which_metrics_are_still_served(tmp_path: Path) -> None:
+    """Who stops a container sends one, and kills ten seconds later. The run itself has ended well."""
+    train = [*SMALL, "--out", "out", "--steps", "1", "--metrics-port", "0", "--metrics-linger", "600"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infinity_tools", *train],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(tmp_path / "tmp"),
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "out/summary.png").exists():
+        assert process.poll() is None, "it has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert b"is committed in" in output

@@ -169,8 +169,8 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         summary["next"] = _next_commands(training, settings, ranks)
         if ranks.rank == 0:
             written = _write_results(out, summary)
-        if ranks.local_rank == 0 and options.metrics_port is not None and not stop.received:
-            time.sleep(options.metrics_linger)
+        if ranks.local_rank == 0 and options.metrics_port is not None:
+            stop.sleep(options.metrics_linger)
         status = 128 + training.stopped_by if training.stopped_by else 0
     if ranks.rank == 0:
         _show(summary, written, options)
