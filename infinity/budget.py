@@ -43,7 +43,7 @@ def choose_budget(
             frames and the pages fill them well.
 
     Raises:
-        BudgetError: the arena is too small; a table of the need and the setting to change are in the message.
+        BudgetError: the arena is too small; the need and the setting to change are in the message.
     """
     if page_bytes:
         layout = build_layout(units, formats, page_bytes)
@@ -85,17 +85,12 @@ def widest_access(layout: Layout) -> int:
 def _explain(layout: Layout, host_bytes: int, least: int) -> str:
     least = min(least, len(layout.pages))
     need = least * layout.page_bytes
-    rows = [
-        ("weights in the compute dtype", layout.bytes_of(Role.PARAM)),
-        ("master weights and moments", layout.bytes_of(Role.UPDATE)),
-        ("gradients", layout.bytes_of(Role.GRAD)),
-        ("page", layout.page_bytes),
-        (f"smallest arena ({least} pages)", need),
-        ("memory.host_bytes", host_bytes),
-    ]
-    table = "\n".join(f"  {name:<34}{format_size(size):>12}" for name, size in rows)
+    lower = "" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower"
+    weights, update, gradients = (format_size(layout.bytes_of(role)) for role in (Role.PARAM, Role.UPDATE, Role.GRAD))
     return (
-        f"the host arena is too small for this model:\n{table}\n"
-        f"set memory.host_bytes to {format_setting(need)} or more"
-        + ("" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower")
+        f"the host arena is too small for this model: it has {format_size(host_bytes)}, the least is "
+        f"{format_size(need)} ({least} pages of {format_size(layout.page_bytes)}); set memory.host_bytes to "
+        f"{format_setting(need)} or more{lower}\n"
+        f"  what is paged: {weights} of weights in the compute dtype, {update} of master weights and moments, "
+        f"{gradients} of gradients"
     )

@@ -34,7 +34,8 @@ def commit_bytes(described: RunDescription, model: nn.Module, groups: Sequence[M
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     pages = sum(page.role is not Role.GRAD for page in layout.pages)
     manifest = len(text) + 2 * len(repr(settings)) + pages * _PAGE + len(layout.shards) * _SHARD
-    state = sum(buffer.nbytes + _BUFFER for buffer in model.buffers())
+    buffers = model.named_buffers(remove_duplicate=False)  # one that modules share is saved under each of its names
+    state = sum(buffer.nbytes + _BUFFER for _, buffer in buffers)
     return manifest + state + _RANDOM + _EXTRA + 4 * _BLOCK  # as files end within a block, and a folder takes some
 
 

@@ -54,7 +54,11 @@ class Companions:
 
 
 def companion_files(folder: Path) -> Iterator[Path]:
-    """Yield the files beside weights that belong to them: tokenizer, generation config, preprocessor, licence."""
+    """Yield the files beside weights that belong to them: tokenizer, generation config, preprocessor, licence.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
     if not folder.is_dir():
         return
     for file in sorted(folder.iterdir()):
@@ -72,6 +76,9 @@ def keep_companions(commits: Path, model: nn.Module, weights: WeightFiles | None
 
     Args:
         weights: what the run begins with; None without a folder of safetensors.
+
+    Raises:
+        OSError: a file cannot be read, or written.
     """
     folder = commits / _FOLDER
     folder.mkdir(exist_ok=True)

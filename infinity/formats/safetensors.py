@@ -121,7 +121,11 @@ def _write_safetensors(
         weight_map.update(dict.fromkeys(tensors, name))
         written.append(folder / name)
     for file in beside:
-        _write(folder / file.name, file.read_bytes())
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}; take it away, or mend it") from error
+        _write(folder / file.name, content)
         written.append(folder / file.name)
     if config is not None:
         config = {**config, "dtype": str(dtype).removeprefix("torch.")} if dtype is not None else config

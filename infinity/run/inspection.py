@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -18,6 +19,38 @@ from infinity.memory.limits import available_memory
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import view_shape
 from infinity.ranks import Ranks
+
+_OF_ALL_RANKS = (
+    "state.format",
+    "update.placement",
+    "run.seed",
+    "run.resume",
+    "run.resume_step",
+    "run.retained_commits",
+    "run.keep",
+)
+"""Settings that are those of the run. Others are of a rank or its node: folders, memory, engine, telemetry."""
+
+
+def check_agreement(settings: Config, ranks: Ranks, **arguments: bool) -> None:
+    """Check that all ranks were asked for the same run; all together, as one that resumes would wait for one that not.
+
+    Args:
+        arguments: of `infinity.offload`: whether they were given, or are set.
+
+    Raises:
+        ConfigError: they were not; on all ranks.
+    """
+    asked: dict[str, object] = {name: attrgetter(name)(settings) for name in _OF_ALL_RANKS}
+    first, *others = ranks.collect({**asked, **arguments})
+    for rank, other in enumerate(others, 1):
+        for name, value in other.items():
+            if value != first[name]:
+                what = "whether it is given" if name in arguments else "its value"
+                raise ConfigError(
+                    f"{name} must be the same on all ranks: {what} is {first[name]!r} on rank 0, {value!r} on rank "
+                    f"{rank}; start all ranks with the same"
+                )
 
 
 def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:

@@ -30,7 +30,7 @@ from infinity.ranks import Ranks
 from infinity.run import live
 from infinity.run.commits import Checkpointer, make_committer
 from infinity.run.fill import Filling
-from infinity.run.inspection import check_optimizer, give_shapes, plan_memory
+from infinity.run.inspection import check_agreement, check_optimizer, give_shapes, plan_memory
 from infinity.run.optimizer import PagedOptimizer
 from infinity.run.place import RunPlace
 from infinity.run.run import Run
@@ -91,6 +91,7 @@ def offload(
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
     # Budget: the layout of pages, and how many frames memory has for them.
     ranks = Ranks.current()
+    check_agreement(settings, ranks, weights=weights is not None, strict=strict, init=init is not None)
     ranks.together("closing earlier runs of this process", partial(live.make_way, settings.storage.paths))
     budget = ranks.together("planning memory", partial(plan_memory, settings, sharded, optimizer, kernel, ranks))
     give_shapes(kernel, sharded, optimizer)

@@ -6,10 +6,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+import infinity
 from infinity.errors import BudgetError, StorageError
 from infinity.units import KIB
 from support.session import Session, reference
+from support.train import MIB, Paging, settings
 
 UNTIL = 4
 
@@ -79,3 +84,28 @@ def test_an_extra_that_does_not_fit(tmp_path: Path) -> None:
             assert session.run() == undisturbed[6:]
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+class _Sharing(nn.Module):
+    """Modules that share a buffer of 256 KiB, which the commit has under the name of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        table = torch.randn(1 << 16)
+        for part in self.parts:
+            part.register_buffer("table", table)
+
+
+def test_shared_buffers_take_their_space_as_often_as_they_are_saved(tmp_path: Path) -> None:
+    """What is held for a commit is at least what it takes, before the first one has shown that."""
+    model = _Sharing()
+    fully_shard(model, mesh=infinity.mesh("cpu"))
+    optimizer = infinity.offload(model, torch.optim.AdamW(model.parameters()), settings(tmp_path, Paging(), 64 * MIB))
+    with optimizer:
+        (room,) = tmp_path.rglob("*.room.tmp")
+        held = room.stat().st_size
+        optimizer.commit()
+        took = [file.stat().st_size for file in room.parent.glob("step*")]
+        assert sum(took) > 4 * 256 * KIB
+        assert held >= sum(took)

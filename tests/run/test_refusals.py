@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -17,6 +18,7 @@ from infinity.config import Config, load_config
 from infinity.errors import BudgetError, ConfigError, InfinityError, UnsupportedError
 from infinity.units import align_down, format_size, parse_size
 from support import models
+from support.ranks import RankPool
 from support.train import KIB, MIB, Paging, Recipe, batch, make_optimizer, offloaded, settings
 
 IN_BACKWARD = Paging(arena="all", placement="in_backward")
@@ -112,13 +114,18 @@ def test_a_config_object_is_a_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [64 * KIB, 192 * KIB, 448 * KIB])
 def test_the_size_that_a_refusal_suggests_is_accepted(page: int, tmp_path: Path) -> None:
-    """A table, the setting to change, and a value that works when it is copied."""
+    """One sentence with what there is, the least, the setting to change and a value that works when it is copied."""
     model = models.build("gpt2")
     optimizer = make_optimizer(Recipe(), model)
     text = refuse(model, optimizer, tmp_path, memory={"host_bytes": page, "page_bytes": page})
     assert text.startswith("BudgetError")
-    for row in ("weights in the compute dtype", "master weights and moments", "gradients", "smallest arena"):
-        assert re.search(rf"{row}.* [0-9.]+ [KMG]iB", text), row
+    sentence, what = text.split("\n")
+    size = r"[0-9.]+ [KMG]iB"
+    assert re.search(
+        rf"it has {size}, the least is {size} \(\d+ pages of {size}\); set memory\.host_bytes to", sentence
+    )
+    for part in ("weights in the compute dtype", "master weights and moments", "gradients"):
+        assert re.search(rf"{size} of {part}", what), part
     suggested = re.search(r'set memory\.host_bytes to "?([0-9.]+ ?[KMGT]?i?B)"? or more', text)[1]
     tree = settings(tmp_path, Paging(), parse_size(suggested), memory={"page_bytes": page})
     infinity.offload(model, optimizer, tree).close()
@@ -407,3 +414,34 @@ def test_budget_errors_are_about_budgets() -> None:
     """The class that callers catch."""
     assert issubclass(BudgetError, InfinityError)
     assert issubclass(ConfigError, ValueError)
+
+
+def _asked_otherwise(folder: str, name: str) -> str:
+    """Start ranks of which the last was asked for something else; return what it says."""
+    rank = dist.get_rank()
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    fully_shard(model, mesh=infinity.mesh("cpu"))
+    section, _, key = name.partition(".")
+    values = {"run.resume": ("", "auto"), "run.seed": (0, 1), "state.format": ("fp32", "split")}
+    chosen: dict[str, Any] = {section: {key: values[name][rank]}} if key else {}
+    config = settings(Path(folder), Paging(), 64 * MIB, **chosen)
+    init = models.loss_of if name == "init" and rank else None
+    with pytest.raises(ConfigError) as refused:
+        infinity.offload(model, torch.optim.AdamW(model.parameters()), config, init=init)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("run.resume", "run.resume must be the same on all ranks: its value is '' on rank 0, 'auto' on rank 1"),
+        ("run.seed", "run.seed must be the same on all ranks: its value is 0 on rank 0, 1 on rank 1"),
+        ("state.format", "state.format must be the same on all ranks: its value is 'fp32' on rank 0, 'split' on rank"),
+        ("init", "init must be the same on all ranks: whether it is given is False on rank 0, True on rank 1"),
+    ],
+)
+def test_ranks_that_are_asked_for_different_runs(pair: RankPool, tmp_path: Path, name: str, says: str) -> None:
+    """Said on both before anything is opened: one would wait for the other for ever, or train something else."""
+    assert all(said.startswith(says) for said in pair.run(_asked_otherwise, str(tmp_path), name))
+    assert not list(tmp_path.glob("nvme*/*"))

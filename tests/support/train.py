@@ -291,7 +291,7 @@ def least_host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Op
             tiny = Paging(page=page, format=paging.format)
             infinity.offload(model, optimizer, settings(Path(apart), tiny, page)).close()
         except BudgetError as error:
-            return int(re.search(r"smallest arena \((\d+) pages\)", str(error))[1]) * page
+            return int(re.search(r"the least is [^(]+\((\d+) pages", str(error))[1]) * page
     return page
 
 

@@ -49,6 +49,15 @@ def test_a_tokenizer_is_fed_until_it_has_given_enough(tmp_path):
     assert batches.at(0).tolist() == [[1] * 20]
 
 
+def test_a_tokenizer_that_knows_nothing_of_the_text(tmp_path):
+    """Would be given ever more of it."""
+    batches = Batches(
+        _corpus(tmp_path), sequences=1, length=20, seed=0, rank=0, world_size=1, encode=lambda text: [][: len(text)]
+    )
+    with pytest.raises(ConfigError, match=r"tokenizer\.json makes no tokens of this text"):
+        batches.at(0)
+
+
 def test_too_little_text(tmp_path):
     with pytest.raises(ConfigError, match="too little for sequences of 500 tokens"):
         Batches(_corpus(tmp_path), sequences=1, length=500, seed=0, rank=0, world_size=1)

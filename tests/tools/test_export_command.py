@@ -82,6 +82,16 @@ def test_a_pretrained_folder_comes_back_as_it_came(tmp_path: Path, monkeypatch: 
     assert "--companions" in done.errors
 
 
+def test_a_companion_that_cannot_be_read_is_named(committed: Path, tmp_path: Path) -> None:
+    """In a line; nothing is left of the export."""
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside/vocab.json").symlink_to("/proc/self/mem")  # EIO, for root too
+    done = _export(committed, "--out", tmp_path / "hf", "--companions", tmp_path / "beside")
+    assert done.status == 2
+    assert "beside/vocab.json cannot be read: Input/output error" in done.errors
+    assert not list(tmp_path.glob("*hf*"))
+
+
 def test_weights_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Are listed and refused; `--no-strict` initialises what is missing and says so."""
     monkeypatch.chdir(tmp_path)

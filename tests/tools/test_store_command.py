@@ -91,6 +91,18 @@ def test_list_verify_remove(committed):
     assert "no runs" in _command("ls", first, second)[1]
 
 
+def test_a_damaged_file_is_named_once_and_is_no_page(committed):
+    """A line that has a path twice is read three times; "1 bad page of 0" not at all."""
+    first, second, run_id = committed
+    (manifest,) = (first / run_id / "commits").glob("step*.json")
+    manifest.write_bytes(manifest.read_bytes()[:-5])
+    status, output = _command("verify", first, second)
+    assert status == 1
+    assert f"{run_id}: 1 bad file\n" in output
+    assert "bad page" not in output
+    assert output.count(str(manifest)) == 1
+
+
 def test_live_run_is_neither_removed_nor_verified(tmp_path):
     for run_id in ("20260101-000000-aaaaaa", "20260102-000000-bbbbbb"):
         RunFolder.of([tmp_path], run_id).create()

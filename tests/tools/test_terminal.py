@@ -107,3 +107,24 @@ def test_presets_as_json() -> None:
     listed = json.loads(run_here("train", "--model", "list", "--json").output)
     assert [preset["name"] for preset in listed][:2] == ["tiny", "llama-100m"]
     assert (listed[1]["parameters"], listed[1]["vocabulary"]) == (113_664_768, 256)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_said_is_shown_as_it_is(terminal: bool) -> None:
+    """A path or an address with brackets is no style: it would lose a part, or end the start with a traceback."""
+    for text in ("/mnt/[drive]/x", "http://[fe80::1]:9000/metrics", "/mnt/[/drive]"):
+        console = Console(file=io.StringIO(), width=100, force_terminal=terminal, color_system=None)
+        with open_view(console, silent=False) as view:
+            view.say(text)
+        assert console.file.getvalue().strip() == text
+
+
+def test_folders_with_brackets_are_named_whole(tmp_path: Path) -> None:
+    """By every command that prints one."""
+    done = run_here(*SMALL, "--steps", "1", "--out", "o[x]")
+    assert "on o[x]/nvme" in done.errors
+    assert "o[x]/summary.json" in done.output
+    assert "e[y]: step 1 of" in run_here("export", "o[x]/nvme", "--out", "e[y]").output
+    Path("n[z]").mkdir()
+    assert "no runs in n[z]" in run_here("store", "ls", "n[z]").output
+    assert "nothing to do in n[z]" in run_here("store", "verify", "n[z]").output

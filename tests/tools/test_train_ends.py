@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity_tools.plot import write_picture
 from infinity_tools.signals import StopRequest
 from support.command import SMALL, environment, run_here
 
@@ -29,6 +31,14 @@ def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
     assert (asked.status, asked.summary["finished"], asked.summary["last_step"]) == (0, True, 2)
     assert (tmp_path / "out/summary.json").read_bytes() == before
     assert run_here(*train[:-4], "--steps", "3", "--resume", "--json").summary["first_step"] == 3
+
+
+def test_a_finished_run_leaves_no_folder_for_every_time_that_it_is_resumed(tmp_path: Path) -> None:
+    """Whoever restarts it until it has ended would collect them."""
+    train = [*SMALL, "--nvme", "nvme", "--steps", "1"]
+    run_here(*train, "--out", "out")
+    assert run_here(*train, "--resume").status == 0
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_reader_of_stderr_that_goes_does_not_end_training(tmp_path: Path) -> None:
@@ -168,3 +178,51 @@ def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(SystemExit) as ending:
             os.kill(os.getpid(), signal.SIGTERM)
     assert ending.value.code == 128 + signal.SIGTERM
+
+
+def test_a_run_of_more_steps_than_have_records_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are bounded, losses are of all steps: the picture, the last step and what is committed fit together."""
+    monkeypatch.setattr("infinity.run.optimizer._KEPT_RECORDS", 3)
+    ended = run_here(*SMALL, "--out", "out", "--steps", "5")
+    assert ended.status == 0
+    assert "not in it" not in ended.output
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert (summary["steps"], len(summary["losses"])) == (5, 5)
+    assert [record["step"] for record in summary["step_records"]] == [3, 4, 5]
+    assert (tmp_path / "out/summary.png").stat().st_size
+
+
+def test_a_picture_that_does_not_fit_the_drive_is_not_left_behind(tmp_path: Path) -> None:
+    """Nor a part of it: whoever looks for it would find a file that is no picture."""
+    run_here(*SMALL, "--out", "out", "--steps", "3")
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "full").mkdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_picture(tmp_path / "full", summary)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "full").iterdir())
+
+
+def test_a_signal_ends_the_time_in_which_metrics_are_still_served(tmp_path: Path) -> None:
+    """Who stops a container sends one, and kills ten seconds later. The run itself has ended well."""
+    train = [*SMALL, "--out", "out", "--steps", "1", "--metrics-port", "0", "--metrics-linger", "600"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infinity_tools", *train],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(tmp_path / "tmp"),
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "out/summary.png").exists():
+        assert process.poll() is None, "it has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert b"is committed in" in output

@@ -156,7 +156,7 @@ def test_nothing_is_left_where_that_is_asked_for(tmp_path: Path) -> None:
     ended = run_here(*SMALL, "--steps", "1", "--out", "o", "--keep", "never")
     assert "nothing is left on NVMe: --keep never" in ended.output
     assert "thrown away" not in ended.errors
-    assert not list((tmp_path / "o/nvme").iterdir())
+    assert not (tmp_path / "o/nvme").exists()
     assert json.loads((tmp_path / "o/summary.json").read_text())["next"] == {}
 
 
@@ -168,3 +168,42 @@ def test_clipping_that_the_commit_holds_needs_updates_that_wait(tmp_path: Path) 
     assert ended.status == 2
     assert "which the commit's --max-grad-norm 1 needs; use --update in_forward" in said(ended)
     assert "resumed at step 1" in run_here(*train, "--steps", "2", "--resume").errors
+
+
+def test_the_log_has_every_step_once_however_the_run_was_cut_off(tmp_path: Path) -> None:
+    """Steps behind the last commit are taken again, and the line that was being written is no line."""
+    train = [*SMALL, "--out", "o", "--commit-every", "2", "--retained-commits", "2", "--steps"]
+    run_here(*train, "4")
+    log = tmp_path / "o/steps.jsonl"
+    whole = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([*whole, whole[3].replace('"step": 4', '"step": 5'), '{"step": 6, "los']))  # as if killed
+    run_here(*train, "6", "--resume")
+    steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    run_here(*train, "6", "--resume", "--resume-step", "4")
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == steps
+
+
+def test_the_next_commands_are_of_this_run_when_there_is_a_newer_one(tmp_path: Path) -> None:
+    """They are kept in summary.json, and used days later."""
+    train = [*SMALL, "--nvme", "nvme", "--steps", "2"]
+    commands = run_here(*train, "--out", "a", "--json").summary["next"]
+    newer = run_here(*train, "--out", "b", "--seed", "9", "--json").summary["run_id"]
+    exported = json.loads(run_here(*shlex.split(commands["export"])[1:], "--json").output)
+    assert exported["run_id"] != newer
+    assert exported["run_id"] == json.loads((tmp_path / "a/summary.json").read_text())["run_id"]
+    again = run_here(*shlex.split(commands["resume"])[1:], "--json").summary
+    assert (again["run_id"], again["first_step"]) == (exported["run_id"], 3)
+    late = run_here(*shlex.split(commands["export"])[1:], "--out", "late")
+    assert late.status == 2
+    assert "no commit of step 2" in late.errors, "not that of another step in a folder named after this one"
+
+
+def test_a_run_that_the_settings_resume_takes_the_options_of_resume(tmp_path: Path) -> None:
+    """`run.resume` of a file is as good as the option."""
+    train = [*SMALL, "--nvme", "nvme", "--out", "o"]
+    run_here(*train, "--steps", "2", "--commit-every", "1", "--retained-commits", "2")
+    (tmp_path / "c.toml").write_text('[run]\nresume = "latest"\n')
+    ended = run_here(*train, "--steps", "3", "--config", "c.toml", "--resume-step", "1", "--override", "--json")
+    assert ended.status == 0, ended.errors
+    assert ended.summary["first_step"] == 2

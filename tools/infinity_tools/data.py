@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from infinity.errors import ConfigError
-from infinity.units import format_size
+from infinity.units import MIB, format_size
 
 _BYTES_PER_TOKEN = 8  # read for every token wanted; more is read where this gives too few
+_MOST_WITHOUT = 16 * MIB  # text that may have no token at all: a tokenizer drops what it does not know
 _Tokens = Sequence[int] | np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -140,6 +141,8 @@ class Batches:
             tokens = self._encode(self._corpus.read(start, amount).decode(errors="replace"))
             if len(tokens) >= self._length:
                 return tokens[: self._length]
+            if not tokens and amount >= min(self._corpus.size, _MOST_WITHOUT):
+                raise ConfigError("--data: the model's tokenizer.json makes no tokens of this text; name another text")
             amount *= 2
 
 

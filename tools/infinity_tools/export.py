@@ -100,7 +100,7 @@ def export(
             typer.echo(json_format.dumps({**facts, "files": [str(file) for file in written]}))
             return
         report = f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {len(written)} files"
-        console.print(report, soft_wrap=True)
+        console.print(report, soft_wrap=True, markup=False)
         if to == "safetensors" and out / "config.json" not in written:
             console.print("no config.json: the commit has none; name one with --model-config", style="yellow")
 

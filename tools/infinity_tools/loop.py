@@ -169,8 +169,8 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         summary["next"] = _next_commands(training, settings, ranks)
         if ranks.rank == 0:
             written = _write_results(out, summary)
-        if ranks.local_rank == 0 and options.metrics_port is not None and not stop.received:
-            time.sleep(options.metrics_linger)
+        if ranks.local_rank == 0 and options.metrics_port is not None:
+            stop.sleep(options.metrics_linger)
         status = 128 + training.stopped_by if training.stopped_by else 0
     if ranks.rank == 0:
         _show(summary, written, options)
@@ -272,8 +272,7 @@ class Training:
         options, optimizer = self.options, self.optimizer
         self.view.begin(optimizer.steps, options.steps)
         self.stop.patient = True
-        mode = "a" if self.first_step > 1 else "w"
-        with StepLog(self.out / _LOG, mode) if self.ranks.rank == 0 else nullcontext() as log:
+        with StepLog(self.out / _LOG, self.first_step) if self.ranks.rank == 0 else nullcontext() as log:
             self.kernel.begin()
             while optimizer.steps < options.steps and not self.stopped_by:
                 self._step()
@@ -437,14 +436,13 @@ def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
 
 @contextmanager
 def _without_leftovers(made: Sequence[Path]) -> Iterator[None]:
-    """Remove folders again that were made for a run, the innermost first, if it fails and they are empty."""
+    """Remove folders again that were made for a run, the innermost first, if they are empty at its end."""
     try:
         yield
-    except BaseException:
+    finally:
         for folder in made:
             with suppress(OSError):
                 folder.rmdir()
-        raise
 
 
 def _agreed_recipe(
@@ -534,7 +532,10 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
 
 
 def _next_commands(training: Training, settings: Config, ranks: Ranks) -> dict[str, str]:
-    """Return the commands for what a run has left: to export it, to go on, and to free its space. None: {}."""
+    """Return the commands for what a run has left: to export it, to go on, and to free its space. None: {}.
+
+    They name the run: by the time that they are used, another one may be the newest in these folders.
+    """
     if settings.run.keep == "never" or not training.committed:
         return {}
     options, run = training.options, training.optimizer.run.folder
@@ -542,11 +543,13 @@ def _next_commands(training: Training, settings: Config, ranks: Ranks) -> dict[s
     train = ["infinity", "train"]
     if ranks.world_size > 1:
         train = ["torchrun", "--nproc-per-node", str(ranks.local_world_size), "-m", "infinity_tools", "train"]
+    again = [*train, *options.again]
     steps = options.steps if training.stopped_by else 2 * options.steps
     out = training.out / f"step{training.committed}"
     return {
-        "export": f"infinity export {folders} --out {shlex.quote(str(out))}",
-        "resume": shlex.join([*train, *options.again, "--out", str(training.out), "--resume", "--steps", str(steps)]),
+        "export": f"infinity export {folders} --run {run.run_id} --step {training.committed} "
+        f"--out {shlex.quote(str(out))}",
+        "resume": shlex.join([*again, "--out", str(training.out), "--resume", run.run_id, "--steps", str(steps)]),
         "free": f"infinity store rm {folders} {run.run_id}",
     }
 
@@ -587,7 +590,7 @@ def _show(summary: dict[str, Any], written: Sequence[Path], options: TrainOption
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if written:
         console.print()
-        console.print(", ".join(map(str, written)), highlight=False, soft_wrap=True)
+        console.print(", ".join(map(str, written)), markup=False, highlight=False, soft_wrap=True)
 
 
 def _route_logs(console: Console, ranks: Ranks, *, quiet: bool) -> None:

@@ -127,7 +127,7 @@ class _Lines(_Silence):
         return self
 
     def say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False)
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def doing(self, text: str) -> None:
         self.say(text)
@@ -152,7 +152,9 @@ class _Bar:
     def __init__(self, console: Console) -> None:
         self._console = console
         # Shown before the first step.
-        self._waiting = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True)
+        self._waiting = Progress(
+            SpinnerColumn(), TextColumn("{task.description}", markup=False), console=console, transient=True
+        )
         self._steps = Progress(
             SpinnerColumn(),
             TextColumn("step [bold]{task.completed:.0f}[/]/{task.total:.0f}"),
@@ -173,7 +175,7 @@ class _Bar:
             self._active.stop()
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self._console.print(text, markup=False, highlight=False)
 
     def doing(self, text: str) -> None:
         if self._active is None:
@@ -221,7 +223,7 @@ def _clock(seconds: float) -> str:
 def byte_progress(label: str, *, silent: bool) -> Progress:
     """Return a bar on stderr for work that is counted in bytes; it goes when it ends."""
     return Progress(
-        TextColumn(label),
+        TextColumn(label, markup=False),
         BarColumn(bar_width=24),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),

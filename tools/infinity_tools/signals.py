@@ -13,6 +13,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SECONDS = 2.0
 """What comes again so soon is the same wish: torchrun and batch systems pass on what the process has had already."""
 
+_LOOK_SECONDS = 0.2
+
 
 class StopRequest:
     """Holds a signal back from the first step on; before it, and when it comes twice, it ends the run at once.
@@ -37,6 +39,12 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, until a signal asks for the end: one that is held back interrupts no `time.sleep`."""
+        end = time.monotonic() + seconds
+        while not self.received and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_SECONDS))
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

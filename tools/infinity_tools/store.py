@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -54,7 +55,7 @@ def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
             return
         console = Console(highlight=False)
         if not runs:
-            console.print(f"no runs in {', '.join(map(str, paths))}")
+            console.print(f"no runs in {', '.join(map(str, paths))}", soft_wrap=True, markup=False)
         for run in runs:
             holder = f"pid {run.owner.pid}" if run.owner and run.owner.known else f"held by {run.owner}"
             state = f"[green]live[/], {holder}" if run.owner else "ended"
@@ -146,7 +147,7 @@ def _check(doing: str, runs: list[StoredRun], paths: list[Path], rate: int, *, j
         found = {"runs": [run.run_id for run in runs], "pages": pages, "bad": bad_pages, "incomplete": partial}
         typer.echo(json_format.dumps(found))
     elif not runs:
-        console.print(f"nothing to do in {', '.join(map(str, paths))}")
+        console.print(f"nothing to do in {', '.join(map(str, paths))}", soft_wrap=True, markup=False)
     return bool(bad_pages) or unusable
 
 
@@ -156,7 +157,7 @@ def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Pa
         after = ", when it has ended" if run.owner else ""
         return (
             "no commit of this run is good; restore the files from a copy, or remove the run"
-            f"{after}: infinity store rm {' '.join(map(str, paths))} {run.run_id}"
+            f"{after}: infinity store rm {shlex.join(map(str, paths))} {run.run_id}"
         )
     if good > max((page.step for page in bad), default=good):
         return f"the newest commit, of step {good}, is good: resume from it, or train on"
@@ -351,13 +352,15 @@ def _report(console: Console, run: StoredRun, pages: int, bad: list[BadPage], ad
     if not bad:
         console.print(f"{run.run_id}: [green]all {pages} pages are good[/]")
         return
-    console.print(f"{run.run_id}: [bold red]{_counted(len(bad), 'bad page')}[/] of {pages}")
+    files = sum(page.page is None for page in bad)
+    found = [_counted(files, "bad file")] * bool(files)
+    found += [f"{_counted(len(bad) - files, 'bad page')} of {pages}"] * (len(bad) > files)
+    console.print(f"{run.run_id}: [bold red]{', '.join(found)}[/]")
     for page in bad:
-        name = "whole file" if page.page is None else f"page {page.page}"
-        place = f"{page.path}, offset {page.offset}, {page.length} bytes"
-        console.print(
-            f"  step {page.step}, rank {page.rank}, {name}: {place}: {page.reason}", soft_wrap=True, markup=False
-        )
+        what = page.reason  # of a whole file, which it names
+        if page.page is not None:
+            what = f"page {page.page}: {page.path}, offset {page.offset}, {page.length} bytes: {page.reason}"
+        console.print(f"  step {page.step}, rank {page.rank}: {what}", soft_wrap=True, markup=False)
     console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
 
 

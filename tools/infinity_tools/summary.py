@@ -67,7 +67,8 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
     """Return the content of `summary.json`.
 
     Bytes are sums over the ranks of this node, seconds means over them; both per step are means over the steady
-    steps (the first two left out; all of them where there are no more). `reports` are those of this node.
+    steps (the first two left out; all of them where there are no more), of those that have records: of a long run, the
+    last ones. `reports` are those of this node.
     """
     records = reports[0].records
 
@@ -89,7 +90,7 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
     arena, peak = total(lambda r: r.arena_bytes), total(lambda r: r.peak_rss_bytes)
     return {
         **asdict(facts),
-        "steps": len(records),
+        "steps": len(facts.losses),
         "step_seconds": step_seconds,
         "tokens_per_second": facts.tokens_per_step / step_seconds,
         "state_bytes": total(lambda r: r.state_bytes),
@@ -130,8 +131,9 @@ class StepLog:
     does not end the training: that is said once, and the lines from then on are missing.
     """
 
-    def __init__(self, file: Path, mode: str) -> None:
-        """Open the file.
+    def __init__(self, file: Path, first_step: int) -> None:
+        """Open the file, and cut off what is not of the steps before `first_step`: a run that was killed has taken
+        steps behind its last commit, which are taken again, and may have left half a line.
 
         Raises:
             ConfigError: it cannot be written to.
@@ -139,10 +141,9 @@ class StepLog:
         self._lost = False  # whether a line could not be written
         try:
             self._descriptor = _open_log(file)
-            if mode == "w":
-                os.ftruncate(self._descriptor, 0)
+            os.ftruncate(self._descriptor, _bytes_before(file, first_step))
         except OSError as error:
-            raise ConfigError(f"{file} cannot be written: {error.strerror}; name another folder with --out") from error
+            raise _unwritable(file, error) from error
 
     def write(self, row: dict[str, Any]) -> None:
         """Write one line."""
@@ -166,8 +167,29 @@ class StepLog:
 def check_log(file: Path) -> None:
     """Check that `steps.jsonl`, if it is there, can be written. Raises `ConfigError`."""
     if os.path.lexists(file):
-        with StepLog(file, "a"):
-            pass
+        try:
+            os.close(_open_log(file))
+        except OSError as error:
+            raise _unwritable(file, error) from error
+
+
+def _unwritable(file: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{file} cannot be written: {error.strerror}; name another folder with --out")
+
+
+def _bytes_before(file: Path, step: int) -> int:
+    """Return how long a log is up to the line of this step or of a later one, or up to one that was cut off."""
+    length = 0
+    with open(file, "rb") as lines:
+        for line in lines if step > 1 else ():
+            try:
+                found = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):
+                found = 0  # none of ours: it stays
+            if not line.endswith(b"\n") or (isinstance(found, int) and found >= step):
+                break
+            length += len(line)
+    return length
 
 
 def _open_log(file: Path) -> int:

@@ -128,8 +128,9 @@ def train(
         str | None,
         typer.Option(
             "--resume",
-            metavar="[auto]",
-            help="Go on from the newest commit on the folders. --resume auto: begin anew where there is none.",
+            metavar="[auto|RUN]",
+            help="Go on from the newest commit on the folders, or from that of a run, by its id. --resume auto: begin "
+            "anew where there is none.",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -258,6 +259,7 @@ def train(
     with failures(debug=debug):
         from infinity import load_config
         from infinity.errors import ConfigError
+        from infinity.store.marker import is_run_id
         from infinity_tools.loop import TrainOptions, run_training
 
         if model == "list":
@@ -265,8 +267,11 @@ def train(
             return
         if dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"--dtype {dtype!r} is not one of auto, bf16, fp32")
-        if resume not in (None, "latest", "auto"):
-            raise ConfigError(f"--resume {resume!r}: leave it without a value, or say --resume auto")
+        if resume is not None and resume not in ("latest", "auto") and not is_run_id(resume):
+            raise ConfigError(
+                f"--resume {resume!r}: leave it without a value, or say --resume auto, or the id of a run (`infinity "
+                "store ls` lists them)"
+            )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(
                 f"--max-grad-norm {max_grad_norm:g} must be above 0; leave it out to train without clipping"
@@ -276,12 +281,6 @@ def train(
                 f"--retained-commits {retained_commits} with --keep never: there is no commit to retain; name "
                 "--commit-every, or leave one of them out"
             )
-        if override and not resume:
-            raise ConfigError("--override needs --resume")
-        if resume_step is not None and not resume:
-            raise ConfigError(f"--resume-step {resume_step} needs --resume")
-        if resume_path and not resume:
-            raise ConfigError(f"--resume-path {resume_path[0]} needs --resume")
         recipe = {
             "lr": lr,
             "lr_steps": lr_steps,
@@ -307,6 +306,12 @@ def train(
         settings = load_config(config).with_values(
             **{name: value for name, value in changes.items() if value is not None}
         )
+        if not settings.run.resume:
+            for option, value in (("--resume-step", resume_step), ("--resume-path", resume_path and resume_path[0])):
+                if value is not None:
+                    raise ConfigError(f"{option} {value} needs --resume")
+            if override:
+                raise ConfigError("--override needs --resume")
         options = TrainOptions(
             model=model,
             strict=strict,
