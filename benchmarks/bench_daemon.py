@@ -416,13 +416,13 @@ def show(result: dict[str, Any]) -> None:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw the shares of the two jobs, without a daemon and by weights."""
+    """Draw the shares of two jobs, without a daemon and by weights, and what two drives give alone and together."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    axes, right = figure.subplots(1, 2)
     names = list(result["fair"])
     for number, label in enumerate(("many requests in flight", "few")):
         values = [result["fair"][name]["bytes_per_second"][number] / 1e6 for name in names]
@@ -430,6 +430,16 @@ def draw(result: dict[str, Any], file: Path) -> None:
     axes.set_xticks([at + 0.2 for at in range(len(names))], [name.replace("without", "no daemon") for name in names])
     axes.set(ylabel="MB/s", title="Two jobs on one drive, by weights")
     axes.legend()
+    rates = {name: rate / 1e6 for name, rate in result["two_drives"]["bytes_per_second"].items()}
+    for at, (first, both) in enumerate((("fast", "both"), ("slow", "both_after_change"))):
+        right.bar(2.5 * at, rates[first], label="one drive alone" if not at else None, color="#4477aa")
+        right.bar(
+            2.5 * at, rates["middle"], bottom=rates[first], label="the other alone" if not at else None, color="#88ccee"
+        )
+        right.bar(2.5 * at + 1, rates[both], label="both, one run" if not at else None, color="#228833")
+    right.set_xticks([0.5, 3.0], ["at the start", "one became slower"])
+    right.set(ylabel="MB/s", title="One run on two drives of different speed")
+    right.legend()
     figure.savefig(file, dpi=130)
 
 
