@@ -21,18 +21,20 @@ _MOST_PAGES = 1 << 22  # 16 TiB of one rank in pages of 4 MiB; a layout of more 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A whole parameter, and which of its slices along `dim` this rank holds.
-
-    `names` are all that the model has for it: a tied parameter has several. Where it is tensor-parallel, `shape` is
-    that of this rank's part.
-    """
+    """A whole parameter, and which of its slices this rank holds."""
 
     names: tuple[str, ...]
+    """All that the model has for it: a tied parameter has several."""
     shape: tuple[int, ...]
+    """Of the whole; where it is tensor-parallel, of this rank's part."""
     dim: int
+    """The dimension that is sliced."""
     shard_rank: int
+    """Number of the slice that this rank holds."""
     shard_size: int
+    """How many slices there are."""
     tensor_parallel: bool
+    """Whether it is also divided by tensor parallelism."""
 
     @property
     def parameters(self) -> int:

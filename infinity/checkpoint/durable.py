@@ -93,8 +93,10 @@ class NewFolder:
             ConfigError: it is not empty, cannot be made, or there is no room for so many bytes.
         """
         self.folder = Path(os.path.realpath(folder))
+        """Its place in the end."""
         self.partial = self.folder.with_name(f".{self.folder.name}{_PARTIAL}{secrets.token_hex(4)}")
-        self._nbytes = nbytes
+        """Where it is written."""
+        self._nbytes = nbytes  # what will be written, at least
         self._descriptor = -1  # of `partial`, locked: nobody takes it for what was left by another
         try:
             if self.folder.exists() and not self.folder.is_dir():

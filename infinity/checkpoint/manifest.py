@@ -92,8 +92,11 @@ class CommitName:
     """What the manifests of one commit have in common; sorts by step, then by age."""
 
     step: int
+    """That it is of, counted from the begin of the run."""
     identity: str
+    """24 hexadecimal digits; those of a later commit are greater."""
     world_size: int
+    """How many ranks have a manifest of it."""
 
     def of(self, rank: int) -> Published:
         """Return the name of the manifest of one rank."""
@@ -105,15 +108,16 @@ class CommitName:
 
 @dataclass(frozen=True, order=True)
 class Published:
-    """What the name of a manifest says: this rank has published its part of this commit.
-
-    `identity` is empty in names of format 1, which had none.
-    """
+    """What the name of a manifest says: this rank has published its part of this commit."""
 
     step: int
+    """That the commit is of."""
     identity: str
+    """Of the commit; empty in names of format 1, which had none."""
     world_size: int
+    """How many ranks have a manifest of the commit."""
     rank: int
+    """Whose manifest it is."""
 
     @property
     def commit(self) -> CommitName:

@@ -37,17 +37,20 @@ PAGE_ALIGNMENT = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """This rank's slice of one parameter, in elements: `padded` is what is gathered, `numel` what is real.
-
-    No page ends inside of a `row` elements, counted from the start.
-    """
+    """This rank's slice of one parameter."""
 
     name: str
+    """The first of the parameter's names."""
     numel: int
+    """Elements that it has."""
     padded: int
+    """Elements that are gathered: more than it has where the slices of all ranks are padded to one size."""
     segment_key: str
+    """Key of its format; shards of a unit with the same one form a segment."""
     trainable: bool
+    """Whether it is trained."""
     row: int = 1
+    """Elements, counted from its start, inside of which no page ends."""
 
     @property
     def tree(self) -> dict[str, object]:
@@ -80,19 +83,24 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Elements [start, start + count) of a segment in one role; `nbytes` is a multiple of PAGE_ALIGNMENT.
-
-    A GRAD page holds one `component` of the gradient.
-    """
+    """Some elements of a segment in one role: what is moved as a whole."""
 
     index: int
+    """Number in the layout."""
     role: Role
+    """What of the elements it holds."""
     unit: int
+    """Number of the unit in the layout."""
     segment: int
+    """Number of the segment in the layout."""
     start: int
+    """Its first element in the segment."""
     count: int
+    """How many elements it holds."""
     nbytes: int
+    """Its length, a multiple of `PAGE_ALIGNMENT`."""
     component: int = 0
+    """Which part of the gradient a GRAD page holds, where that is stored in several."""
 
     @property
     def stop(self) -> int:

@@ -95,9 +95,13 @@ class StoredItem:
     """Where an item lies; what `FileSystemReader` reads of torch's own `_StorageInfo`."""
 
     relative_path: str
+    """Of the file, in the checkpoint's folder."""
     offset: int
+    """Of its first byte in the file."""
     length: int
+    """Bytes."""
     transform_descriptors: tuple[str, ...]
+    """What was done to the bytes; empty: nothing."""
 
 
 def read_metadata(file: Path) -> Metadata:

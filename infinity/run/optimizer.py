@@ -301,7 +301,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         return self._run
 
     def read_state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return this rank's master and optimizer states of one parameter, each of shape (local elements,).
+        """Return this rank's master and optimizer states of one parameter.
+
+        Tensors have shape (local elements,); states that are one number, such as a step count, come as they are.
 
         Raises:
             InfinityError: there is no trained parameter of that name.

@@ -18,15 +18,14 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank counted; `node` tells which ranks share a machine."""
+    """What one rank counted."""
 
     node: int
+    """Tells which ranks share a machine."""
     records: tuple[StepRecord, ...]
     """One per step."""
     kernel: tuple[tuple[int, int] | None, ...]
     """Bytes read and written in each step, as the kernel counts them; None where it does not."""
-    parameters: int
-    """Elements of the whole model."""
     state_bytes: int
     """Of weights and optimizer state of this rank."""
     arena_bytes: int
@@ -121,7 +120,6 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
         node=torchrun.number("GROUP_RANK", 0),
         records=tuple(optimizer.records),
         kernel=tuple(kernel),
-        parameters=optimizer.run.layout.parameters,
         state_bytes=optimizer.run.layout.state_bytes,
         arena_bytes=int(page.value("tier_capacity_bytes", tier="host")),
         stored_bytes=int(page.value("tier_capacity_bytes", tier="nvme")),

@@ -80,7 +80,7 @@ def probe(
     for path, measurements in results.items():
         console.print(_table(path, measurements))
     if out is not None:
-        console.print(f"wrote {out / 'probe.json'} and {out / 'probe.png'}")
+        console.print(f"wrote {out / 'probe.json'} and {out / 'probe.png'}", markup=False)
 
 
 def _tell_daemon(results: Results) -> None:

@@ -32,6 +32,7 @@ class RunFacts:
     """What does not come from counting."""
 
     run_id: str
+    """Of the run; names its folders."""
     model: str
     """As it was asked for."""
     dtype: str
@@ -39,6 +40,7 @@ class RunFacts:
     parameters: int
     """Elements of the whole model."""
     world_size: int
+    """Ranks."""
     first_step: int
     """The first step of this process, counted from the very first of the run."""
     tokens_per_step: int
