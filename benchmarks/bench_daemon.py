@@ -375,37 +375,48 @@ def scrape(options: argparse.Namespace) -> dict[str, Any]:
         return {"cpu_seconds": max(0.0, busy - own) / options.scrapes, "series": len(lines)}
 
 
+PARTS = ("drives", "fair", "alone", "telemetry", "scrape")
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything, as it is stored."""
-    result: dict[str, Any] = {"machine": machine(), "model": options.model}
+    """Return everything, as it is stored; what is not to be measured, as it was stored before."""
+    parts = options.parts.split(",")
+    before = json.loads(options.out.read_text()) if set(parts) != set(PARTS) else {}
+    result: dict[str, Any] = {**before, "machine": machine(), "model": options.model}
     with ExitStack() as stack:
         group = stack.enter_context(throttled_group())
         folder = stack.enter_context(loopdev.loop_device(options.device_bytes))
-        with loopdev.loop_device(options.device_bytes) as other:
-            drives = two_drives(options, group, [folder, other])
-        result |= {
-            "two_drives": drives,
-            "two_drives_of_sum": drives["of_sum"],
-            "two_drives_after_change": drives["after_change"],
-        }
-        shared = fairness(options, group, folder)
-        by_weights = [shared[":".join(map(str, weights))] for weights in WEIGHTS]
-        without = sum(shared["without"]["bytes_per_second"])
-        result |= {
-            "fair": shared,
-            "fair_worst_ratio": max(found["ratio"] for found in by_weights),
-            "fair_without": shared["without"]["ratio"],
-            "fair_used": min(sum(found["bytes_per_second"]) / without for found in by_weights),
-        }
-        by_itself = alone(options, folder)
-        result |= {
-            "alone": by_itself,
-            "alone_over_without": by_itself["with_over_without"]["median"],
-            "stopped_over_without": by_itself["stopped_over_without"]["median"],
-        }
-        result["telemetry_share_of_step"] = telemetry(options, folder)
-    scraped = scrape(options)
-    return result | {"scrape_cpu_seconds": scraped["cpu_seconds"], "series": scraped["series"]}
+        if "drives" in parts:
+            with loopdev.loop_device(options.device_bytes) as other:
+                drives = two_drives(options, group, [folder, other])
+            result |= {
+                "two_drives": drives,
+                "two_drives_of_sum": drives["of_sum"],
+                "two_drives_after_change": drives["after_change"],
+            }
+        if "fair" in parts:
+            shared = fairness(options, group, folder)
+            by_weights = [shared[":".join(map(str, weights))] for weights in WEIGHTS]
+            without = sum(shared["without"]["bytes_per_second"])
+            result |= {
+                "fair": shared,
+                "fair_worst_ratio": max(found["ratio"] for found in by_weights),
+                "fair_without": shared["without"]["ratio"],
+                "fair_used": min(sum(found["bytes_per_second"]) / without for found in by_weights),
+            }
+        if "alone" in parts:
+            by_itself = alone(options, folder)
+            result |= {
+                "alone": by_itself,
+                "alone_over_without": by_itself["with_over_without"]["median"],
+                "stopped_over_without": by_itself["stopped_over_without"]["median"],
+            }
+        if "telemetry" in parts:
+            result["telemetry_share_of_step"] = telemetry(options, folder)
+    if "scrape" in parts:
+        scraped = scrape(options)
+        result |= {"scrape_cpu_seconds": scraped["cpu_seconds"], "series": scraped["series"]}
+    return result
 
 
 def show(result: dict[str, Any]) -> None:
@@ -429,7 +440,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
         axes.bar([at + 0.4 * number for at in range(len(names))], values, width=0.38, label=label)
     axes.set_xticks([at + 0.2 for at in range(len(names))], [name.replace("without", "no daemon") for name in names])
     axes.set(ylabel="MB/s", title="Two jobs on one drive, by weights")
-    axes.legend()
+    axes.legend(loc="upper center")
     rates = {name: rate / 1e6 for name, rate in result["two_drives"]["bytes_per_second"].items()}
     for at, (first, both) in enumerate((("fast", "both"), ("slow", "both_after_change"))):
         right.bar(2.5 * at, rates[first], label="one drive alone" if not at else None, color="#4477aa")
@@ -458,6 +469,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40, help="seconds in which they are")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure; the rest stays as it is stored")
     parser.add_argument("--scrapes", type=int, default=50)
     parser.add_argument("--out", type=Path, default=RESULTS / "daemon.json")
     parser.add_argument("--json", action="store_true")

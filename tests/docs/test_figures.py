@@ -63,6 +63,22 @@ def commit_seconds() -> tuple[str, str]:
     return f"`torch.save` takes {median['save']:.1f} s, DCP {median['dcp']:.1f} s", f"{median['commit']:.3f} s"
 
 
+def daemon_row() -> str:
+    """Return what the benchmark of the daemon has found, as results says it."""
+    found = stored("daemon")
+    names = (
+        "fair_worst_ratio", "fair_without", "two_drives_of_sum", "two_drives_after_change", "alone_over_without",
+        "stopped_over_without", "telemetry_share_of_step",
+    )  # fmt: skip
+    return ", ".join(f"{found[name]:.2g}" if found[name] < 0.1 else f"{found[name]:.2f}" for name in names)
+
+
+def test_the_daemon() -> None:
+    """Shares, drives together, and what it costs."""
+    assert daemon_row() in RESULTS
+    assert f"{stored('daemon')['series']} series" in RESULTS
+
+
 def test_step_times() -> None:
     """The table is that of step.json and of the two runs with the larger model."""
     assert [row for row in RESULTS.splitlines() if row.startswith(("| 355M, ", "| 114M, "))] == step_rows()
