@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from infinity.io.drives import SYSFS, Drive, DriveCounters, Place, counters, locate, space
+from infinity_daemon.background import Background
 from infinity_daemon.bandwidth import Profile
 from infinity_daemon.runs import Tree, known
 from infinity_daemon.wear import WearWatch
@@ -18,7 +18,6 @@ from infinity_daemon.wear import WearWatch
 _LOOK_SECONDS: Final = 1.0
 _RATE_SECONDS: Final = 5.0
 """Over how long bytes per second are averaged."""
-_STOP_SECONDS: Final = 2.0
 
 
 class Drives:
@@ -37,8 +36,7 @@ class Drives:
         """By drive, monotonic seconds and bytes since boot of the last `_RATE_SECONDS`; the thread's own."""
         self._found: tuple[float, list[Tree]] = (0.0, [])
         """The Unix time of the last look, and what was found; replaced by the thread, read by all."""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="drives", daemon=True)
+        self._watching = Background("drives", lambda: self.look(time.monotonic()), _LOOK_SECONDS)
 
     @property
     def found(self) -> tuple[float, list[Tree]]:
@@ -47,17 +45,11 @@ class Drives:
 
     def start(self) -> None:
         """Look from now on."""
-        self._thread.start()
+        self._watching.start()
 
     def stop(self) -> None:
         """Look no more; a look that hangs is left behind."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(_STOP_SECONDS)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
-            self.look(time.monotonic())
+        self._watching.close()
 
     def look(self, now: float) -> None:
         """Look at the drives, at `now` in monotonic seconds."""

@@ -101,11 +101,7 @@ def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained
         spare: writes that may be in flight at once; each needs one slot more.
         retained: commits that are kept.
     """
-    members: Counter[tuple[int, int]] = Counter()
-    committed: Counter[tuple[int, int]] = Counter()
-    for page, path in zip(pages, paths, strict=True):
-        members[path, page.nbytes] += 1
-        committed[path, page.nbytes] += page.role is not Role.GRAD
+    members, committed = _counted(pages, ((path,) for path in paths))
     newest = {key: count + min(spare, count) for key, count in members.items()}
     offsets = [0] * (max(paths, default=0) + 1)
     classes = []
@@ -135,13 +131,21 @@ def needed_slots(
         spare: writes that may be in flight at once.
         retained: commits that are kept.
     """
+    members, committed = _counted(pages, paths)
+    return Counter({key: n + min(spare, n) + committed[key] * retained for key, n in members.items()})
+
+
+def _counted(
+    pages: Sequence[Page], paths: Iterable[Collection[int]]
+) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+    """Return how many pages are on each path, by (path, length): all, and those that commits name."""
     members: Counter[tuple[int, int]] = Counter()
     committed: Counter[tuple[int, int]] = Counter()
     for page, on in zip(pages, paths, strict=True):
         for path in on:
             members[path, page.nbytes] += 1
             committed[path, page.nbytes] += page.role is not Role.GRAD
-    return Counter({key: n + min(spare, n) + committed[key] * retained for key, n in members.items()})
+    return members, committed
 
 
 def missing_slots(

@@ -287,7 +287,7 @@ def test_a_drive_that_does_not_answer_keeps_only_its_own_thread_waiting(monkeypa
     before = drives.found
     asked, hangs = threading.Event(), threading.Event()
     monkeypatch.setattr("infinity_daemon.drives._LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("infinity_daemon.drives._STOP_SECONDS", 0.01)
+    monkeypatch.setattr("infinity_daemon.background._JOIN_SECONDS", 0.01)
 
     def hang(path):
         asked.set()
