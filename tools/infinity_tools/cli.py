@@ -47,24 +47,14 @@ def versions(
     version: Version = False,
 ) -> None:
     """Print the version, and those of what it runs on."""
-    from importlib import metadata
-
-    import torch
-
     import infinity
-
-    try:
-        transformers = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        transformers = "not installed"
 
     found = {
         "infinity": infinity.__version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers,
+        "torch": _installed("torch"),
+        "transformers": _installed("transformers"),
         "kernel": platform.release(),
-        "devices": str(torch.cuda.device_count()) + " CUDA" if torch.cuda.is_available() else "CPU",
     }
     if json:
         typer.echo(json_format.dumps(found))
@@ -72,6 +62,16 @@ def versions(
     console = Console(highlight=False)
     for name, value in found.items():
         console.print(f"{name:<14}{value}", style="bold" if name == "infinity" else None)
+
+
+def _installed(package: str) -> str:
+    """Return the version of a package without importing it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def main() -> None:

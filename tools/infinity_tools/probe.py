@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
@@ -23,6 +20,7 @@ from infinity.node import NodeDaemon
 from infinity.units import format_size, parse_size
 
 Results = dict[str, tuple[Measurement, ...]]
+"""By folder."""
 
 
 def probe(
@@ -132,10 +130,12 @@ def _document(results: Results, file_bytes: int, seconds: float, engine: str) ->
 
 
 def _write(out: Path, text: str, results: Results) -> None:
+    from infinity_tools.probe_plot import figure
+
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "probe.json").write_text(text + "\n")
-        _figure(results).savefig(out / "probe.png", dpi=120)
+        figure(results).savefig(out / "probe.png", dpi=120)
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from error
 
@@ -158,31 +158,3 @@ def _table(path: str, measurements: tuple[Measurement, ...]) -> Table:
 def _cell(speed: float, best: float) -> str:
     text = f"{speed / 1e9:.2f}"
     return f"[bold green]{text}[/]" if speed == best else text
-
-
-def _figure(results: Results) -> Figure:
-    figure = Figure(figsize=(12, 3.6 * len(results)), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(results), len(Load), sharex=True, sharey="row", squeeze=False)
-    for row, (path, measurements) in zip(grid, results.items(), strict=True):
-        for axes, load in zip(row, Load, strict=True):
-            _panel(axes, [found for found in measurements if found.point.load is load])
-            axes.set_title(f"{path}: {load.value}")
-        row[0].set_ylabel("GB/s")
-        row[0].set_ylim(bottom=0)  # after all lines of the row, which share the scale
-        row[0].legend(title="bytes per request")
-    for axes in grid[-1]:
-        axes.set_xlabel("requests in flight")
-    return figure
-
-
-def _panel(axes: Axes, found: list[Measurement]) -> None:
-    for block in dict.fromkeys(item.point.block_bytes for item in found):
-        line = sorted(
-            (item.point.depth, item.bytes_per_second / 1e9) for item in found if item.point.block_bytes == block
-        )
-        axes.plot(*zip(*line, strict=True), marker="o", label=format_size(block))
-    depths = sorted({item.point.depth for item in found})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(depths, [str(depth) for depth in depths], minor=False)
-    axes.grid(alpha=0.3)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json as json_format
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from infinity.command import Version
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.node import NodeDaemon
 from infinity.units import format_size
+from infinity_tools.tables import age, table
 
 
 def status(
@@ -40,13 +39,13 @@ def status(
     console = Console(highlight=False)
     failing = [name for name, well in found["collectors"].items() if not well]
     console.print(
-        f"[bold]infinityd {found['version']}[/], process {found['pid']}, up for {_age(found['started'])}, "
+        f"[bold]infinityd {found['version']}[/], process {found['pid']}, up for {age(found['started'])}, "
         f"metrics on port {found['metrics_port']}"
         + (f", [red]cannot collect {', '.join(failing)}[/]" if failing else ""),
         soft_wrap=True,
     )
-    for table in (_ranks(found), _drives(found), _reservations(found), _stale(found)):
-        console.print(table if table.row_count else f"no {table.title}")
+    for one in (_ranks(found), _drives(found), _reservations(found), _stale(found)):
+        console.print(one if one.row_count else f"no {one.title}")
 
 
 def _ranks(found: Mapping[str, Any]) -> Table:
@@ -54,12 +53,12 @@ def _ranks(found: Mapping[str, Any]) -> Table:
         (one["run_id"], f"{one['rank']} of {one['world_size']}", one["status"], f"{one['steps']:.0f}", str(one["pid"]))
         for one in found["ranks"]
     )
-    return _table("ranks", ("run", "rank", "", ">steps", ">process"), rows)
+    return table("ranks", ("run", "rank", "", ">steps", ">process"), rows)
 
 
 def _drives(found: Mapping[str, Any]) -> Table:
     headings = ("drive", ">free", ">read GB/s", ">write", ">mixed", ">measured", ">worn", ">days left", "folder")
-    return _table("drives", headings, map(_drive, found["paths"]))
+    return table("drives", headings, map(_drive, found["paths"]))
 
 
 def _drive(one: Mapping[str, Any]) -> tuple[str, ...]:
@@ -67,7 +66,7 @@ def _drive(one: Mapping[str, Any]) -> tuple[str, ...]:
         return "?", *[""] * 7, f"{one['path']}: {one['error']}"
     profile = one["bandwidth"] or {}
     speeds = (f"{profile[load] / 1e9:.2f}" if profile.get(load) else "-" for load in ("read", "write", "mixed"))
-    measured = f"{_age(profile['measured'])} ago" if profile else "never"
+    measured = f"{age(profile['measured'])} ago" if profile else "never"
     worn = "-" if one["wear_ratio"] is None else f"{100 * one['wear_ratio']:.0f} %"
     days = "-" if one["endurance_days"] is None else f"{one['endurance_days']:.0f}"
     return one["device"], format_size(one["free"]), *speeds, measured, worn, days, one["path"]
@@ -78,11 +77,11 @@ def _reservations(found: Mapping[str, Any]) -> Table:
         (one["run_id"], one["device"], one["path"], format_size(one["bytes"]), str(one["pid"]))
         for one in found["reservations"]
     )
-    return _table("reservations", ("run", "drive", "folder", ">bytes", ">process"), rows)
+    return table("reservations", ("run", "drive", "folder", ">bytes", ">process"), rows)
 
 
 def _stale(found: Mapping[str, Any]) -> Table:
-    return _table("stale runs", ("run", ">bytes", "", ">changed", "folders"), map(_stale_run, found["stale_runs"]))
+    return table("stale runs", ("run", ">bytes", "", ">changed", "folders"), map(_stale_run, found["stale_runs"]))
 
 
 def _stale_run(one: Mapping[str, Any]) -> tuple[str, ...]:
@@ -90,24 +89,4 @@ def _stale_run(one: Mapping[str, Any]) -> tuple[str, ...]:
     if not one["complete"]:
         state += ", other folders elsewhere"
     folders = ", ".join(one["folders"])
-    return one["run_id"], format_size(one["bytes"]), state, f"{_age(one['changed'])} ago", folders
-
-
-def _table(title: str, headings: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
-    """Return a table; headings that begin with ``>`` are of columns that stand to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
-    for heading in headings:
-        number = heading.startswith(">")
-        table.add_column(heading.lstrip(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # texts of others have no markup
-    return table
-
-
-def _age(moment: float) -> str:
-    """Return in one word how long ago a Unix time was."""
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return one["run_id"], format_size(one["bytes"]), state, f"{age(one['changed'])} ago", folders

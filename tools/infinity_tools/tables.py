@@ -1,0 +1,29 @@
+"""Tables and words that several commands print."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
+
+
+def table(title: str, headings: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
+    """Return a table; headings that begin with ``>`` are of columns that stand to the right."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
+    for heading in headings:
+        number = heading.startswith(">")
+        made.add_column(heading.lstrip(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row))  # texts of others have no markup
+    return made
+
+
+def age(moment: float) -> str:
+    """Return in one word how long ago a Unix time was."""
+    seconds = max(0.0, time.time() - moment)
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
