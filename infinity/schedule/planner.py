@@ -34,7 +34,7 @@ from statistics import mean
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
-from infinity.schedule.timing import Moves, computation, step_length
+from infinity.schedule.timing import Moves, computation, step_length, updating
 from infinity.schedule.trace import Access, Mode
 from infinity.units import format_setting, format_size
 
@@ -240,28 +240,38 @@ def _read_and_written(plan: Plan, layout: Layout) -> int:
     return 2 * sum(layout.pages[page].nbytes for page in {use.page for access in plan.trace for use in access})
 
 
-def lengths(plan: Plan, layout: Layout, works: Sequence[float], *, threaded: bool) -> list[float]:
-    """Return how long a steady step takes for each time that its computation may take: see `step_length`."""
+def lengths(
+    plan: Plan, layout: Layout, works: Sequence[float], *, updates: float = 0.0, threaded: bool
+) -> list[float]:
+    """Return how long a steady step takes for each time that its computation may take: see `step_length`.
+
+    Args:
+        updates: how long all updates of a step take, beside their transfers.
+    """
     moves = _moves(plan.trace, plan.reach, plan.resident, plan.kept)
     frames = plan.frames - len(plan.resident) - len(moves.staying)
     shares = computation(plan.trace, layout)
+    each = [share * updates for share in updating(plan.trace, layout)]
     return [
         step_length(
-            plan.trace, plan.reach, moves, layout, frames, [share * work for share in shares], threaded=threaded
+            plan.trace, plan.reach, moves, layout, frames, [share * work for share in shares], each, threaded=threaded
         )
         for work in works
     ]
 
 
-def predict_seconds(plan: Plan, layout: Layout, *, bandwidth: float, computation: float, threaded: bool) -> float:
+def predict_seconds(
+    plan: Plan, layout: Layout, *, bandwidth: float, computation: float, updates: float = 0.0, threaded: bool
+) -> float:
     """Return how many seconds a steady step takes.
 
     Args:
         bandwidth: of the drives, bytes per second of reads and writes together.
         computation: seconds that the training thread takes where it waits for no page.
+        updates: seconds that updates take beside that: on a thread of their own if they are `threaded`.
         threaded: whether updates are waited for on a thread of their own.
     """
-    (length,) = lengths(plan, layout, [computation * bandwidth], threaded=threaded)
+    (length,) = lengths(plan, layout, [computation * bandwidth], updates=updates * bandwidth, threaded=threaded)
     return max(length, plan.traffic.total_bytes) / bandwidth
 
 

@@ -48,6 +48,18 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
     return [share / total for share in shares]
 
 
+def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
+    """Return which share of a step's updates each access is: as many as it updates of all elements."""
+    pages = layout.pages
+    elements = [
+        # Of an update: the range itself, which the pages of weights that it lies in may be longer than.
+        min((pages[p].count for p, mode in access if mode.modifies and pages[p].role is not Role.GRAD), default=0)
+        for access in trace
+    ]
+    total = sum(elements) or 1
+    return [count / total for count in elements]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Moves:
     """What a steady step moves, by position in the trace."""
@@ -67,6 +79,7 @@ def step_length(
     layout: Layout,
     frames: int,
     work: Sequence[float],
+    updates: Sequence[float],
     *,
     threaded: bool,
 ) -> float:
@@ -76,12 +89,13 @@ def step_length(
         reach: the last position of the window, by position.
         frames: of the arena, without those of pages that always stay.
         work: how long computation takes before each access, and behind all.
+        updates: how long each access computes when its pages are there.
         threaded: whether updates are waited for on a thread of their own.
     """
     length, clockwork = len(trace), Clockwork(layout, frames)
     before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
     aside = [threaded and any(layout.pages[page].role is Role.UPDATE for page, _ in access) for access in trace]
-    training = updates = 0.0
+    training = updated = 0.0  # how far the training thread has come, and the thread for updates
     ended: deque[tuple[int, float]] = deque()  # how far the window reaches until an update has ended, and when it has
     cursor, began = -1, 0.0
     for step in range(_STEPS):
@@ -96,11 +110,12 @@ def step_length(
             while not aside[position] and ended and ended[0][0] < step * length + position:
                 training = max(training, ended.popleft()[1])
             clockwork.go_on(training)
-            at = max(training, updates) if aside[position] else training
+            at = max(training, updated) if aside[position] else training
             for page, read in moves.entering[position]:
                 at = clockwork.arrive(page, at) if read else clockwork.occupy(at)
+            at += updates[position]
             if aside[position]:
-                updates = at
+                updated = at
                 ended.append((step * length + reach[position], at))
             else:
                 training = at

@@ -12,7 +12,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
-from infinity.schedule.timing import BACKWARD, Clockwork, computation
+from infinity.schedule.timing import BACKWARD, Clockwork, computation, updating
 from infinity.schedule.trace import Access
 from support.layouts import transformer, transformer_step
 from support.plans import plans
@@ -149,3 +149,17 @@ def test_what_moves_is_spread_over_the_step() -> None:
     assert sum(page.role is Role.PARAM for page in resident) == layout.bytes_of(Role.PARAM) // PAGE
     updates = [sum(page.role is Role.UPDATE and page.unit == unit for page in resident) for unit in range(LAYERS)]
     assert max(updates) - min(updates) <= 2
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_updates_take_their_time(threaded: bool) -> None:
+    """On the training thread all of it; on their own thread it hides, up to what one thread can do in a step."""
+    trace, layout = step(threaded=threaded)
+    plan = make_plan(trace, layout, len(layout.pages), threaded=threaded)
+    work = 1e9
+    (alone,) = lengths(plan, layout, [work], threaded=threaded)
+    (found,) = lengths(plan, layout, [work], updates=work / 2, threaded=threaded)
+    assert found == pytest.approx(alone + work / 2) if not threaded else alone <= found <= alone + work / 2
+    (slow,) = lengths(plan, layout, [work], updates=3 * work, threaded=threaded)
+    assert slow >= 3 * work
+    assert sum(updating(trace, layout)) == pytest.approx(1.0)
