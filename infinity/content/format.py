@@ -74,6 +74,30 @@ class StateFormat:
     grads: tuple[str, ...] = ()
     encodings: tuple[tuple[str, str], ...] = ()
 
+    @classmethod
+    def of(
+        cls, own: str, computed: str, kinds: tuple[tuple[str, str], ...], *, trainable: bool, alone: bool
+    ) -> StateFormat:
+        """Return the format of a parameter's elements.
+
+        Args:
+            own: dtype of the parameter.
+            computed: dtype that it is gathered and computed with.
+            kinds: element-wise states of the optimizer; those of a parameter that is not trained do not count.
+            trainable: whether it is trained.
+            alone: whether nobody reduces its gradients: a rank alone gets each in the dtype in which it was computed.
+        """
+        halves = (computed, own) == (HALVES[0], "float32") and alone
+        grads = HALVES if halves else (own,)
+        master = "" if own == computed else own
+        if not trainable:
+            return cls(param=computed, master=master)
+        return cls(param=computed, master=master, kinds=kinds, grads=grads)
+
+    def key(self, own: str, *, trainable: bool, rows: bool = False) -> str:
+        """Return what tells the shards of a unit that form a segment: see `ShardSpec.segment_key`."""
+        return f"{'trained' if trainable else 'frozen'} {own} {self}" + (" rows" if rows else "")
+
     def stored_as(self, name: str) -> StateFormat:
         """Return this format under a setting of `state.format`, which concerns fp32 sections only.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.content.format import HALVES, StateFormat
+from infinity.content.format import StateFormat
 from infinity.content.layout import ShardSpec, UnitSpec
 from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
@@ -115,13 +115,13 @@ class ShardedModel:
 
     def describe(
         self,
-        format_of: Callable[[nn.Parameter, str], StateFormat],
+        kinds_of: Callable[[nn.Parameter], tuple[tuple[str, str], ...]],
         row_of: Callable[[Member], int] = lambda _: 1,
     ) -> tuple[list[UnitSpec], dict[str, StateFormat]]:
         """Return the units and state formats from which pages are laid out.
 
         Args:
-            format_of: state format of a trainable parameter, given the dtype it is gathered in.
+            kinds_of: the optimizer's element-wise states of a trainable parameter, as (name, dtype).
             row_of: elements of a row of a trainable parameter that no page may cut; 1 where there is none.
         """
         units: list[UnitSpec] = []
@@ -132,14 +132,12 @@ class ShardedModel:
                 param = member.param.sharded_param
                 gather = dtype_name(private.compute_dtype(member.param))
                 own = dtype_name(param.dtype)
-                fmt = format_of(param, gather) if param.requires_grad else StateFormat(param=gather)
-                # Alone, a rank gets each gradient in the dtype in which it was computed: its lower half may be zero.
-                halves = (gather, own) == (HALVES[0], "float32") and not private.reduces(member.param)
-                grads = (HALVES if halves else (own,)) if param.requires_grad else ()
-                fmt = replace(fmt, master="" if own == gather else own, grads=grads)
-                key = f"{'trained' if param.requires_grad else 'frozen'} {own} {fmt}"
-                row = row_of(member) if param.requires_grad else 1
-                key += " rows" if row > 1 else ""
+                trainable = param.requires_grad
+                kinds = kinds_of(param) if trainable else ()
+                alone = not private.reduces(member.param)
+                fmt = StateFormat.of(own, gather, kinds, trainable=trainable, alone=alone)
+                row = row_of(member) if trainable else 1
+                key = fmt.key(own, trainable=trainable, rows=row > 1)
                 formats[key] = fmt
                 shards.append(
                     ShardSpec(
@@ -147,7 +145,7 @@ class ShardedModel:
                         numel=private.local_tensor(member.param).numel(),
                         padded=private.padded_shape(member.param).numel(),
                         segment_key=key,
-                        trainable=param.requires_grad,
+                        trainable=trainable,
                         row=row,
                     )
                 )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError
+from infinity.schedule.choice import choose_plan, placed
 from infinity.schedule.pager import Pager
-from infinity.schedule.placement import Placement, eligible_for_backward, expand, expand_pending
-from infinity.schedule.planner import Plan, make_plan, predict_seconds, preferred, prepend
-from infinity.schedule.trace import Access, Event
+from infinity.schedule.placement import Placement, expand, expand_pending
+from infinity.schedule.planner import Plan, predict_seconds, prepend
+from infinity.schedule.trace import Event
 from infinity.telemetry.ledger import Ledger
 
 Start = Literal["pending", "nothing", "settling"]
@@ -67,23 +67,15 @@ class StepPlanner:
             InfinityError: the placement that is set is impossible.
         """
         if self.recording:
-            early = frozenset() if late else eligible_for_backward(events)
-            if self._wanted == "in_backward" and not early:
+            self.placed = placed(self._wanted, events, late=late)
+            if self._wanted == "in_backward" != self.placed:
                 raise InfinityError(
                     'update.placement = "in_backward" is impossible here: the step clips, or uses gradients '
                     'otherwise, or every unit has several gradients per step; set "auto", "in_forward" or '
                     '"after_backward"'
                 )
-            self.placed = "in_backward" if early else "in_forward"
         if events != self.events:
-            # Updates beside computation are worth a try only where they have a thread.
-            choices: dict[tuple[Access, ...], Placement] = {}
-            for overlapped in (True, False) if self._threaded else (False,):
-                choice = replace(Placement.of(self.placed, events), overlapped=overlapped)
-                choices.setdefault(expand(events, self._layout, choice), choice)
-            plans = [make_plan(trace, self._layout, self._frames, threaded=self._threaded) for trace in choices]
-            plan = preferred(plans, self._layout, threaded=self._threaded)
-            self.placement = choices[plan.trace]
+            self.placement, plan = choose_plan(self.placed, events, self._layout, self._frames, threaded=self._threaded)
             self._plans = {"pending": plan}
 
     def follow(self, events: tuple[Event, ...], *, pending: bool) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 
 from infinity.budget import Budget, choose_budget
 from infinity.config import Config
-from infinity.content.format import StateFormat
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, ShardedModel
@@ -96,8 +95,8 @@ def plan_memory(
     """
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
 
-    def format_of(param: nn.Parameter, gather: str) -> StateFormat:
-        return StateFormat(param=gather, kinds=kernel.discover(param, group_of[id(param)]).kinds)
+    def kinds_of(param: nn.Parameter) -> tuple[tuple[str, str], ...]:
+        return kernel.discover(param, group_of[id(param)]).kinds
 
     def row_of(member: Member) -> int:
         param = member.param.sharded_param
@@ -115,7 +114,7 @@ def plan_memory(
             )
         return math.prod(private.local_tensor(member.param).shape[1:])
 
-    units, found = sharded.describe(format_of, row_of)
+    units, found = sharded.describe(kinds_of, row_of)
     formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
     if settings.state.format != "fp32" and not any(fmt.encodings for fmt in formats.values()):
         raise ConfigError(

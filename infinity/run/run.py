@@ -37,6 +37,7 @@ from infinity.run.space import FileSpace
 from infinity.run.wear import WearWarning
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
+from infinity.store.extents import SPARE_SLOTS
 from infinity.store.folder import RunFolder
 from infinity.store.pages import PageStore, lay_out
 from infinity.telemetry import Stats
@@ -44,7 +45,6 @@ from infinity.telemetry.ledger import Ledger
 from infinity.telemetry.timeline import Timeline
 
 _log = logging.getLogger("infinity")
-_SPARE_SLOTS = 16
 _NOT_HERE = (
     "this process was forked from the one that trains, and weights and states are that one's alone: give workers what "
     "they need as plain tensors, made before they start"
@@ -138,7 +138,7 @@ class Run:
             folder.create()
             retained = settings.run.retained_commits
             committed = {commit.step: commit.pages for commit in commits}
-            homes, slots = lay_out(layout.pages, self.place.shares, committed, _SPARE_SLOTS, retained)
+            homes, slots = lay_out(layout.pages, self.place.shares, committed, SPARE_SLOTS, retained)
             files = [folder.data_file(index, self.ranks.rank) for index in range(len(folder.roots))]
             daemon = NodeDaemon(runtime_dir(settings.telemetry))
             space = FileSpace(daemon, folder.run_id, files)
@@ -163,7 +163,7 @@ class Run:
                 name_of=layout.page_name,
                 moved=partial(_book_transfer, ledger, timeline, loads),
                 timeout=settings.storage.timeout_seconds,
-                spare=_SPARE_SLOTS,
+                spare=SPARE_SLOTS,
                 retries=settings.storage.retries,
                 committed=committed,
                 retained=retained,

@@ -240,9 +240,7 @@ def _read_and_written(plan: Plan, layout: Layout) -> int:
     return 2 * sum(layout.pages[page].nbytes for page in {use.page for access in plan.trace for use in access})
 
 
-def lengths(
-    plan: Plan, layout: Layout, works: Sequence[float], *, updates: float = 0.0, threaded: bool
-) -> list[float]:
+def lengths(plan: Plan, layout: Layout, works: Sequence[float], *, updates: float = 0.0, threaded: bool) -> list[float]:
     """Return how long a steady step takes for each time that its computation may take: see `step_length`.
 
     Args:

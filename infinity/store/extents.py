@@ -18,6 +18,9 @@ from infinity.content.format import Role
 from infinity.content.layout import Page
 from infinity.errors import StallError
 
+SPARE_SLOTS = 16
+"""Writes that a run may have in flight at once, each of which needs a slot more."""
+
 
 class Extent(NamedTuple):
     """A run of bytes of one path's data file."""

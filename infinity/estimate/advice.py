@@ -1,0 +1,81 @@
+"""What would help most: changes of a run, each planned anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from infinity.config import Config
+from infinity.content.format import FORMATS
+from infinity.errors import InfinityError
+from infinity.estimate.estimate import Estimate, Workload, estimate
+from infinity.estimate.machine import Machine
+from infinity.units import MIB, align_up, format_setting, format_size
+
+_LEAST_GAIN = 0.02
+"""A change that saves less of the time per token is not worth a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change, and what it does."""
+
+    what: str
+    """In a few words."""
+    price: str
+    """What it costs, or that it changes no bit."""
+    result: Estimate
+    """The run with it."""
+    saved: float
+    """Share of the seconds per token that it saves."""
+
+
+def best_changes(before: Estimate, number: int = 3) -> list[Change]:
+    """Return the changes that save most seconds per token, the best one first; at most `number`."""
+    found = []
+    each = before.seconds.step / before.workload.batch_tokens
+    for what, price, one in _changes(before):
+        try:
+            after = estimate(before.model, one.workload, one.machine, one.settings)
+        except InfinityError:  # it is not possible here
+            continue
+        saved = 1 - after.seconds.step / after.workload.batch_tokens / each
+        if saved >= _LEAST_GAIN and len(after.problems) <= len(before.problems):
+            found.append(Change(what=what, price=price, result=after, saved=saved))
+    return sorted(found, key=lambda change: -change.saved)[:number]
+
+
+class _Inputs(NamedTuple):
+    """What an estimate is made of, beside the model."""
+
+    workload: Workload
+    machine: Machine
+    settings: Config
+
+    def setting(self, name: str, value: object) -> _Inputs:
+        """Return the inputs with another setting."""
+        return self._replace(settings=self.settings.with_values(**{name: value}))
+
+
+def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
+    """Yield what to change, what that costs, and the inputs then."""
+    before = _Inputs(of.workload, of.machine, of.settings)
+    work, drives, settings = before.workload, before.machine.drives, before.settings
+    if len(of.plan.resident) < len(of.layout.pages):
+        arena = 2 * align_up(of.budget.host_bytes, MIB)
+        price = f'memory.host_bytes = "{format_setting(arena)}"'
+        yield f"{format_size(arena / 2)} more host memory", price, before.setting("memory.host_bytes", arena)
+    formats = tuple(FORMATS)
+    for name in formats[formats.index(settings.state.format) + 1 :]:
+        price = "the same bits" if name == "split" else "moments are rounded"
+        yield f'state.format = "{name}"', price, before.setting("state.format", name)
+    more = before.machine.with_drives(drives.count + 1)
+    yield "one more drive like these", f"{drives.count + 1} drives", before._replace(machine=more)
+    larger = replace(work, batch_tokens=2 * work.batch_tokens)
+    yield f"{larger.batch_tokens} tokens per step", "another batch size", before._replace(workload=larger)
+    if not work.layer_major and work.micro_batches > 1:
+        layers = replace(work, layer_major=True)
+        yield "infinity.micro_batches", "sums are rounded otherwise", before._replace(workload=layers)
+    if settings.update.placement != "auto":
+        yield 'update.placement = "auto"', "the same bits", before.setting("update.placement", "auto")

@@ -1,0 +1,343 @@
+"""Will it fit, where does everything lie, how long does a step take, how long do the drives live?
+
+What is planned is what a run would plan: the same budget, placement, planner and clock. Only shapes and events come from
+`ModelShape`, not from a model and its first step. What the clock is given beside them is arithmetic: floating-point
+operations over what the device reaches, bytes over links, parameters over the speed of updates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from infinity.budget import Budget, choose_budget
+from infinity.config import Config
+from infinity.content.format import ITEMSIZE, Role
+from infinity.content.layout import Layout
+from infinity.errors import ConfigError
+from infinity.estimate.events import step_events
+from infinity.estimate.machine import Machine
+from infinity.estimate.model import OPTIMIZERS, ModelShape
+from infinity.schedule.choice import choose_plan, placed
+from infinity.schedule.planner import Plan, Traffic, predict_seconds
+from infinity.schedule.trace import Event, EventKind
+from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
+from infinity.units import format_size
+
+HIDDEN = 1.05
+"""Storage counts as hidden where a step takes at most so much of what it would take without it."""
+DAY = 86_400.0
+_AT_ONCE = 1e18
+"""Bytes per second of drives that take no time."""
+_MOST_TOKENS = 1 << 34
+_ACTIVATIONS = 34
+"""Bytes per token and element of `hidden` that a layer keeps for backward in 16 bits, with an attention that keeps no
+matrix (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4)."""
+_LOGIT_BYTES = 12
+"""Bytes per logit: in 16 bits, in fp32 for the loss, and the gradients of both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained how."""
+
+    batch_tokens: int
+    """Tokens per step, over all ranks."""
+    sequence: int
+    """Tokens per sequence."""
+    world_size: int = 1
+    """Ranks among which the model is sharded."""
+    micro_batches: int = 1
+    """Parts of a rank's batch that are computed one after the other."""
+    layer_major: bool = True
+    """Whether each layer runs all micro-batches before the next one (`infinity.micro_batches`), or a loop runs each
+    micro-batch through the whole model."""
+    checkpointing: bool = False
+    """Whether only the inputs of layers are kept, and layers are computed again in backward."""
+    clipping: bool = False
+    """Whether the global norm of the gradients is clipped, or they are needed together otherwise."""
+    optimizer: str = "adamw"
+    """One of `OPTIMIZERS`."""
+    computed: str = "bfloat16"
+    """Dtype of the computation."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens per step of one rank."""
+        return self.batch_tokens / self.world_size
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers are computed again in backward."""
+        return self.checkpointing or (self.micro_batches > 1 and self.layer_major)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Where the time of a step goes; of one rank, in seconds. What runs beside each other does not add up."""
+
+    step: float
+    """The whole step."""
+    computation: float
+    """Forward and backward."""
+    copies: float
+    """Weights to the device, ahead of their use."""
+    collectives: float
+    """Gathers and reductions between ranks."""
+    fixed: float
+    """What else a step costs whatever its tokens: hooks, Python."""
+    updates: float
+    """Updates, with gradients on their way to them."""
+    reads: float
+    """Reads from the drives, if nothing else used them."""
+    writes: float
+    """Writes to them."""
+    storage: float
+    """What the step would be shorter with drives that take no time: what is not hidden."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a run would do. All of one rank, unless it says otherwise."""
+
+    model: ModelShape
+    workload: Workload
+    machine: Machine
+    settings: Config
+    budget: Budget
+    """Page size, frames, and the layout of pages."""
+    events: tuple[Event, ...]
+    """Of one step."""
+    placement: str
+    """Where updates run."""
+    plan: Plan
+    """What the pager would follow."""
+
+    @property
+    def layout(self) -> Layout:
+        """The pages."""
+        return self.budget.layout
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of a step over the drives."""
+        return self.plan.traffic
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that the drives give this rank for this mix of reads and writes."""
+        total = self.traffic.total_bytes
+        return self.machine.bandwidth(self.traffic.written_bytes / total if total else 0.5)
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """Bytes of weights that are gathered in a step, as often as they are."""
+        pages = self.layout.pages
+        by_unit: Counter[int] = Counter()
+        for page in pages:
+            by_unit[page.unit] += page.nbytes if page.role is Role.PARAM else 0
+        return sum(by_unit[event.unit] for event in self.events if event.kind is EventKind.GATHER)
+
+    @cached_property
+    def seconds(self) -> Seconds:
+        """Where the time of a step goes."""
+        return self.seconds_at(self.workload.batch_tokens)
+
+    def seconds_at(self, batch_tokens: float) -> Seconds:
+        """Return where the time goes with another number of tokens per step, and all else the same."""
+        machine, traffic = self.machine, self.traffic
+        computation = self._flops(batch_tokens / self.workload.world_size) / machine.device.flops
+        link = machine.device.link
+        copies = self.gathered_bytes / link if link else 0.0
+        trained = self._trained
+        arriving = trained * ITEMSIZE["float32"] * self.passes / link if link else 0.0
+        updates = trained * machine.update_seconds[self.settings.state.format] + arriving
+        collectives = self._exchanged_bytes / machine.interconnect if machine.interconnect else 0.0
+        training = computation + copies + collectives + machine.fixed_seconds
+
+        def step(bandwidth: float) -> float:
+            return predict_seconds(
+                self.plan,
+                self.layout,
+                bandwidth=bandwidth,
+                computation=training,
+                updates=updates,
+                threaded=machine.threaded,
+            )
+
+        whole = step(self.bandwidth)
+        return Seconds(
+            step=whole,
+            computation=computation,
+            copies=copies,
+            collectives=collectives,
+            fixed=machine.fixed_seconds,
+            updates=updates,
+            reads=traffic.read_bytes / machine.bandwidth(0.0),
+            writes=traffic.written_bytes / machine.bandwidth(1.0),
+            storage=max(0.0, whole - step(_AT_ONCE)),
+        )
+
+    @property
+    def passes(self) -> int:
+        """Forwards and backwards through the whole model in a step."""
+        return 1 if self.workload.layer_major else self.workload.micro_batches
+
+    @property
+    def _trained(self) -> float:
+        """Parameters that this rank updates."""
+        return self.model.trainable_parameters / self.workload.world_size
+
+    def _flops(self, tokens: float) -> float:
+        """Return the floating-point operations of a step of so many tokens per rank.
+
+        A forward, as many again for gradients of inputs, and again for those of the weights that are trained.
+        """
+        root, layers = self.model.forward_flops(self.workload.sequence)
+        weights = self.model.trainable_parameters / self.model.parameters
+        return tokens * ((2 + weights) * (root + layers) + (layers if self.workload.recomputes else 0.0))
+
+    @property
+    def _exchanged_bytes(self) -> float:
+        """Bytes that a rank receives of others in a step: each gather but its own part, and gradients in fp32."""
+        ranks = self.workload.world_size
+        return (ranks - 1) * (self.gathered_bytes + self._trained * ITEMSIZE["float32"] * self.passes)
+
+    @cached_property
+    def hidden_from_tokens(self) -> int | None:
+        """Tokens per step from which storage is hidden, to within an eighth; None where no number hides it."""
+        low, high = 0, self.workload.sequence * self.workload.world_size
+        while not self._is_hidden(high):
+            low, high = high, 2 * high
+            if high > _MOST_TOKENS:
+                return None
+        while high - low > max(high // 8, self.workload.sequence * self.workload.world_size):
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._is_hidden(middle) else (middle, high)
+        return high
+
+    def _is_hidden(self, batch_tokens: int) -> bool:
+        seconds = self.seconds_at(batch_tokens)
+        return seconds.step <= HIDDEN * (seconds.step - seconds.storage)
+
+    @cached_property
+    def drive_bytes(self) -> int:
+        """Space that this rank takes on the drives."""
+        pages = self.layout.pages
+        paths = spread(pages, [1.0] * self.machine.drives.count)
+        slots = plan_slots(pages, paths, SPARE_SLOTS, self.settings.run.retained_commits)
+        return sum(file_sizes(slots, self.machine.drives.count))
+
+    @property
+    def node_written_per_day(self) -> float:
+        """Bytes that all ranks of a node write to its drives in a day of training."""
+        return self.traffic.written_bytes * self.machine.ranks_per_node * DAY / self.seconds.step
+
+    @property
+    def drive_days(self) -> float | None:
+        """Days of training until the drives of a node have written what they are rated for; None if that is unknown."""
+        rated, daily = self.machine.drives.endurance_bytes, self.node_written_per_day
+        return rated / daily if rated and daily else None
+
+    @cached_property
+    def resident_bytes(self) -> dict[Role, int]:
+        """Bytes in the arena of pages that always stay, by role."""
+        found = dict.fromkeys(Role, 0)
+        for index in self.plan.resident:
+            page = self.layout.pages[index]
+            found[page.role] += page.nbytes
+        return found
+
+    @cached_property
+    def frames_by_use(self) -> dict[str, int]:
+        """Frames of the arena, by what they are for."""
+        plan = self.plan
+        kept = {"resident": len(plan.resident), "streaming": plan.streaming_frames, "kept": plan.kept.frames}
+        return {**kept, "writing": plan.frames - sum(kept.values())}
+
+    @cached_property
+    def working_bytes(self) -> float:
+        """Memory for computation, in bytes, about: of the device, or of the host beside the arena.
+
+        The root and two layers gathered, the gradients of one unit as they are computed and as they are reduced,
+        activations, and the logits of one micro-batch.
+        """
+        work, model = self.workload, self.model
+        itemsize = ITEMSIZE[work.computed]
+        layer = max((unit.numel for unit in model.layers), default=0)
+        largest = max(model.root.numel, layer)
+        reduced = ITEMSIZE["float32"] if work.world_size > 1 else 0
+        at_once = work.tokens / work.micro_batches
+        inputs = itemsize * model.hidden * len(model.layers)
+        inside = _ACTIVATIONS / 2 * itemsize * model.hidden
+        kept = (work.tokens if work.layer_major else at_once) * inputs + at_once * inside
+        if not work.recomputes:
+            kept = at_once * inside * len(model.layers)
+        return (
+            itemsize * (model.root.numel + 2 * layer)
+            + (itemsize + reduced) * largest
+            + kept
+            + at_once * model.vocabulary * _LOGIT_BYTES
+        )
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it does not fit, each with the value and what to change; empty where it does."""
+        found = []
+        drives, device = self.machine.drives, self.machine.device
+        need = self.drive_bytes * self.machine.ranks_per_node
+        if drives.space_bytes and need > drives.space_bytes:
+            found.append(
+                f"the drives have {format_size(drives.space_bytes)} free and {format_size(need)} are needed on each "
+                'node; free some, use more drives or ranks, or a smaller state.format ("split" changes no bit)'
+            )
+        if device.memory_bytes and self.working_bytes > device.memory_bytes:
+            found.append(
+                f"computation needs about {format_size(self.working_bytes)} of the {format_size(device.memory_bytes)} "
+                f"that {device.name} has; use more micro-batches, or activation checkpointing"
+            )
+        return tuple(found)
+
+
+def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Estimate:
+    """Plan a run as it would be planned.
+
+    Args:
+        settings: `memory.host_bytes` must be set; also used are `memory.page_bytes`, `state.format`,
+            `update.placement` and `run.retained_commits`.
+
+    Raises:
+        BudgetError: the arena is too small; the message has the least that works.
+        ConfigError: no such optimizer; the placement is impossible; the format would change nothing.
+    """
+    if workload.optimizer not in OPTIMIZERS:
+        raise ConfigError(f"no optimizer {workload.optimizer!r}; there are {', '.join(OPTIMIZERS)}")
+    units, formats = model.specs(
+        workload.optimizer,
+        world_size=workload.world_size,
+        computed=workload.computed,
+        state_format=settings.state.format,
+    )
+    if settings.state.format != "fp32" and not any(one.encodings for one in formats.values()):
+        raise ConfigError(f'state.format = "{settings.state.format}" would change nothing here; set "fp32"')
+    budget = choose_budget(units, formats, settings.memory.host_bytes, settings.memory.page_bytes)
+    passes = 1 if workload.layer_major else workload.micro_batches
+    events = step_events(model, passes=passes, alone=workload.world_size == 1)
+    wanted = settings.update.placement
+    name = placed(wanted, events, late=workload.clipping)
+    if wanted == "in_backward" != name:
+        raise ConfigError(
+            'update.placement = "in_backward" is impossible with clipping, or a loop over micro-batches; set "auto"'
+        )
+    _, plan = choose_plan(name, events, budget.layout, budget.frames, threaded=machine.threaded)
+    return Estimate(
+        model=model,
+        workload=workload,
+        machine=machine,
+        settings=settings,
+        budget=budget,
+        events=events,
+        placement=name,
+        plan=plan,
+    )

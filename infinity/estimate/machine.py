@@ -1,0 +1,128 @@
+"""A machine as far as an estimate needs it: what moves bytes, and what computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from infinity.units import GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drives:
+    """The NVMe drives of a node, all of them together."""
+
+    count: int
+    """How many; pages are spread over them."""
+    read: float
+    """Bytes per second that all of them read."""
+    write: float
+    """That they write."""
+    mixed: float = 0.0
+    """That they move where half of them are written; 0: not known, as if reads and writes took turns."""
+    space_bytes: int = 0
+    """What is free on all of them; 0: not known."""
+    endurance_bytes: float = 0.0
+    """What they may be written with in their lives; 0: not known."""
+
+    def bandwidth(self, written_share: float) -> float:
+        """Return bytes per second of a load of which so much is written.
+
+        The time per byte is taken to be linear between only reads, half and half, and only writes.
+        """
+        half = 1 / self.mixed if self.mixed else (1 / self.read + 1 / self.write) / 2
+        if written_share <= 0.5:
+            each = 1 / self.read + (half - 1 / self.read) * 2 * written_share
+        else:
+            each = half + (1 / self.write - half) * (2 * written_share - 1)
+        return 1 / each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """What computes: one device of a rank."""
+
+    name: str
+    """What to call it."""
+    flops: float
+    """Floating-point operations per second that training reaches, not the peak."""
+    memory_bytes: int = 0
+    """Its own memory; 0: it computes in the host's."""
+    link: float = 0.0
+    """Bytes per second between host and device, each way; 0: nothing has to be copied."""
+
+
+REACHED = 0.4
+"""Share of its peak at which an accelerator is taken to compute: what well-tuned training of large models reaches."""
+
+_PEAKS: Mapping[str, tuple[float, float, float]] = {
+    "a10g": (125e12, 24, 25e9),
+    "a100-40gb": (312e12, 40, 25e9),
+    "a100": (312e12, 80, 25e9),
+    "b200": (2250e12, 180, 55e9),
+    "gh200": (989e12, 96, 300e9),
+    "h100": (989e12, 80, 55e9),
+    "h200": (989e12, 141, 55e9),
+    "l4": (121e12, 24, 25e9),
+    "l40s": (362e12, 48, 25e9),
+    "mi250x": (383e12, 128, 25e9),
+    "mi300x": (1307e12, 192, 55e9),
+    "rtx3090": (71e12, 24, 25e9),
+    "rtx4090": (165e12, 24, 25e9),
+    "rtx5090": (209e12, 32, 55e9),
+    "v100": (125e12, 32, 12e9),
+}
+"""By name, from the makers' data sheets: peak FLOP/s of dense bf16 (fp16 for the V100) with fp32 accumulation, memory
+in GiB, and bytes per second of the link to the host that copies reach (PCIe 3, 4 and 5 with 16 lanes; NVLink-C2C)."""
+
+ACCELERATORS: Mapping[str, Accelerator] = {
+    name: Accelerator(name=name, flops=REACHED * peak, memory_bytes=int(memory * GIB), link=link)
+    for name, (peak, memory, link) in _PEAKS.items()
+}
+"""What `infinity plan --gpu` knows."""
+
+UPDATE_SECONDS: Mapping[str, float] = {
+    "fp32": 0.64e-9, "split": 1.3e-9, "bf16-moments": 5.0e-9, "8bit": 9.0e-9,
+}  # fmt: skip
+"""Seconds of one core to update one parameter with AdamW, by `state.format`: measured by `make bench-plan`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What one rank has, of a node with others or alone."""
+
+    drives: Drives
+    """Of its node."""
+    ranks_per_node: int = 1
+    """Ranks that share them."""
+    device: Accelerator
+    """That computes."""
+    update_seconds: Mapping[str, float]
+    """Seconds to update one parameter, by `state.format`."""
+    threaded: bool
+    """Whether updates run on a thread of their own, beside computation."""
+    fixed_seconds: float = 0.0
+    """Of a step, beside computation, copies and updates: what does not depend on the tokens."""
+    interconnect: float = 0.0
+    """Bytes per second at which a rank exchanges weights and gradients with the others; 0: takes no time."""
+
+    def with_drives(self, count: int) -> Machine:
+        """Return the machine with another number of drives like these."""
+        drives = self.drives
+
+        def scaled(value: float) -> float:
+            return value * count / drives.count
+
+        more = Drives(
+            count=count,
+            read=scaled(drives.read),
+            write=scaled(drives.write),
+            mixed=scaled(drives.mixed),
+            space_bytes=int(scaled(drives.space_bytes)),
+            endurance_bytes=scaled(drives.endurance_bytes),
+        )
+        return replace(self, drives=more)
+
+    def bandwidth(self, written_share: float) -> float:
+        """Return bytes per second that the rank's transfers get, of which so much is written."""
+        return self.drives.bandwidth(written_share) / self.ranks_per_node

@@ -1,0 +1,48 @@
+"""Which placement of updates and which plan a step gets. Pure, as the planner is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from infinity.content.layout import Layout
+from infinity.schedule.placement import Placement, eligible_for_backward, expand
+from infinity.schedule.planner import Plan, make_plan, preferred
+from infinity.schedule.trace import Access, Event
+
+
+def placed(wanted: str, events: Sequence[Event], *, late: bool = False) -> str:
+    """Return where updates run: the name of a placement, as the setting `update.placement` has it, but never ``auto``.
+
+    Args:
+        wanted: the setting. Updates in backward, wanted or by ``auto``, are possible only where the step allows them.
+        events: one step.
+        late: updates in backward would be too early: something needs all gradients, or weights, before `step()`.
+    """
+    if wanted in ("in_forward", "after_backward"):
+        return wanted
+    return "in_backward" if not late and eligible_for_backward(events) else "in_forward"
+
+
+def choose_plan(
+    name: str, events: Sequence[Event], layout: Layout, frames: int, *, threaded: bool
+) -> tuple[Placement, Plan]:
+    """Return the placement and the plan of steps that look like `events`.
+
+    Args:
+        name: from `placed`.
+        frames: of the arena.
+        threaded: whether updates have a thread of their own.
+
+    Raises:
+        BudgetError: there are too few frames.
+    """
+    # Updates beside computation are worth a try only where they have a thread.
+    choices: dict[tuple[Access, ...], Placement] = {}
+    for overlapped in (True, False) if threaded else (False,):
+        choice = replace(Placement.of(name, events), overlapped=overlapped)
+        choices.setdefault(expand(events, layout, choice), choice)
+    plan = preferred(
+        [make_plan(trace, layout, frames, threaded=threaded) for trace in choices], layout, threaded=threaded
+    )
+    return choices[plan.trace], plan
