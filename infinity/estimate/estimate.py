@@ -1,7 +1,7 @@
 """Will it fit, where does everything lie, how long does a step take, how long do the drives live?
 
-What is planned is what a run would plan: the same budget, placement, planner and clock. Only shapes and events come from
-`ModelShape`, not from a model and its first step. What the clock is given beside them is arithmetic: floating-point
+What is planned is what a run would plan, by the same budget, placement, planner and clock. Only shapes and events come
+from `ModelShape`, not from a model and its first step. What else the clock is given is arithmetic: floating-point
 operations over what the device reaches, bytes over links, parameters over the speed of updates.
 """
 

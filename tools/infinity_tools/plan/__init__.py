@@ -1,0 +1,1 @@
+"""`infinity plan`: what a run would do, before there is one."""

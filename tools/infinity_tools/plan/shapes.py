@@ -1,0 +1,74 @@
+"""The shape of a model of transformers, from the model on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from infinity.content.views import dtype_name
+from infinity.estimate.model import ModelShape, ParameterShape, UnitShape
+from infinity_tools.presets import ModelSource, layers_of, on_meta
+
+
+def shape_of(source: ModelSource) -> ModelShape:
+    """Return the shape of a model, divided into units as `infinity train` does.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    return shape_of_module(on_meta(source), source.config, source.name)
+
+
+def shape_of_module(model: nn.Module, config: Any, name: str) -> ModelShape:
+    """Return the shape of a model of transformers that was built of `config`."""
+    text = config.get_text_config()
+    layers = layers_of(model)
+    names = {module: module_name for module_name, module in model.named_modules()}
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    looked_up = _looked_up(model)
+    active = _active_experts(text)
+
+    def unit(module: nn.Module, prefix: str) -> UnitShape:
+        return UnitShape(
+            name=prefix or "root",
+            parameters=tuple(
+                ParameterShape(
+                    name=f"{prefix}.{own}" if prefix else own,
+                    shape=tuple(parameter.shape),
+                    dtype=dtype_name(parameter.dtype),
+                    trainable=parameter.requires_grad,
+                    used=0.0 if id(parameter) in looked_up else active if parameter.dim() > 2 else 1.0,
+                )
+                for own, parameter in module.named_parameters()
+                if prefix or id(parameter) not in inside
+            ),
+        )
+
+    return ModelShape(
+        name=name,
+        root=unit(model, ""),
+        layers=tuple(unit(layer, names[layer]) for layer in layers),
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+    )
+
+
+def _looked_up(model: nn.Module) -> set[int]:
+    """Return the ids of tables in which tokens are looked up, and that nothing is multiplied with."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    others = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    return tables - others
+
+
+def _active_experts(config: Any) -> float:
+    """Return which share of its experts a token is sent to; 1 where there are none."""
+    for count in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if experts := getattr(config, count, None):
+            return min(1.0, getattr(config, "num_experts_per_tok", experts) / experts)
+    return 1.0
