@@ -12,7 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 from infinity.errors import BudgetError, ConfigError
-from infinity.io.probe import Load, ProbeStoppedError, Progress, measure_paths, points_of, remove_left_over
+from infinity.io.probe.bench import measure_paths
+from infinity.io.probe.points import Load, ProbeStoppedError, Progress, points_of
+from infinity.io.probe.quick import QUICK_BYTES, quick_mixed, quick_rates
+from infinity.io.probe.targets import remove_left_over
 from infinity_tools.probe import probe
 from support.engines import open_descriptors
 
@@ -112,6 +115,29 @@ def test_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="not writable"):
         measure_paths([tmp_path], points_of([Load.READ], [MIB], [4]), file_bytes=16 * MIB)
+
+
+def test_quick_rates_are_of_every_load(tmp_path: Path) -> None:
+    """Of all folders, and nothing is left; one load alone has its own function."""
+    folders = [str(tmp_path / name) for name in "ab"]
+    for folder in folders:
+        os.mkdir(folder)
+    found = quick_rates(folders)
+    assert list(found) == folders
+    for rates in found.values():
+        assert min(rates.read, rates.write, rates.mixed) > QUICK_BYTES / 3600  # one that was measured, in bytes
+    assert set(quick_mixed(folders[:1])) == set(folders[:1])
+    assert [os.listdir(folder) for folder in folders] == [[], []]
+
+
+def test_quick_rates_can_be_stopped(tmp_path: Path) -> None:
+    """By whoever has no time for them."""
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(ProbeStoppedError):
+        quick_rates([tmp_path], stop=stop)
+    with pytest.raises(ConfigError, match="not a folder"):
+        quick_rates([tmp_path / "missing"])
 
 
 _SMALL = ["--size", "16MiB", "--block", "64KiB,1MiB", "--depth", "1", "--depth", "2", "--seconds", "0.02"]

@@ -15,7 +15,8 @@ from rich.table import Table
 from infinity.command import Version, finite, setting
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
-from infinity.io.probe import Load, Measurement, Progress, measure_paths, points_of
+from infinity.io.probe.bench import measure_paths
+from infinity.io.probe.points import Load, Measurement, Progress, points_of
 from infinity.node import NodeDaemon
 from infinity.units import format_size, parse_size
 

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from infinity.io.probe import Load, Measurement
+from infinity.io.probe.points import Load, Measurement
 from infinity.units import format_size
 
 
