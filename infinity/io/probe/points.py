@@ -24,7 +24,7 @@ class Load(Enum):
 
     READ = "read"
     WRITE = "write"
-    BOTH = "both"
+    BOTH = "mixed"
     """Every second request writes."""
 
 

@@ -43,15 +43,12 @@ def quick_rates(
         StallError: a drive did not answer.
     """
     found = _measured(paths, tuple(Load), engine, stop)
-    return {name: QuickRates(**{_NAMES[load]: speed for load, speed in one.items()}) for name, one in found.items()}
+    return {name: QuickRates(**{load.value: speed for load, speed in one.items()}) for name, one in found.items()}
 
 
 def quick_mixed(paths: Sequence[str | os.PathLike[str]], engine: str = "auto") -> dict[str, float]:
     """Return only the bytes per second of half reads and half writes, in a third of the time. Raises alike."""
     return {name: one[Load.BOTH] for name, one in _measured(paths, (Load.BOTH,), engine, None).items()}
-
-
-_NAMES: Final = {Load.READ: "read", Load.WRITE: "write", Load.BOTH: "mixed"}
 
 
 def _measured(
