@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -70,7 +70,7 @@ class Progress:
     latest: dict[str, Measurement]
 
 
-def points_of(loads: Sequence[Load], blocks: Sequence[int], depths: Sequence[int]) -> tuple[Point, ...]:
+def points_of(loads: Iterable[Load], blocks: Collection[int], depths: Collection[int]) -> tuple[Point, ...]:
     """Return every combination, loads outermost.
 
     Raises:

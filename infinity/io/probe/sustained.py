@@ -81,9 +81,7 @@ def fall_of(slices: Sequence[int], slice_seconds: float = 1.0) -> Fall | None:
     last = len(slices) - window
     low = (n for n in range(last) if max(slices[n], median(slices[n : n + window])) < FALLEN * before)
     second = next(low, last)
-    return Fall(
-        before=before / slice_seconds, after=after / slice_seconds, written=sum(slices[:second]), second=second
-    )
+    return Fall(before=before / slice_seconds, after=after / slice_seconds, written=sum(slices[:second]), second=second)
 
 
 def bytes_to_sustain(paths: Sequence[str | os.PathLike[str]], asked: int | None) -> int:
