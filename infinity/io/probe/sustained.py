@@ -78,9 +78,13 @@ def fall_of(slices: Sequence[int], slice_seconds: float = 1.0) -> Fall | None:
     before, after = median(slices[:window]), median(slices[-window:])
     if after >= FALLEN * before:
         return None
-    last = len(slices) - window
-    low = (n for n in range(last) if max(slices[n], median(slices[n : n + window])) < FALLEN * before)
-    second = next(low, last)
+    last = len(slices) - window  # where the last window begins, whose median is below: so one of its seconds is
+
+    def is_low(second: int) -> bool:
+        begin = min(second, last)
+        return max(slices[second], median(slices[begin : begin + window])) < FALLEN * before
+
+    second = next(filter(is_low, range(len(slices))))
     return Fall(before=before / slice_seconds, after=after / slice_seconds, written=sum(slices[:second]), second=second)
 
 

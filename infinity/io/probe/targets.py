@@ -68,7 +68,7 @@ def check_targets(names: Sequence[str], points: Sequence[Point], file_bytes: int
     for name in names:
         if not os.path.isdir(name):
             raise ConfigError(f"{name!r} is not a folder; create it or name another one")
-        if not os.access(name, os.W_OK | os.X_OK):
+        if not os.access(name, os.W_OK | os.X_OK, effective_ids=True):
             raise ConfigError(f"folder {name!r} is not writable for this user")
         # Several folders may lie on one file system.
         device = os.stat(name).st_dev

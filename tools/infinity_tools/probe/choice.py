@@ -75,7 +75,7 @@ class Choice:
         """Return in words why."""
         size = f"requests of {format_size(self.block_bytes)}, {self.depth} in flight"
         if (self.block_bytes, self.depth) == usual_size():
-            said = [f"the defaults are as fast as anything measured: {size}"]
+            said = [f"{size}, the defaults, are as fast as anything measured"]
         elif self.sizes is not None:
             said = [f"{size} are {self.sizes.ratio:.2f} times as fast as the defaults, medians of alternating rounds"]
         elif not self.usual_measured:
@@ -90,6 +90,8 @@ class Choice:
             faster = self.engines.is_first_faster()
             words = "so they are recommended" if faster else "so auto, which takes io_uring, remains"
             said.append(f"threads are {self.engines.ratio:.2f} times as fast as io_uring: {words}")
+        if self.is_usual:
+            said.append("the defaults are as fast: only storage.paths has to be set")
         return said
 
     def toml(self) -> str:

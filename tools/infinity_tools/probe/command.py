@@ -24,8 +24,8 @@ from infinity_tools.probe.work import check, probe_all
 _PAGE_BYTES = 8 * MIB  # how large pages usually become: a block that is moved in one request
 _BLOCKS = sorted({256 * KIB, MIB, usual_size()[0], _PAGE_BYTES})
 _DEPTHS = sorted({1, 8, usual_size()[1]})
-_BLOCK_NAMES = ",".join(format_size(block).replace(" ", "") for block in _BLOCKS)
-_DEPTH_NAMES = ",".join(map(str, _DEPTHS))
+_BLOCK_NAMES = ", ".join(format_size(block).replace(" ", "") for block in _BLOCKS)
+_DEPTH_NAMES = ", ".join(map(str, _DEPTHS))
 _ALONE = ("point", "all", "no")
 
 
@@ -33,7 +33,7 @@ def probe(
     paths: Annotated[list[Path], typer.Argument(help="Folders to measure, one on each drive.")],
     size: Annotated[
         str,
-        typer.Option(help="Size of the file in each folder; no measurement writes more to it."),
+        typer.Option(help="Size of the file in each folder."),
     ] = "2GiB",
     block: Annotated[
         list[str] | None,
@@ -44,7 +44,13 @@ def probe(
         typer.Option(help=f"Requests in flight; repeat or separate by commas. [default: {_DEPTH_NAMES}]"),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.001, max=3600, callback=finite, help="Length of each measurement.")
+        float,
+        typer.Option(
+            min=0.001,
+            max=3600,
+            callback=finite,
+            help="Length of each measurement; one that writes ends as soon as --size is written.",
+        ),
     ] = 1.0,
     engine: Annotated[
         str, typer.Option(callback=setting("storage.engine"), help="auto, io_uring or threads.")
@@ -83,7 +89,7 @@ def probe(
     latency and the block of settings to paste; infinityd keeps the result. The files have no names: nothing is left,
     whatever happens. Measuring writes to the drives, how much is said before.
 
-    Exit status: 0 measured, 1 a drive failed, 2 something cannot be measured as asked.
+    Exit status: 0 measured, 1 a drive failed, 2 something cannot be measured as asked, 130 interrupted.
 
     Example: `infinity probe /nvme0 /nvme1 --sustained --out probed`
     """
@@ -151,7 +157,7 @@ def _check_out(out: Path) -> None:
         place = place.parent
     if not place.is_dir():
         raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not a folder; name another one")
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
         raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not writable for this user; name another one")
 
 

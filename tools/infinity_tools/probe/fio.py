@@ -19,6 +19,8 @@ from infinity.io.probe.targets import Target
 from infinity.units import align_down
 
 _PATIENCE_SECONDS: Final = 60.0
+_RAMP_MILLISECONDS: Final = 300
+"""In which fio reads without counting: it gets its memory page by page as it is first read into."""
 _LONGEST: Final = 200
 """Of what fio says, in characters."""
 
@@ -93,8 +95,9 @@ def _words(target: Target, point: Point, seconds: float, most: int) -> Sequence[
     if point.load is Load.BOTH and point.depth == 1:  # both take turns
         both = {"name": "both", "rw": "rw", "size": whole, "iodepth": 1, "io_size": most}
         return [*_FLAGS, *_options(common, both)]
+    ramp = {"ramp_time": f"{_RAMP_MILLISECONDS}ms"}  # not where it writes: what it writes by then is not bounded
     jobs: list[dict[str, Any]] = {
-        Load.READ: [{"name": "read", "rw": "read", "size": whole, "iodepth": point.depth, "time_based": 1}],
+        Load.READ: [{"name": "read", "rw": "read", "size": whole, "iodepth": point.depth, "time_based": 1, **ramp}],
         Load.WRITE: [{"name": "write", "rw": "write", "size": whole, "iodepth": point.depth}],
         Load.BOTH: [  # half of the requests read the first half of the file, the others write the second one
             {"name": "read", "rw": "read", "size": half, "iodepth": half_depth, "time_based": 1},

@@ -14,7 +14,7 @@ from infinity_tools.probe.turns import ROUNDS, Turns
 
 Found = Mapping[str, tuple[Measurement, ...]]
 """By folder."""
-FIO_START_SECONDS: Final = 0.7
+FIO_START_SECONDS: Final = 0.8
 """What fio needs to start and to end, about."""
 
 

@@ -95,7 +95,9 @@ def show(console: Console, report: Report, out: Path | None) -> None:
         _print_table(console, "GB/s with recommended settings, alone and all folders busy at once", _alone(report))
         console.print(Text(_share_words(report)), end="\n\n")
     for path, one in report.sustained.items():
-        console.print(Text(f"sustained writes, {path}: {sustained_words(one)}"), end="\n\n")
+        console.print(Text(f"sustained writes, {path}: {sustained_words(one)}"))
+    if report.sustained:
+        console.print()
     if report.fio:
         where = f"{report.ask.paths[0]} alone" if report.alone else report.ask.paths[0]
         _print_table(console, f"GB/s on {where}, in turn with fio", _fio(report))
@@ -114,7 +116,8 @@ def show(console: Console, report: Report, out: Path | None) -> None:
 
 def _print_table(console: Console, title: str, rows: Table) -> None:
     console.print(Text(title, style="bold"))  # as wide as the terminal, not as the table
-    console.print(rows, end="\n\n")
+    console.print(rows)
+    console.print()
 
 
 def _points(measurements: tuple[Measurement, ...]) -> Table:
@@ -158,7 +161,7 @@ def _alone(report: Report) -> Table:
 def _share_words(report: Report) -> str:
     shares = ((load.value, report.share(load)) for load in Load)
     said = ", ".join(f"{name} {share:.0%}" for name, share in shares if share is not None)
-    return f"together of the sum of each alone: {said or 'not measured'}"
+    return f"all at once, of the sum of each alone: {said or 'not measured'}"
 
 
 def _fio(report: Report) -> Table:
