@@ -23,15 +23,9 @@ from typing import Final
 
 from infinity.errors import InfinityError
 from infinity.io.drives import SYSFS, Drive, Place, counters, locate, space
-from infinity.io.probe import (
-    Load,
-    Measurement,
-    ProbeStoppedError,
-    Progress,
-    measure_paths,
-    points_of,
-    remove_left_over,
-)
+from infinity.io.probe.bench import measure_paths
+from infinity.io.probe.points import Load, Measurement, ProbeStoppedError, Progress, points_of
+from infinity.io.probe.targets import remove_left_over
 from infinity.telemetry.page import process_start
 from infinity.units import MIB, align_down
 from infinity_daemon.bandwidth import Measured, Profiles, Rates

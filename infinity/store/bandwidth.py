@@ -17,13 +17,10 @@ from typing import Any
 
 from infinity.access import own_folder, read_own, write_own
 from infinity.errors import InfinityError
-from infinity.io.probe import Load, measure_paths, points_of
+from infinity.io.probe.quick import quick_mixed
 from infinity.node import NodeDaemon
-from infinity.units import MIB
 
 CACHE_NAME = "path-bandwidth.json"
-_PROBE_BYTES = 256 * MIB
-_PROBE_SECONDS = 0.5
 _MOST_BYTES = 1 << 16
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 _log = logging.getLogger("infinity")
@@ -40,7 +37,7 @@ def path_shares(paths: Sequence[str], engine: str, runtime: Path) -> list[float]
     found = _from_daemon(names, runtime) or _from_cache(names, runtime)
     if found is None:
         try:
-            found = _probed(names, engine)
+            found = list(quick_mixed(names, engine).values())
         except InfinityError as error:
             _log.warning("the bandwidth of %s was not measured (%s): pages are spread evenly", ", ".join(names), error)
             return [1.0] * len(names)
@@ -48,12 +45,6 @@ def path_shares(paths: Sequence[str], engine: str, runtime: Path) -> list[float]
         measured = {name: {"mixed": share} for name, share in zip(names, found, strict=True)}
         NodeDaemon(runtime).ask("record_bandwidth", rates=measured, source="run")
     return found
-
-
-def _probed(names: Sequence[str], engine: str) -> list[float]:
-    points = points_of([Load.BOTH], [MIB], [8])
-    measured = measure_paths(names, points, file_bytes=_PROBE_BYTES, seconds=_PROBE_SECONDS, engine=engine)
-    return [max(1.0, measured[name][0].bytes_per_second) for name in names]
 
 
 def _from_daemon(names: Sequence[str], runtime: Path) -> list[float] | None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from infinity.io.drives import Drive, DriveCounters, Place
-from infinity.io.probe import ProbeStoppedError
+from infinity.io.probe.points import ProbeStoppedError
 from infinity.telemetry import Stats
 from infinity_daemon import measure
 from infinity_daemon.background import Background

@@ -1,19 +1,18 @@
-"""`infinity.io.probe` and the command on top of it."""
+"""`infinity.io.probe`: what is measured, what is refused, and that nothing is left."""
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from infinity.errors import BudgetError, ConfigError
-from infinity.io.probe import Load, ProbeStoppedError, Progress, measure_paths, points_of, remove_left_over
-from infinity_tools.probe import probe
+from infinity.io.probe.bench import measure_paths
+from infinity.io.probe.points import Load, ProbeStoppedError, Progress, points_of
+from infinity.io.probe.quick import QUICK_BYTES, quick_mixed, quick_rates
+from infinity.io.probe.targets import remove_left_over
 from support.engines import open_descriptors
 
 MIB = 1 << 20
@@ -109,51 +108,29 @@ def test_what_was_left_behind_can_be_removed(tmp_path: Path) -> None:
 
 
 def test_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode, effective_ids: False)
     with pytest.raises(ConfigError, match="not writable"):
         measure_paths([tmp_path], points_of([Load.READ], [MIB], [4]), file_bytes=16 * MIB)
 
 
-_SMALL = ["--size", "16MiB", "--block", "64KiB,1MiB", "--depth", "1", "--depth", "2", "--seconds", "0.02"]
+def test_quick_rates_are_of_every_load(tmp_path: Path) -> None:
+    """Of all folders, and nothing is left; one load alone has its own function."""
+    folders = [str(tmp_path / name) for name in "ab"]
+    for folder in folders:
+        os.mkdir(folder)
+    found = quick_rates(folders)
+    assert list(found) == folders
+    for rates in found.values():
+        assert min(rates.read, rates.write, rates.mixed) > QUICK_BYTES / 3600  # one that was measured, in bytes
+    assert set(quick_mixed(folders[:1])) == set(folders[:1])
+    assert [os.listdir(folder) for folder in folders] == [[], []]
 
 
-def _command() -> typer.Typer:
-    app = typer.Typer()
-    app.command()(probe)
-    return app
-
-
-def test_command_writes_table_json_and_picture(tmp_path: Path) -> None:
-    data, out = tmp_path / "data", tmp_path / "out" / "here"
-    data.mkdir()
-    result = CliRunner().invoke(
-        _command(), [str(data), *_SMALL, "--out", str(out)], catch_exceptions=False, env={"COLUMNS": "200"}
-    )
-    assert result.exit_code == 0
-    assert "GB/s" in result.stdout
-    assert "64 KiB" in result.stdout
-    document = json.loads((out / "probe.json").read_text())
-    assert len(document["paths"][str(data)]) == 3 * 2 * 2
-    assert (out / "probe.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_command_prints_json_only(tmp_path: Path) -> None:
-    result = CliRunner().invoke(_command(), [str(tmp_path), *_SMALL, "--json"], catch_exceptions=False)
-    point = json.loads(result.stdout)["paths"][str(tmp_path)][0]
-    assert set(point) == {
-        "load",
-        "block_bytes",
-        "depth",
-        "read_bytes_per_second",
-        "write_bytes_per_second",
-        "bytes_per_second",
-    }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [(["--depth", "many"], "--depth = 'many'"), (["--block", "1 parsec"], "--block"), (["--size", "0"], "size = 0")],
-)
-def test_command_refuses_nonsense(tmp_path: Path, arguments: list[str], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        CliRunner().invoke(_command(), [str(tmp_path), *arguments], catch_exceptions=False)
+def test_quick_rates_can_be_stopped(tmp_path: Path) -> None:
+    """By whoever has no time for them."""
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(ProbeStoppedError):
+        quick_rates([tmp_path], stop=stop)
+    with pytest.raises(ConfigError, match="not a folder"):
+        quick_rates([tmp_path / "missing"])

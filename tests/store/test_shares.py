@@ -24,7 +24,7 @@ def test_what_is_remembered_is_checked(value: str, tmp_path: Path, monkeypatch: 
     file = runtime / bandwidth.CACHE_NAME
     file.write_text(f'{{"{"|".join(paths)}": [1.0, {value}]}}')
     file.chmod(0o600)
-    monkeypatch.setattr(bandwidth, "_probed", lambda names, engine: [3.0, 4.0])
+    monkeypatch.setattr(bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
     assert bandwidth.path_shares(paths, "threads", runtime) == [3.0, 4.0]
     assert json.loads(file.read_text())["|".join(paths)] == [3.0, 4.0]
 
@@ -78,7 +78,7 @@ def test_whatever_a_daemon_says_a_start_goes_on(answer: Any, tmp_path: Path, mon
     """It measures, and tells what it found."""
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
     asked = answering(answer, monkeypatch)
-    monkeypatch.setattr(bandwidth, "_probed", lambda names, engine: [3.0, 4.0])
+    monkeypatch.setattr(bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
     assert bandwidth.path_shares(paths, "threads", tmp_path / "runtime") == [3.0, 4.0]
     rates = {paths[0]: {"mixed": 3.0}, paths[1]: {"mixed": 4.0}}
     assert asked[1] == ("record_bandwidth", {"rates": rates, "source": "run"})
@@ -90,7 +90,7 @@ def test_a_profile_that_says_nothing_of_a_path_is_not_used(
 ) -> None:
     """Neither is one of zeros and strings."""
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
-    monkeypatch.setattr(bandwidth, "_probed", lambda names, engine: [3.0, 4.0])
+    monkeypatch.setattr(bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
     for value in (None, 0, -1.0, "x", [], float("nan"), 10**400):
         values = {"read": None, "write": 1.0, "mixed": None, known: value}
         found = {path: {"device": "d", **values} for path in paths}

@@ -29,3 +29,46 @@ def test_the_daemon_knows_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     for op in ("read", "write"):
         best = max(found[f"{op}_bytes_per_second"] for found in measured if found["load"] == op)
         assert profile[op] == pytest.approx(best, abs=1)
+
+
+def test_the_daemon_knows_what_each_does_alone_and_all_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two folders of one drive share it: what they do together is its sum; each alone is a measurement of its own."""
+    session, places = tmp_path / "session", [tmp_path / "place", tmp_path / "other"]
+    for folder in (session, session / "infinity", *places):
+        folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    options = ["--size", "8MiB", "--block", "1MiB", "--depth", "2", "--seconds", "0.05", "--no-fio", "--json"]
+    with daemon(session / "infinity") as node:
+        assert node
+        ended = run_here("probe", *places, *options)
+        assert ended.status == 0, ended.errors
+    assert ended.summary["daemon"].startswith("infinityd has kept the result")
+    assert run_here("probe", places[0], *options).summary["daemon"].startswith("no infinityd")
+
+
+def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once first, then each alone; only once where there is one."""
+    asked = []
+
+    def ask(_: NodeDaemon, op: str, **values: object) -> object:
+        asked.append((op, values))
+        return {"ok": True}
+
+    monkeypatch.setattr(NodeDaemon, "ask", ask)
+    places = [tmp_path / "place", tmp_path / "other"]
+    for folder in places:
+        folder.mkdir()
+    options = ["--size", "8MiB", "--block", "1MiB", "--depth", "2", "--seconds", "0.05", "--no-fio", "--json"]
+    found = run_here("probe", *places, *options).summary
+    names = [str(place) for place in places]
+    assert [list(values["rates"]) for _, values in asked] == [names, names[:1], names[1:]]
+    assert {(op, values["source"]) for op, values in asked} == {("record_bandwidth", "probe")}
+    for values, kind in zip(asked, ("paths", "alone", "alone"), strict=True):
+        for name, rates in values[1]["rates"].items():
+            measured = {one["load"]: one["bytes_per_second"] for one in found[kind][name]}
+            assert rates == pytest.approx(measured, abs=1)
+    asked.clear()
+    run_here("probe", places[0], *options)
+    assert [list(values["rates"]) for _, values in asked] == [names[:1]]

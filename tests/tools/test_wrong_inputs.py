@@ -100,6 +100,7 @@ NAMES = [
     wrong("store rm c", "--dead"),
     wrong(f"store rm {RUN}", "name the folders"),
     wrong("probe d --engine uring", "'uring'", "did you mean io_uring?"),
+    wrong("probe d --alone maybe", "--alone 'maybe'", "point, all, no"),
 ]
 NUMBERS = [
     *(train(f"--{name} {value}", f"--{name}", f"'{value}'")
@@ -132,6 +133,11 @@ NUMBERS = [
     wrong("probe d --depth 0", "depth = 0", "1 to 4096"),
     wrong("probe d --depth 8,x", "--depth", "'x'"),
     wrong("probe d --depth 9999999", "depth = 9999999", "1 to 4096"),
+    wrong("probe d --block 2GiB --size 64GiB --depth 1", "2 GiB", "storage.request_bytes", "maximum"),
+    *(wrong(f"probe d --size 1MiB --block 4KiB --depth 1 --sustained --sustained-seconds {value}",
+            "--sustained-seconds", f"'{value}'") for value in ["0", "-1", "nan", "inf", "x", "1e9"]),
+    *(wrong(f"probe d --size 1MiB --block 4KiB --depth 1 --sustained --sustained-bytes {value}", "--sustained-bytes",
+            says) for value, says in {"0": "too small", "-1": "'-1'", "x": "'x'", "999TiB": "free"}.items()),
     wrong("store scrub c --rate 0", "--rate 0", "leave it out"),
     wrong("store scrub c --rate -5", "--rate", "'-5'"),
     wrong("store scrub c --rate 5MB/s", "--rate", "'5MB/s'"),
@@ -150,6 +156,7 @@ EMPTY = [
     wrong("store ls ''", "empty"),
     wrong("export c --out ''", "--out", "empty"),
     wrong("probe d --size ''", "--size", "empty"),
+    wrong("probe d --sustained --sustained-bytes ''", "--sustained-bytes", "empty"),
 ]
 PATHS = [
     train("--nvme missing/deeper", "'missing/deeper' cannot be made", "'missing' is not a folder"),
@@ -210,7 +217,9 @@ PATHS = [
     wrong("export c --out x --companions file", "'file'", "not a folder"),
     wrong("probe missing", "'missing'", "not a folder"),
     wrong("probe file", "'file'", "not a folder"),
-    wrong("probe d --out file --size 1MiB --block 4KiB --depth 1 --seconds 0.001", "file"),
+    wrong("probe d --out file --size 1MiB --block 4KiB --depth 1 --seconds 0.001", "'file' is not a folder"),
+    wrong("probe d --out file/deeper --size 1MiB --block 4KiB --depth 1 --seconds 0.001", "is not a folder"),
+    wrong("probe d link --size 1MiB --block 4KiB --depth 1 --seconds 0.001", "same folder", "twice"),
 ]
 TOGETHER = [
     train("--resume-step 2", "--resume-step 2 needs --resume"),
@@ -225,6 +234,7 @@ TOGETHER = [
     wrong("export c --out x --to dcp --companions d", "--companions", "--to safetensors"),
     wrong("store rm c --dead --json", "--yes"),
     wrong("store gc c waste --json", "waste"),
+    wrong("probe d --sustained-bytes 1GiB", "--sustained-bytes 1GiB needs --sustained"),
 ]
 SETTINGS = [
     toml("[memory]\nhost_byte = 1", "memory.host_byte", "did you mean memory.host_bytes?"),
@@ -470,7 +480,7 @@ def test_the_daemon_teaches_too(options: list[str], says: tuple[str, ...], tmp_p
         ("train --config secret", 2, "'secret' cannot be read: Permission denied"),
         ("train --model secret", 2, "'secret' cannot be read"),
         ("train --model locked/x", 2, "'locked/x' is neither a preset"),
-        ("probe closed --size 1MiB --block 4KiB --depth 1", 2, "'closed' takes no file"),
+        ("probe closed --size 1MiB --block 4KiB --depth 1", 2, "'closed' is not writable for this user"),
     ],
 )
 def test_what_belongs_to_another_user(

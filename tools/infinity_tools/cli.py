@@ -15,7 +15,7 @@ from infinity.command import HELP, Commands, Version, complain
 from infinity_tools import store
 from infinity_tools.export import export
 from infinity_tools.messages import lasting_streams, open_missing_streams
-from infinity_tools.probe import probe
+from infinity_tools.probe.command import probe
 from infinity_tools.status import status
 from infinity_tools.train import TrainCommand, train
 

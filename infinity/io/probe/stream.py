@@ -1,0 +1,158 @@
+"""One measurement of one folder: requests in flight until its time is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from infinity.errors import InfinityError, StallError
+from infinity.io.engine import Op, Ticket
+from infinity.io.probe.latency import Latencies
+from infinity.io.probe.points import BLOCK_MULTIPLE, Load, Measurement, Point
+from infinity.io.probe.targets import PATIENCE_SECONDS, Target
+from infinity.units import align_down
+
+
+class Stream:
+    """Keeps `depth` requests in flight on one target until the time is over.
+
+    Life cycle: `start` submits the first requests; each completion submits the next one, in the engine's own thread,
+    until `seconds` have passed, `most_written` is reached, `stop` is set or one has failed; `finish` waits for the
+    last. Reads and writes walk through the file in order; with both, each has a half of the file to itself.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        point: Point,
+        seconds: float,
+        most_written: int | None,
+        stop: threading.Event,
+        slice_seconds: float = 1.0,
+    ) -> None:
+        self.target = target
+        self._slice_seconds = slice_seconds
+        self._point, self._seconds = point, seconds
+        self._most_written, self._stop = most_written, stop  # bytes, None: no limit; ends it early
+        self._lock = threading.Lock()
+        """Guards what follows; the engine's threads change it."""
+        self._moved = {Op.READ: 0, Op.WRITE: 0}
+        """Bytes that were moved."""
+        self._next = {Op.READ: 0, Op.WRITE: 0}
+        """Number of the next request, which says where in the file it is."""
+        self._slices: list[int] = []
+        """Bytes that were moved in each stretch of `slice_seconds`."""
+        self._latencies = Latencies()
+        """Of all requests."""
+        self._inflight = 0
+        """Slots whose last request has not ended."""
+        self._error: InfinityError | None = None
+        """The first error. `_on_done` looks at it without the lock, and so may submit one request too many."""
+        self._last = 0.0
+        """When the last request completed, in seconds of `time.perf_counter`."""
+        self._idle = threading.Event()
+        """Set when nothing is in flight any more; from then on nothing changes, so `finish` needs no lock."""
+        self._began = self._deadline = 0.0
+        """When it began, and when no request is submitted any more, in seconds of `time.perf_counter`; set by `start`,
+        before there is a request whose completion looks at them."""
+
+    def start(self) -> None:
+        """Submit the first requests and return."""
+        self._began = time.perf_counter()
+        self._deadline = self._began + self._seconds
+        slots = range(self._point.depth)
+        self._inflight = len(slots)
+        for slot in slots:
+            self._submit(slot, Op.WRITE if self._writes(slot) else Op.READ)
+
+    def finish(self) -> Measurement:
+        """Wait for the end and return the result. Raises `StorageError` or `StallError`."""
+        if not self._idle.wait(self._seconds + PATIENCE_SECONDS):
+            raise StallError(f"{self.target.path}: requests of a probe have not completed")
+        if self._error is not None:
+            raise self._error
+        seconds = self._last - self._began
+        return Measurement(
+            point=self._point,
+            read_bytes_per_second=self._moved[Op.READ] / seconds,
+            write_bytes_per_second=self._moved[Op.WRITE] / seconds,
+            seconds=seconds,
+            latency=self._latencies.summary(),
+        )
+
+    @property
+    def written(self) -> int:
+        """Bytes that were written so far."""
+        return self._moved[Op.WRITE]
+
+    def slices(self) -> tuple[int, ...]:
+        """Return the bytes that were moved in each whole stretch of `slice_seconds` so far; empty before `start`."""
+        with self._lock:
+            end = self._last if self._idle.is_set() else time.perf_counter()
+            whole = int((end - self._began) / self._slice_seconds) if self._began else 0
+            return tuple(self._slices[:whole]) + (0,) * max(0, whole - len(self._slices))
+
+    def ended(self, timeout: float) -> bool:
+        """Wait for the end for so many seconds at most, and return whether it has come."""
+        return self._idle.wait(timeout)
+
+    def _writes(self, slot: int) -> bool:
+        return self._point.load is Load.WRITE or (self._point.load is Load.BOTH and slot % 2 == 1)
+
+    def _submit(self, slot: int, op: Op) -> None:
+        block = self._point.block_bytes
+        with self._lock:
+            offset = self._place(op)
+        memory = self.target.memory[slot * block : (slot + 1) * block]
+        try:
+            ticket = self.target.engine.submit(op, self.target.file, offset, memory)
+        except InfinityError as error:
+            self._end(error)
+            return
+        ticket.on_done(lambda done: self._on_done(slot, done))
+
+    def _place(self, op: Op) -> int:
+        block, both = self._point.block_bytes, self._point.load is Load.BOTH
+        half = align_down(self.target.file_bytes // 2, BLOCK_MULTIPLE)
+        room = half if both else self.target.file_bytes
+        number = self._next[op]
+        self._next[op] = number + 1
+        return number % (room // block) * block + (half if both and op is Op.WRITE else 0)
+
+    def _on_done(self, slot: int, ticket: Ticket) -> None:
+        with self._lock:
+            self._last = max(self._last, ticket.completed)
+            if ticket.error is None:
+                self._moved[ticket.op] += ticket.length
+                self._latencies.add(ticket.completed - ticket.submitted)
+                self._count(ticket)
+        if ticket.error is not None or ticket.completed >= self._deadline or self._error is not None:
+            self._end(ticket.error)
+            return
+        # With one request in flight, both directions take turns.
+        turn = self._point.load is Load.BOTH
+        other = Op.READ if ticket.op is Op.WRITE else Op.WRITE
+        following = other if turn else ticket.op
+        if self._stop.is_set() or (following is Op.WRITE and self._has_written()):
+            self._end(None)
+        else:
+            self._submit(slot, following)
+
+    def _count(self, ticket: Ticket) -> None:
+        """Add to the stretch of time in which it ended."""
+        number = int((ticket.completed - self._began) / self._slice_seconds)
+        self._slices.extend([0] * (number + 1 - len(self._slices)))
+        self._slices[number] += ticket.length
+
+    def _has_written(self) -> bool:
+        """Whether another write would be beyond `most_written`; several threads at once may still submit one each."""
+        if self._most_written is None:
+            return False
+        return (self._next[Op.WRITE] + 1) * self._point.block_bytes > self._most_written
+
+    def _end(self, error: InfinityError | None) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._inflight -= 1
+            if self._inflight == 0:
+                self._idle.set()

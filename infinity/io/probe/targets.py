@@ -1,0 +1,192 @@
+"""The folders that are measured: what is refused before, and the file, memory and engine of each.
+
+A file is unlinked as soon as it is open, so nothing is left whatever happens.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from infinity.config import StorageConfig
+from infinity.errors import BudgetError, ConfigError, StorageError
+from infinity.hugepages import transfer_memory
+from infinity.io.engine import DataFile, Engine, Op, Ticket
+from infinity.io.probe.points import BLOCK_MULTIPLE, Point, ProbeStoppedError
+from infinity.io.select import open_engine
+from infinity.units import MIB, align_down, format_size
+
+PATIENCE_SECONDS = 120.0
+"""How long a drive may take for one request."""
+_NOISE_BYTES = 8 * MIB
+_FILL_BYTES = MIB
+_SPARE_BYTES = 16 * MIB  # left free for the file system's own records
+_FILL_AHEAD = 8  # writes in flight while a file is filled
+_PREFIX = ".infinity-probe-"
+_OLD_SECONDS = 60.0
+"""A file that has its name for so long was left behind: whoever measures takes it away at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A folder that is measured: its engine, its file of `file_bytes`, and memory for all requests in flight."""
+
+    path: str
+    engine: Engine
+    file: DataFile
+    memory: memoryview
+    file_bytes: int
+
+
+def check_targets(names: Sequence[str], points: Sequence[Point], file_bytes: int, engine: str) -> None:
+    """Refuse what cannot be measured, before anything is made.
+
+    Raises:
+        ConfigError: a folder that does not exist or cannot be written, or a size too small.
+        BudgetError: not enough free space.
+    """
+    if not names:
+        raise ConfigError("name at least one folder to probe")
+    if len({os.path.realpath(name) for name in names}) != len(names):
+        raise ConfigError(f"the same folder is named twice: {', '.join(names)}")
+    if engine not in ("auto", "io_uring", "threads"):
+        raise ConfigError(f"engine = {engine!r} is not one of 'auto', 'io_uring', 'threads'")
+    least = 2 * max(point.flight for point in points)
+    if file_bytes < least:
+        raise ConfigError(
+            f"size = {format_size(file_bytes)} is too small: twice the bytes in flight are "
+            f"{format_size(least)}; give a larger size, or smaller blocks or depths"
+        )
+    needed: dict[int, int] = {}
+    for name in names:
+        if not os.path.isdir(name):
+            raise ConfigError(f"{name!r} is not a folder; create it or name another one")
+        if not os.access(name, os.W_OK | os.X_OK, effective_ids=True):
+            raise ConfigError(f"folder {name!r} is not writable for this user")
+        # Several folders may lie on one file system.
+        device = os.stat(name).st_dev
+        needed[device] = needed.get(device, _SPARE_BYTES) + file_bytes
+        free = free_space(name)
+        if free < needed[device]:
+            raise BudgetError(
+                f"{name}: {format_size(free)} free, {format_size(needed[device])} needed to probe; "
+                "give a smaller size or free some space"
+            )
+
+
+def free_space(folder: str) -> int:
+    """Return the bytes of a folder's file system that are free to its user."""
+    space = os.statvfs(folder)
+    return space.f_bavail * space.f_frsize
+
+
+@contextmanager
+def open_target(
+    path: str, points: Sequence[Point], file_bytes: int, engine: str, stop: threading.Event, *, fill: bool = True
+) -> Iterator[Target]:
+    """Have a file of `file_bytes` in a folder, reserved; with `fill` written in full, so that reads reach the drive.
+
+    Raises:
+        ProbeStoppedError: `stop` was set meanwhile.
+        ConfigError: the folder takes no file.
+        StorageError: a transfer failed.
+        StallError: a drive did not answer.
+    """
+    block = max(point.block_bytes for point in points)
+    file_bytes = align_down(file_bytes, BLOCK_MULTIPLE)
+    flight = max(point.flight for point in points)
+    settings = StorageConfig(
+        engine=engine,  # type: ignore[arg-type]
+        request_bytes=max(block, _FILL_BYTES),
+        queue_depth=max(point.depth for point in points),
+    )
+    memory = transfer_memory(max(flight, _NOISE_BYTES))
+    noise = os.urandom(_NOISE_BYTES)  # drives may compress anything simpler
+    for start in range(0, len(memory), _NOISE_BYTES):
+        end = min(start + _NOISE_BYTES, len(memory))
+        memory[start:end] = noise[: end - start]
+    running, _ = open_engine(settings)
+    try:
+        running.register(memory)
+        file = _probe_file(running, path, file_bytes)
+        if fill:
+            _fill(running, file, memory, file_bytes, stop)
+        yield Target(path=path, engine=running, file=file, memory=memory, file_bytes=file_bytes)
+    finally:
+        running.close()
+        memory.release()
+
+
+@contextmanager
+def through(target: Target, engine: str, point: Point) -> Iterator[Target]:
+    """Have the same file and memory in another engine, too. Raises as `open_target`."""
+    settings = StorageConfig(
+        engine=engine,  # type: ignore[arg-type]
+        request_bytes=point.block_bytes,
+        queue_depth=point.depth,
+    )
+    other, _ = open_engine(settings)
+    try:
+        other.register(target.memory)
+        yield replace(target, engine=other, file=other.open(f"/proc/self/fd/{target.file.fd}"))
+    finally:
+        other.close()
+
+
+def remove_left_over(folder: str | os.PathLike[str]) -> list[Path]:
+    """Remove and return files of measurements that were killed in the moment between making and unlinking them.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    removed = []
+    for path in Path(folder).iterdir():
+        with suppress(OSError):  # of another user, or gone
+            if path.name.startswith(_PREFIX) and time.time() - path.lstat().st_mtime >= _OLD_SECONDS:
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def go_on(stop: threading.Event) -> None:
+    """Raise `ProbeStoppedError` if `stop` is set."""
+    if stop.is_set():
+        raise ProbeStoppedError("the measurement was stopped")
+
+
+def _probe_file(engine: Engine, folder: str, size: int) -> DataFile:
+    try:
+        handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
+    except OSError as error:
+        raise ConfigError(f"folder {folder!r} takes no file: {error.strerror}; name another one") from error
+    os.close(handle)
+    try:
+        file = engine.open(name)
+    finally:
+        Path(name).unlink()
+    try:
+        os.posix_fallocate(file.fd, 0, size)
+    except OSError as error:
+        raise StorageError("reserve", name, 0, size, error.errno) from error
+    return file
+
+
+def _fill(engine: Engine, file: DataFile, memory: memoryview, size: int, stop: threading.Event) -> None:
+    tickets: deque[Ticket] = deque()
+    part = max(_FILL_BYTES, align_down(len(memory) // _FILL_AHEAD, BLOCK_MULTIPLE))
+    for number, start in enumerate(range(0, size, part)):
+        go_on(stop)
+        if len(tickets) == _FILL_AHEAD:
+            tickets.popleft().wait(PATIENCE_SECONDS)
+        begin = number % (len(memory) // part) * part
+        tickets.append(engine.submit(Op.WRITE, file, start, memory[begin : begin + min(part, size - start)]))
+    for ticket in tickets:
+        ticket.wait(PATIENCE_SECONDS)
+    engine.sync(file)

@@ -1,0 +1,127 @@
+"""Which settings `infinity probe` recommends, and that infinity takes them."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from infinity.config import StorageConfig, load_config
+from infinity.errors import ConfigError
+from infinity.io.probe.latency import Latencies
+from infinity.io.probe.points import Load, Measurement, Point
+from infinity_tools.probe.choice import Choice, best_size, mixed_speeds, settings_block, usual_size
+from infinity_tools.probe.turns import ROUNDS, Turns, in_turn
+
+MIB = 1 << 20
+USUAL = (StorageConfig().request_bytes, StorageConfig().queue_depth)
+
+
+def measured(load: Load, block: int, depth: int, read: float, write: float) -> Measurement:
+    """Return what a path did."""
+    return Measurement(
+        point=Point(load=load, block_bytes=block, depth=depth),
+        read_bytes_per_second=read,
+        write_bytes_per_second=write,
+        seconds=1.0,
+        latency=Latencies().summary(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("speeds", "best"),
+    [
+        ({USUAL: 100.0, (MIB, 1): 102.9}, USUAL),  # the same: the defaults
+        ({USUAL: 100.0, (MIB, 1): 104.0}, (MIB, 1)),
+        ({USUAL: 50.0, (MIB, 8): 98.0, (MIB, 32): 100.0}, (MIB, 8)),  # the smallest that is as fast
+        ({USUAL: 50.0, (MIB, 8): 96.0, (MIB, 32): 100.0}, (MIB, 32)),
+        ({(4 * MIB, 2): 100.0, (MIB, 8): 100.0}, (MIB, 8)),  # as many bytes in flight: the smaller request
+        ({(MIB, 1): 0.0}, (MIB, 1)),
+    ],
+)
+def test_the_smallest_that_is_as_fast_but_rather_the_defaults(
+    speeds: dict[tuple[int, int], float], best: tuple[int, int]
+) -> None:
+    """Within 3 % is as fast."""
+    assert usual_size() == USUAL
+    assert best_size(speeds) == best
+
+
+def test_what_counts_is_mixed_and_of_all_folders() -> None:
+    """Reads and writes together."""
+    a = [measured(Load.BOTH, MIB, 8, 1.0, 2.0), measured(Load.READ, MIB, 8, 50.0, 0.0)]
+    b = [measured(Load.BOTH, MIB, 8, 3.0, 4.0), measured(Load.BOTH, MIB, 1, 0.5, 0.5)]
+    assert mixed_speeds([a, b]) == {(MIB, 8): 10.0, (MIB, 1): 1.0}
+
+
+def test_two_ways_are_measured_in_turn() -> None:
+    """One round is luck: the median of the rounds counts, and more than 3 %."""
+    order: list[str] = []
+    speeds = iter([100.0, 90.0, 1.0, 100.0, 104.0, 100.0])
+
+    def way(name: str) -> float:
+        order.append(name)
+        return next(speeds)
+
+    turns = in_turn(lambda: way("a"), lambda: way("b"))
+    assert order == ["a", "b"] * ROUNDS
+    assert turns.ratio == pytest.approx(1.0)
+    assert not turns.is_first_faster()
+    assert not Turns(first=(103.0,), second=(100.0,)).is_first_faster()
+    assert Turns(first=(103.1,), second=(100.0,)).is_first_faster()
+    assert Turns(first=(1.0,), second=(0.0,)).ratio == 0.0
+
+
+def choice(path: str, **values: object) -> Choice:
+    """Return one that recommends the defaults, but for `values`."""
+    usual: dict[str, object] = {
+        "paths": (path,), "block_bytes": USUAL[0], "depth": USUAL[1], "engine": "auto", "bytes_per_second": 1e9,
+        "usual_measured": True, "sizes": None, "engines": None,
+    }  # fmt: skip
+    return Choice(**(usual | values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["plain", 'qu"o\\te', "umläut 🚀", "tab\tnew\nline", "del\x7f", "[x]"])
+def test_the_settings_are_read_back(name: str, tmp_path: Path) -> None:
+    """Whatever the folder is called."""
+    folder = tmp_path / name
+    folder.mkdir()
+    text = choice(str(folder), block_bytes=3 * MIB + 4096, depth=7, engine="threads").toml()
+    storage = load_config(tomllib.loads(text)).storage
+    assert storage == StorageConfig(paths=(str(folder),), request_bytes=3 * MIB + 4096, queue_depth=7, engine="threads")
+    file = tmp_path / "probe.toml"
+    file.write_text(text)
+    assert load_config(file).storage == storage
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"block_bytes": 1 << 31}, "request_bytes"),
+        ({"depth": 5000}, "queue_depth"),
+        ({"paths": ("bad\udcff",)}, "cannot be named"),
+        ({"paths": ("missing/deep/er",)}, "cannot be made"),
+    ],
+)
+def test_settings_that_infinity_refuses_are_not_recommended(values: dict[str, object], says: str) -> None:
+    """Neither printed."""
+    refused = choice("x", **values)
+    with pytest.raises(ConfigError, match=says):
+        settings_block(refused.paths, refused.block_bytes, refused.depth, refused.engine)
+
+
+def test_it_says_why(tmp_path: Path) -> None:
+    """And where there is nothing to change."""
+    path = str(tmp_path)
+    faster, slower = Turns(first=(2.0,), second=(1.0,)), Turns(first=(1.0,), second=(2.0,))
+    said = " ".join(choice(path, engines=slower).reasons())
+    assert "2 MiB, 32 in flight, the defaults, are as fast as anything measured" in said
+    assert "threads are 0.50 times as fast as io_uring: so auto" in said
+    assert "only storage.paths has to be set" in said
+    said = " ".join(choice(path, block_bytes=MIB, depth=1, sizes=faster, engine="threads", engines=faster).reasons())
+    assert "1 MiB, 1 in flight are 2.00 times as fast as the defaults" in said
+    assert "threads are 2.00 times as fast as io_uring: so they are recommended" in said
+    assert "only storage.paths" not in said
+    said = " ".join(choice(path, block_bytes=MIB, usual_measured=False).reasons())
+    assert "the defaults (2 MiB, 32) were not measured" in said

@@ -1,0 +1,124 @@
+"""fio beside infinity: the same file, what it says, and what is said where it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from infinity.io.probe.points import Load, points_of
+from infinity.io.probe.targets import open_target
+from infinity_tools.probe.fio import FioError, FioRun, found_in, run_fio
+from support.command import run_here
+
+MIB = 1 << 20
+SMALL = ["--size", "1MiB", "--block", "64KiB", "--depth", "2", "--seconds", "0.05"]
+needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+
+
+def fio(folder: Path, text: str) -> str:
+    """Make a program called fio, put its folder first in PATH, and return it."""
+    program = folder / "fio"
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def job(**values: object) -> str:
+    """Return fio's JSON of one job."""
+    sides = {"read": {"bw_bytes": 5, "io_bytes": 9}, "write": {"bw_bytes": 7, "io_bytes": 11}}
+    return json.dumps({"jobs": [{"error": 0, **sides, **values}]})
+
+
+def test_what_fio_says_is_read() -> None:
+    """Both directions, behind whatever it warns of."""
+    assert found_in(job()) == FioRun(bytes_per_second=12.0, written=11)
+    assert found_in("fio: this kernel is old\n" + job()) == FioRun(bytes_per_second=12.0, written=11)
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["", "nonsense", "{", "{}", '{"jobs": []}', '{"jobs": 5}', job(error=5), job(read=None),
+     job(read={"bw_bytes": "x"}), job(read={"bw_bytes": 0}, write={"bw_bytes": 0, "io_bytes": 0}), '{"jobs": [' * 3000],
+)  # fmt: skip
+def test_what_is_no_measurement_is_said(output: str) -> None:
+    """In a sentence that names fio."""
+    with pytest.raises(FioError, match="fio"):
+        found_in(output)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """An empty folder."""
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+@needs_fio
+@pytest.mark.parametrize("load", list(Load))
+@pytest.mark.parametrize("depth", [1, 4])
+def test_fio_measures_the_same_file(load: Load, depth: int, place: Path) -> None:
+    """Which has no name; it writes no more than it may, and the file stays as long as it was."""
+    (point,) = points_of([load], [64 << 10], [depth])
+    with open_target(str(place), [point], 4 * MIB, "threads", threading.Event()) as target:
+        if not target.file.direct:
+            pytest.skip("fio's asynchronous engines need O_DIRECT, which this file system has not")
+        done = run_fio("fio", target, point, 0.2, 4 * MIB)
+        assert os.fstat(target.file.fd).st_size == 4 * MIB
+        assert os.listdir(place) == []
+    assert done.bytes_per_second > 0
+    assert (done.written > 0) == (load is not Load.READ)
+    assert done.written <= 4 * MIB
+    assert os.listdir(place) == []
+
+
+@needs_fio
+def test_the_command_compares(place: Path) -> None:
+    """Every load, in rounds."""
+    done = run_here("probe", place, *SMALL, "--fio", "--json")
+    found = done.summary
+    assert found["fio_error"] == ""
+    assert set(found["fio"]) == {"read", "write", "mixed"}
+    for turns in found["fio"].values():
+        assert len(turns["infinity"]) == len(turns["fio"]) == 3
+        assert turns["ratio"] == pytest.approx(sorted(turns["infinity"])[1] / sorted(turns["fio"])[1])
+    assert found["written_bytes"][str(place)] <= found["plan"]["written"][str(place)]
+    assert "in turn with fio" in " ".join(run_here("probe", place, *SMALL).output.split())
+    assert os.listdir(place) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [("echo no engine >&2; exit 1", "ended with status 1: no engine"), ("echo hello", "printed no measurement")],
+)
+def test_its_failure_is_said_and_ends_nothing(
+    program: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All else is measured."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "data").mkdir()
+    fio(tmp_path / "bin", program)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    done = run_here("probe", tmp_path / "data", *SMALL)
+    assert done.status == 0
+    assert "not compared with fio:" in done.output
+    assert says in " ".join(done.output.split())
+    assert "[storage]" in done.output
+    found = run_here("probe", tmp_path / "data", *SMALL, "--json").summary
+    assert says in found["fio_error"]
+    assert found["fio"] == {}
+    assert run_here("probe", tmp_path / "data", *SMALL, "--json", "--no-fio").summary["fio_error"] == ""
+
+
+def test_fio_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is refused if it was asked for, and not missed otherwise."""
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    done = run_here("probe", tmp_path, *SMALL, "--fio")
+    assert done.status == 2
+    assert "fio is not installed" in done.errors
+    done = run_here("probe", tmp_path, *SMALL, "--json")
+    assert done.summary["fio"] == {}

@@ -1,0 +1,149 @@
+"""The order of a probe: what seems better has to show it in turn with the defaults; and the picture of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infinity.config import StorageConfig
+from infinity.io.probe.latency import Latencies
+from infinity.io.probe.points import Load, Measurement, Point, points_of
+from infinity.io.probe.sustained import Sustained
+from infinity_tools.probe.choice import Choice
+from infinity_tools.probe.plot import figure
+from infinity_tools.probe.report import Ask, Report
+from infinity_tools.probe.work import _Work
+
+MIB = 1 << 20
+USUAL = (StorageConfig().request_bytes, StorageConfig().queue_depth)
+SMALL = (MIB, 1)
+POINTS = points_of(list(Load), [MIB, USUAL[0]], [1, USUAL[1]])
+
+
+def measured(point: Point, speed: float) -> Measurement:
+    """Return what a path did."""
+    return Measurement(
+        point=point,
+        read_bytes_per_second=speed,
+        write_bytes_per_second=0.0,
+        seconds=1.0,
+        latency=Latencies([1e-3]).summary(),
+    )
+
+
+class FakeBench:
+    """Has the speeds that it is given: by size, engine, and how often that was asked for."""
+
+    def __init__(self, speed: Callable[[tuple[int, int], str, int], float], engine: str = "io_uring") -> None:
+        self.speed, self.engine = speed, engine
+        self.targets = {"d": SimpleNamespace(engine=SimpleNamespace(name=engine))}
+        self.asked: Counter[tuple[tuple[int, int], str]] = Counter()
+
+    def measure(self, point: Point, *, seconds: float, most_written: int, paths: Sequence[str]) -> Any:
+        """Return what is scripted."""
+        assert most_written >= point.flight
+        size = point.block_bytes, point.depth
+        if point.load is Load.BOTH:
+            self.asked[size, self.engine] += 1
+        return {"d": measured(point, self.speed(size, self.engine, self.asked[size, self.engine]))}
+
+    @contextmanager
+    def through(self, engine: str, point: Point) -> Iterator[FakeBench]:
+        """The same with another engine."""
+        other = FakeBench(self.speed, engine)
+        other.asked = self.asked
+        yield other
+
+
+def ask_for(**values: object) -> Ask:
+    """Return a probe of one folder."""
+    usual: dict[str, object] = {
+        "paths": ("d",), "file_bytes": MIB, "points": POINTS, "seconds": 1.0, "engine": "auto", "alone": "point",
+        "sustained_bytes": None, "sustained_seconds": 1.0, "fio": None,
+    }  # fmt: skip
+    return Ask(**(usual | values))  # type: ignore[arg-type]
+
+
+def chosen(bench: FakeBench, **values: object) -> Choice:
+    """Measure everything on a bench, and return the choice."""
+    ask = ask_for(**values)
+    view = SimpleNamespace(step=lambda what, seconds: None)
+    work = _Work(ask, view, bench)  # type: ignore[arg-type]
+    return work.choice(work.measured(ask.points))
+
+
+def test_the_defaults_are_kept_without_further_ado() -> None:
+    """Where nothing is faster, only the engines are compared."""
+    bench = FakeBench(lambda size, engine, time: 100.0)
+    choice = chosen(bench)
+    assert (choice.block_bytes, choice.depth, choice.engine) == (*USUAL, "auto")
+    assert choice.is_usual
+    assert choice.sizes is None
+    assert bench.asked[USUAL, "threads"] == 3
+    assert bench.asked[USUAL, "io_uring"] == 4
+
+
+def test_what_was_luck_is_not_recommended() -> None:
+    """Fast once, and not again."""
+    choice = chosen(FakeBench(lambda size, engine, time: 200.0 if size == SMALL and time == 1 else 100.0))
+    assert choice.is_usual
+    assert choice.sizes is None
+
+
+def test_what_is_faster_again_is_recommended() -> None:
+    """By how much is what the rounds had."""
+    choice = chosen(FakeBench(lambda size, engine, time: (200.0 if time == 1 else 150.0) if size == SMALL else 100.0))
+    assert (choice.block_bytes, choice.depth) == SMALL
+    assert choice.sizes is not None
+    assert choice.sizes.ratio == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("speed", "engine"), [(102.0, "auto"), (104.0, "threads"), (50.0, "auto")])
+def test_threads_have_to_be_faster(speed: float, engine: str) -> None:
+    """By more than 3 %."""
+    choice = chosen(FakeBench(lambda size, engine, time: speed if engine == "threads" else 100.0))
+    assert choice.engine == engine
+    assert choice.engines is not None
+
+
+@pytest.mark.parametrize(("asked", "used"), [("threads", "threads"), ("io_uring", "io_uring"), ("auto", "threads")])
+def test_engines_are_not_compared_where_there_is_no_choice(asked: str, used: str) -> None:
+    """It was asked for, or the kernel refuses the other."""
+    choice = chosen(FakeBench(lambda size, engine, time: 100.0, used), engine=asked)
+    assert choice.engine == asked
+    assert choice.engines is None
+
+
+def test_only_what_is_measured_is_recommended() -> None:
+    """The defaults are not, where they were not measured."""
+    choice = chosen(FakeBench(lambda size, engine, time: 100.0), points=points_of(list(Load), [MIB], [1, 4]))
+    assert (choice.block_bytes, choice.depth) == SMALL
+    assert not choice.usual_measured
+    assert choice.sizes is None
+
+
+def report(sustained: dict[str, Sustained]) -> Report:
+    """Return one of two folders."""
+    found = {path: tuple(measured(point, 1e9) for point in POINTS) for path in ("a $x$ y", "b")}
+    choice = chosen(FakeBench(lambda size, engine, time: 100.0))
+    return Report(
+        ask=ask_for(paths=tuple(found)), engine="io_uring", together=found, alone={}, choice=choice, fio={},
+        fio_error="", sustained=sustained, written={}, kept="",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("falls", [True, False])
+def test_the_picture_has_a_panel_for_each(falls: bool) -> None:
+    """Loads and latency; sustained writes where they were measured, with a line at the cliff."""
+    drawn = figure(report({}))
+    assert [len(axes.lines) for axes in drawn.axes] == [2, 2, 2, 4] * 2
+    slices = (100,) * 20 + ((10,) * 20 if falls else ())
+    one = Sustained(written=sum(slices), measurement=measured(POINTS[0], 1.0), slice_seconds=1.0, slices=slices)
+    drawn = figure(report({"a $x$ y": one, "b": one}))
+    assert [len(axes.lines) for axes in drawn.axes] == [2, 2, 2, 4, 1 + falls] * 2
+    drawn.canvas.draw()
