@@ -8,7 +8,7 @@ operations over what the device reaches, bytes over links, parameters over the s
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from infinity.budget import Budget, choose_budget
@@ -71,6 +71,15 @@ class Workload:
     def recomputes(self) -> bool:
         """Whether layers are computed again in backward."""
         return self.checkpointing or (self.micro_batches > 1 and self.layer_major)
+
+    def flops(self, model: ModelShape) -> float:
+        """Return the floating-point operations of a step of one rank.
+
+        A forward, as many again for gradients of inputs, and again for those of the weights that are trained.
+        """
+        root, layers = model.forward_flops(self.sequence)
+        weights = model.trainable_parameters / model.parameters
+        return self.tokens * ((2 + weights) * (root + layers) + (layers if self.recomputes else 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +153,11 @@ class Estimate:
         """Where the time of a step goes."""
         return self.seconds_at(self.workload.batch_tokens)
 
-    def seconds_at(self, batch_tokens: float) -> Seconds:
+    def seconds_at(self, batch_tokens: int) -> Seconds:
         """Return where the time goes with another number of tokens per step, and all else the same."""
         machine, traffic = self.machine, self.traffic
-        computation = self._flops(batch_tokens / self.workload.world_size) / machine.device.flops
+        work = replace(self.workload, batch_tokens=batch_tokens)
+        computation = work.flops(self.model) / machine.device.flops
         link = machine.device.link
         copies = self.gathered_bytes / link if link else 0.0
         trained = self._trained
@@ -188,15 +198,6 @@ class Estimate:
     def _trained(self) -> float:
         """Parameters that this rank updates."""
         return self.model.trainable_parameters / self.workload.world_size
-
-    def _flops(self, tokens: float) -> float:
-        """Return the floating-point operations of a step of so many tokens per rank.
-
-        A forward, as many again for gradients of inputs, and again for those of the weights that are trained.
-        """
-        root, layers = self.model.forward_flops(self.workload.sequence)
-        weights = self.model.trainable_parameters / self.model.parameters
-        return tokens * ((2 + weights) * (root + layers) + (layers if self.workload.recomputes else 0.0))
 
     @property
     def _exchanged_bytes(self) -> float:
@@ -256,30 +257,10 @@ class Estimate:
         kept = {"resident": len(plan.resident), "streaming": plan.streaming_frames, "kept": plan.kept.frames}
         return {**kept, "writing": plan.frames - sum(kept.values())}
 
-    @cached_property
+    @property
     def working_bytes(self) -> float:
-        """Memory for computation, in bytes, about: of the device, or of the host beside the arena.
-
-        The root and two layers gathered, the gradients of one unit as they are computed and as they are reduced,
-        activations, and the logits of one micro-batch.
-        """
-        work, model = self.workload, self.model
-        itemsize = ITEMSIZE[work.computed]
-        layer = max((unit.numel for unit in model.layers), default=0)
-        largest = max(model.root.numel, layer)
-        reduced = ITEMSIZE["float32"] if work.world_size > 1 else 0
-        at_once = work.tokens / work.micro_batches
-        inputs = itemsize * model.hidden * len(model.layers)
-        inside = _ACTIVATIONS / 2 * itemsize * model.hidden
-        kept = (work.tokens if work.layer_major else at_once) * inputs + at_once * inside
-        if not work.recomputes:
-            kept = at_once * inside * len(model.layers)
-        return (
-            itemsize * (model.root.numel + 2 * layer)
-            + (itemsize + reduced) * largest
-            + kept
-            + at_once * model.vocabulary * _LOGIT_BYTES
-        )
+        """Memory for computation, in bytes, about: of the device, or of the host beside the arena."""
+        return working_bytes(self.model, self.workload)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -298,6 +279,27 @@ class Estimate:
                 f"that {device.name} has; use more micro-batches, or activation checkpointing"
             )
         return tuple(found)
+
+
+def working_bytes(model: ModelShape, work: Workload) -> float:
+    """Return the memory that computation takes, in bytes, about.
+
+    The root and two layers gathered, the gradients of the largest unit as they are computed and as they are reduced,
+    activations, and the logits of one micro-batch.
+    """
+    itemsize = ITEMSIZE[work.computed]
+    layer = max((unit.numel for unit in model.layers), default=0)
+    reduced = ITEMSIZE["float32"] if work.world_size > 1 else 0
+    at_once = work.tokens / work.micro_batches
+    inside = at_once * _ACTIVATIONS / 2 * itemsize * model.hidden
+    if work.recomputes:
+        tokens = work.tokens if work.layer_major else at_once
+        kept = inside + tokens * itemsize * model.hidden * len(model.layers)
+    else:
+        kept = inside * len(model.layers)
+    weights = itemsize * (model.root.numel + 2 * layer)
+    gradients = (itemsize + reduced) * max(model.root.numel, layer)
+    return weights + gradients + kept + at_once * model.vocabulary * _LOGIT_BYTES
 
 
 def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Estimate:

@@ -12,6 +12,7 @@ from rich.text import Text
 def table(title: str, headings: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
     """Return a table; headings that begin with ``>`` are of columns that stand to the right."""
     made = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
+    made.show_header = any(headings)
     for heading in headings:
         number = heading.startswith(">")
         made.add_column(heading.lstrip(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")

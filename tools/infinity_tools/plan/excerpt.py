@@ -1,8 +1,8 @@
 """How fast this machine computes a model: a few steps of an excerpt of it, trained as a run would train it.
 
-The excerpt is the same model with one layer, then with three. What the second takes longer is two layers; what is left of
-the first is embedding, head and loss. Its state is paged like that of a run, so what transfers take from computation is
-in what is measured.
+The excerpt is the same model with one layer, then with three. What the second takes longer is two layers; what is left
+of the first is embedding, head and loss. Its state is paged like that of a run, so what transfers take from computation
+is in what is measured.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def measure(
     *,
     share: float,
     state_format: str,
+    ranks: int,
     folder: Path | None,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Measured:
@@ -69,6 +70,7 @@ def measure(
         work: tokens, sequence, micro-batches and dtype; one rank is measured.
         share: of its state that the arena has room for.
         state_format: setting `state.format`.
+        ranks: of this machine, which share its cores.
         folder: where its pages lie meanwhile; None: the system's temporary folder.
         on_progress: is told what is done next.
 
@@ -85,11 +87,15 @@ def measure(
             f"measuring three layers of {source.name} takes about {format_size(need)} of memory, and "
             f"{format_size(available_memory())} are left; name --gpu, or --tflops that the processor reaches"
         )
-    found = []
-    for number in _LAYERS:
-        on_progress(f"measuring {number} layer{'s' if number > 1 else ''}")
-        with tempfile.TemporaryDirectory(dir=folder, prefix="infinity-plan-") as place:
-            found.append(_train(_with_layers(source, number), work, share, state_format, place))
+    found, threads = [], torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // ranks))
+    try:
+        for number in _LAYERS:
+            on_progress(f"measuring {number} layer{'s' if number > 1 else ''}")
+            with tempfile.TemporaryDirectory(dir=folder, prefix="infinity-plan-") as place:
+                found.append(_train(_with_layers(source, number), work, share, state_format, place))
+    finally:
+        torch.set_num_threads(threads)
     (one, parameters), (more, _) = found
     updates = one.updates / parameters
 
@@ -114,14 +120,12 @@ def _with_layers(source: ModelSource, number: int) -> ModelSource:
     return ModelSource(name=source.name, config=config)
 
 
-def _train(
-    source: ModelSource, work: Workload, share: float, state_format: str, folder: str
-) -> tuple[_Step, int]:
+def _train(source: ModelSource, work: Workload, share: float, state_format: str, folder: str) -> tuple[_Step, int]:
     """Take some steps; return the median of those after the first two, and the number of parameters."""
     model = on_meta(source)
     shape = shape_of(source)
     mesh = infinity.mesh("cpu")
-    shard(model, mesh, bf16=work.computed == "bfloat16", checkpointing=work.checkpointing)
+    shard(model, mesh, bf16=work.computed == "bfloat16", checkpointing=work.checkpointing and work.micro_batches == 1)
     settings: dict[str, Any] = {
         "storage": {"paths": [folder]},
         "state": {"format": state_format},
@@ -130,7 +134,8 @@ def _train(
     }
     optimizer = _offload(model, settings)
     rows = max(1, int(work.tokens) // work.sequence)
-    sliced = infinity.micro_batches(model, work.micro_batches) if work.micro_batches > 1 and work.layer_major else None
+    if work.micro_batches > 1 and work.layer_major:
+        infinity.micro_batches(model, work.micro_batches)
     try:
         for _ in range(_WARM + _STEPS):
             batch = torch.randint(shape.vocabulary, (rows, work.sequence))
@@ -140,7 +145,6 @@ def _train(
         records = optimizer.records[_WARM:]
     finally:
         optimizer.close()
-        del sliced
     return _Step(
         computation=median(record.compute_seconds for record in records),
         fixed=median(r.copy_seconds + r.python_seconds + r.collective_seconds for r in records),
@@ -151,7 +155,7 @@ def _train(
 def _offload(model: torch.nn.Module, settings: dict[str, Any]) -> infinity.PagedOptimizer:
     """Offload with an arena that is large enough."""
     while True:
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         try:
             return infinity.offload(model, optimizer, settings)
         except BudgetError:

@@ -70,5 +70,5 @@ def _active_experts(config: Any) -> float:
     """Return which share of its experts a token is sent to; 1 where there are none."""
     for count in ("num_local_experts", "num_experts", "n_routed_experts"):
         if experts := getattr(config, count, None):
-            return min(1.0, getattr(config, "num_experts_per_tok", experts) / experts)
+            return min(1.0, float(getattr(config, "num_experts_per_tok", experts)) / float(experts))
     return 1.0

@@ -1,0 +1,357 @@
+"""From what was asked for to what is planned: model, workload, machine and settings."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.config import Config, load_config
+from infinity.errors import ConfigError
+from infinity.estimate.estimate import Estimate, Workload, estimate, working_bytes
+from infinity.estimate.machine import ACCELERATORS, REACHED, UPDATE_SECONDS, Accelerator, Drives, Machine
+from infinity.estimate.model import OPTIMIZERS, ModelShape, decoder, with_lora, with_trainable_share
+from infinity.memory.limits import available_memory
+from infinity.units import format_size, parse_size
+from infinity_tools.plan.drives import drives_at, typed_drives
+
+if TYPE_CHECKING:
+    from infinity_tools.presets import ModelSource
+
+_SEQUENCE = 4096
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_ROOM = 0.95
+"""Share of an accelerator's memory that computation may take."""
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of `infinity plan`, as they were given; None where one was not."""
+
+    model: str | None
+    parameters: float | None
+    layers: int | None
+    hidden: int | None
+    vocabulary: int | None
+    tied: bool
+    lora: int | None
+    trainable: float | None
+    dtype: str
+    batch_tokens: int
+    sequence: int | None
+    micro_batches: int | None
+    loop: bool
+    checkpointing: bool
+    clip: bool
+    optimizer: str
+    ranks: int
+    nodes: int
+    gpu: str | None
+    tflops: float | None
+    gpu_memory: str | None
+    link: str | None
+    update_cores: int
+    interconnect: str | None
+    nvme: tuple[Path, ...]
+    nvme_bandwidth: str | None
+    nvme_count: int | None
+    nvme_size: str | None
+    nvme_endurance: str | None
+    config: Path | None
+    settings: Mapping[str, Any]
+    """Settings that options name, by their dotted names."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes."""
+        return self.ranks * self.nodes
+
+    @property
+    def paths(self) -> list[str]:
+        """The folders that the settings name."""
+        if self.nvme_bandwidth is not None:
+            return [f"/nvme{number}/infinity" for number in range(self.nvme_count or 1)]
+        return [os.path.abspath(path) for path in self.nvme or (Path(),)]
+
+
+def plan_of(asked: Asked, report: Report = lambda what: None) -> tuple[Estimate, dict[str, str]]:
+    """Plan what was asked for; return it, and in a few words by subject where figures are from.
+
+    Args:
+        report: is told what is being done.
+
+    Raises:
+        ConfigError: an option is wrong, or two do not go together. BudgetError: the arena is too small.
+    """
+    _check(asked)
+    settings = _settings(asked)
+    work = _workload(asked)
+    drives = _typed_drives(asked)
+    device = _device(asked)
+    report("building the model")
+    source, model = _model(asked)
+    sources = {}
+    if drives is None:
+        report("measuring the drives")
+        drives, sources["drives"] = drives_at(asked.nvme or (Path(),), _size(asked.nvme_endurance, "--nvme-endurance"))
+    if device is None:
+        source = source or _config_of(model)
+        machine = _measured(asked, source, model, work, drives, settings, report)
+        sources["computation"] = "three layers were measured on this processor"
+    else:
+        machine = _machine(asked, device, drives, settings)
+        work = _fitted(asked, model, work, device)
+    report("planning")
+    return estimate(model, work, machine, settings), sources
+
+
+def _check(asked: Asked) -> None:
+    shape = {"--layers": asked.layers, "--hidden": asked.hidden, "--vocabulary": asked.vocabulary}
+    if asked.model is not None and asked.parameters is not None:
+        raise ConfigError("--model and --parameters both name a model; leave one of them out")
+    if asked.model is None and asked.parameters is None:
+        raise ConfigError("name a model: --model, or --parameters with --layers, --hidden and --vocabulary")
+    if asked.model is not None and (given := [name for name, value in shape.items() if value is not None]):
+        raise ConfigError(f"{given[0]} belongs to --parameters; --model {asked.model!r} has its own")
+    if asked.parameters is not None and (missing := [name for name, value in shape.items() if value is None]):
+        raise ConfigError(f"--parameters {asked.parameters:g} needs {' and '.join(missing)} too")
+    if asked.lora is not None and asked.trainable is not None:
+        raise ConfigError("--lora and --trainable both say what is trained; leave one of them out")
+    if asked.dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {asked.dtype!r} is not one of {', '.join(_DTYPES)}")
+    if asked.optimizer not in OPTIMIZERS:
+        near = difflib.get_close_matches(asked.optimizer, OPTIMIZERS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--optimizer {asked.optimizer!r} is not one of {', '.join(OPTIMIZERS)}{hint}")
+    if asked.loop and (asked.micro_batches or 1) < 2:
+        raise ConfigError("--loop is about several micro-batches; give --micro-batches 2 or more")
+    if asked.nvme and asked.nvme_bandwidth is not None:
+        raise ConfigError("--nvme and --nvme-bandwidth both say what the drives do; leave one of them out")
+    for name, value in (("--nvme-count", asked.nvme_count), ("--nvme-size", asked.nvme_size)):
+        if value is not None and asked.nvme_bandwidth is None:
+            raise ConfigError(f"{name} {value} belongs to --nvme-bandwidth; folders of --nvme are looked at")
+    for name, text in (("--gpu-memory", asked.gpu_memory), ("--link", asked.link)):
+        if text is not None and asked.gpu is None and asked.tflops is None:
+            raise ConfigError(f"{name} {text} is of an accelerator; name it with --gpu, or give --tflops")
+    if asked.world_size > 1 and asked.batch_tokens < 2 * asked.world_size:
+        raise ConfigError(
+            f"--batch-tokens {asked.batch_tokens} are too few for {asked.world_size} ranks; each needs a sequence of 2"
+        )
+
+
+def _settings(asked: Asked) -> Config:
+    settings = load_config(asked.config).with_values(**asked.settings)
+    if not settings.memory.host_bytes:
+        host = available_memory() // 4 // asked.ranks
+        settings = settings.with_values(**{"memory.host_bytes": host})
+    return settings
+
+
+def _workload(asked: Asked) -> Workload:
+    tokens = asked.batch_tokens // asked.world_size
+    sequence = asked.sequence or min(_SEQUENCE, tokens)
+    if sequence > tokens:
+        each = f"of {tokens} tokens per rank" if asked.world_size > 1 else f"of {tokens} tokens"
+        raise ConfigError(f"--seq {sequence} does not fit a batch {each}; give a shorter one, or more --batch-tokens")
+    parts = asked.micro_batches or 1
+    if parts > tokens // sequence:
+        raise ConfigError(
+            f"--micro-batches {parts}: a rank has {tokens // sequence} sequences per step; give at most as many"
+        )
+    return Workload(
+        batch_tokens=asked.batch_tokens,
+        sequence=sequence,
+        world_size=asked.world_size,
+        micro_batches=parts,
+        layer_major=not asked.loop,
+        checkpointing=asked.checkpointing,
+        clipping=asked.clip,
+        optimizer=asked.optimizer,
+        computed=_DTYPES[asked.dtype],
+    )
+
+
+def _size(text: str | None, name: str) -> int:
+    return 0 if text is None else parse_size(text, name=name)
+
+
+def _rate(text: str, name: str) -> float:
+    """Return bytes per second from ``55e9`` or ``55GB``."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = float(parse_size(text, name=name))
+    if not 1e3 <= rate <= 1e15:
+        raise ConfigError(f"{name} {text!r} must be from 1e3 to 1e15 bytes per second, such as 55e9")
+    return rate
+
+
+def _typed_drives(asked: Asked) -> Drives | None:
+    """Return the drives of which numbers were given; None where folders are to be looked at."""
+    endurance = _size(asked.nvme_endurance, "--nvme-endurance")
+    if asked.nvme_bandwidth is None:
+        return None
+    return typed_drives(asked.nvme_bandwidth, asked.nvme_count or 1, _size(asked.nvme_size, "--nvme-size"), endurance)
+
+
+def _device(asked: Asked) -> Accelerator | None:
+    """Return what computes; None where this machine's processor is to be measured."""
+    if asked.gpu is None and asked.tflops is None:
+        return None
+    if asked.gpu is None:
+        device = Accelerator(name="this processor", flops=1.0)
+    elif asked.gpu.lower() in ACCELERATORS:
+        device = ACCELERATORS[asked.gpu.lower()]
+        if asked.dtype == "fp32" and asked.tflops is None:
+            raise ConfigError(f"--gpu {asked.gpu} is known in bf16; give --tflops that it reaches with --dtype fp32")
+    else:
+        near = difflib.get_close_matches(asked.gpu.lower(), ACCELERATORS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"--gpu {asked.gpu!r} is not known (`--gpu list` shows those that are){hint}; or give --tflops, "
+            "--gpu-memory and --link"
+        )
+    if asked.tflops is not None:
+        device = replace(device, flops=asked.tflops * 1e12)
+    if asked.gpu_memory is not None:
+        device = replace(
+            device, name=asked.gpu or "accelerator", memory_bytes=parse_size(asked.gpu_memory, name="--gpu-memory")
+        )
+    if asked.link is not None:
+        device = replace(device, name=asked.gpu or "accelerator", link=_rate(asked.link, "--link"))
+    return device
+
+
+def _model(asked: Asked) -> tuple[ModelSource | None, ModelShape]:
+    source = None
+    if asked.model is not None:
+        from infinity_tools.plan.shapes import shape_of
+        from infinity_tools.presets import find_model
+
+        source = find_model(asked.model)
+        model = shape_of(source)
+    else:
+        model = decoder(
+            parameters=asked.parameters or 0.0,
+            layers=asked.layers or 0,
+            hidden=asked.hidden or 0,
+            vocabulary=asked.vocabulary or 0,
+            tied=asked.tied,
+        )
+    kept = _DTYPES[asked.dtype]
+    if asked.lora is not None:
+        model = with_lora(model, asked.lora, kept)
+    elif asked.trainable is not None:
+        model = with_trainable_share(model, asked.trainable, kept)
+    return source, model
+
+
+def _config_of(model: ModelShape) -> ModelSource:
+    """Return a Llama of the widths of a decoder."""
+    from transformers import LlamaConfig
+
+    from infinity_tools.presets import ModelSource
+
+    width = next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if model.hidden % size == 0)
+    shapes = {p.name.rpartition(".")[2]: p.shape for p in model.layers[0].parameters}
+    config = LlamaConfig(
+        vocab_size=model.vocabulary,
+        hidden_size=model.hidden,
+        intermediate_size=shapes["gate_proj"][0],
+        num_hidden_layers=len(model.layers),
+        num_attention_heads=model.hidden // width,
+        tie_word_embeddings=len(model.root.parameters) == 2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return ModelSource(name=model.name, config=config)
+
+
+def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config) -> Machine:
+    kind = "cuda" if device.memory_bytes or device.link else "cpu"
+    threaded = settings.update.cores_beside(kind, 0)
+    # Without a thread of their own, updates take the cores that compute.
+    cores = max(asked.update_cores, threaded) if threaded else max(1, len(os.sched_getaffinity(0)) // asked.ranks)
+    return Machine(
+        drives=drives,
+        ranks_per_node=asked.ranks,
+        device=device,
+        update_seconds={name: seconds / cores for name, seconds in UPDATE_SECONDS.items()},
+        threaded=threaded > 0,
+        interconnect=_rate(asked.interconnect, "--interconnect") if asked.interconnect is not None else 0.0,
+    )
+
+
+def _measured(
+    asked: Asked,
+    source: ModelSource,
+    model: ModelShape,
+    work: Workload,
+    drives: Drives,
+    settings: Config,
+    report: Report,
+) -> Machine:
+    """Return this machine, as an excerpt of the model was measured on it."""
+    from infinity_tools.plan.excerpt import measure
+
+    name = settings.state.format
+    found = measure(
+        source,
+        work,
+        share=settings.memory.host_bytes * asked.world_size / (18 * model.parameters),
+        state_format=name,
+        ranks=asked.ranks,
+        folder=None if asked.nvme_bandwidth is not None else (asked.nvme or (Path(),))[0],
+        on_progress=report,
+    )
+    whole = Accelerator(name="this processor", flops=1.0)
+    machine = _machine(asked, whole, drives, settings)
+    each = {other: found.update * seconds / UPDATE_SECONDS[name] for other, seconds in UPDATE_SECONDS.items()}
+    return replace(
+        machine,
+        device=replace(whole, flops=work.flops(model) / found.computation),
+        update_seconds=each,
+        fixed_seconds=found.fixed,
+    )
+
+
+def _fitted(asked: Asked, model: ModelShape, work: Workload, device: Accelerator) -> Workload:
+    """Return the workload in as few micro-batches as the device has memory for, unless their number was given."""
+    if asked.micro_batches is not None or not device.memory_bytes:
+        return work
+    most = int(work.tokens) // work.sequence
+    parts = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    tried = [replace(work, micro_batches=number) for number in parts]
+    fitting = (one for one in tried if working_bytes(model, one) <= _ROOM * device.memory_bytes)
+    return next(fitting, work)
+
+
+def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) -> list[str]:
+    """Return what an estimate rests on, a line for each."""
+    machine, work = found.machine, found.workload
+    drives, device = machine.drives, machine.device
+    speeds = f"{drives.read / 1e9:.3g} GB/s read, {drives.write / 1e9:.3g} GB/s written"
+    mixed = f", {drives.mixed / 1e9:.3g} GB/s mixed" if drives.mixed else ", reads and writes take turns"
+    lines = [
+        f"drives of a node: {speeds}{mixed} ({sources.get('drives', 'as given')})",
+        f"computation: {device.flops / 1e12:.3g} TFLOP/s reached by each rank on {device.name} "
+        f"({sources.get('computation') or _how_fast(asked)})",
+        f"updates: {1e9 * machine.update_seconds[found.settings.state.format]:.2g} ns per parameter"
+        + (", beside computation" if machine.threaded else ""),
+    ]
+    if work.micro_batches > 1:
+        how = "a loop over" if not work.layer_major else "each layer runs all of"
+        lines.append(f"{how} {work.micro_batches} micro-batches")
+    if work.world_size > 1 and not machine.interconnect:
+        lines.append("exchange between ranks takes no time (--interconnect)")
+    if "memory.host_bytes" not in asked.settings and asked.config is None:
+        lines.append(f"host memory: {format_size(found.settings.memory.host_bytes)}, a quarter of what is free here")
+    return lines
+
+
+def _how_fast(asked: Asked) -> str:
+    return "as given" if asked.tflops is not None else f"{REACHED:.0%} of its peak"

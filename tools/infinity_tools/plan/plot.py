@@ -1,0 +1,84 @@
+"""`plan.png`: where the time of a step goes, what hides storage, and what more memory would give."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from infinity.content.format import Role
+from infinity.estimate.estimate import Estimate
+from infinity_tools.plan.report import ROLES, headline
+
+_POINTS = 9
+"""Batch sizes that are drawn, each twice the one before, around that of the plan."""
+_COLOURS = {"read": "#ee6677", "written": "#ccbb44", "stays": "#4477aa"}
+
+
+def figure(found: Estimate) -> Figure:
+    """Draw an estimate."""
+    drawn = Figure(figsize=(13, 4.4), layout="constrained")
+    FigureCanvasAgg(drawn)
+    causes, tokens, state = drawn.subplots(1, 3)
+    _causes(causes, found)
+    _tokens(tokens, found)
+    _state(state, found)
+    drawn.suptitle(headline(found))
+    return drawn
+
+
+def _causes(axes: Axes, found: Estimate) -> None:
+    seconds = found.seconds
+    bars = {
+        "step": (seconds.step, "#222222"),
+        "waits for storage": (seconds.storage, "#ee6677"),
+        "writes": (seconds.writes, _COLOURS["written"]),
+        "reads": (seconds.reads, _COLOURS["read"]),
+        "updates": (seconds.updates, "#228833"),
+        "fixed": (seconds.fixed, "#bbbbbb"),
+        "between ranks": (seconds.collectives, "#aa3377"),
+        "to the device": (seconds.copies, "#66ccee"),
+        "computation": (seconds.computation, "#4477aa"),
+    }
+    shown = {name: bar for name, bar in bars.items() if bar[0] > 0}
+    axes.barh(list(shown), [length for length, _ in shown.values()], color=[colour for _, colour in shown.values()])
+    axes.set_title("seconds of a step; side by side where possible")
+    axes.grid(alpha=0.3, axis="x")
+    axes.set_axisbelow(True)
+
+
+def _tokens(axes: Axes, found: Estimate) -> None:
+    work = found.workload
+    least = work.sequence * work.world_size
+    counts = [count for k in range(_POINTS) if (count := work.batch_tokens * 2 ** (k - _POINTS // 2)) >= least]
+    steps = [found.seconds_at(count) for count in counts]
+    axes.plot(counts, [count / one.step for count, one in zip(counts, steps, strict=True)], marker="o", label="planned")
+    without = [count / (one.step - one.storage) for count, one in zip(counts, steps, strict=True)]
+    axes.plot(counts, without, linestyle="--", color="#bbbbbb", label="if drives took no time")
+    axes.axvline(work.batch_tokens, color="#222222", alpha=0.3)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens per step")
+    axes.set_title("tokens per second")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def _state(axes: Axes, found: Estimate) -> None:
+    names = [ROLES[role] for role in Role]
+    giga = {role: found.layout.bytes_of(role) / 1e9 for role in Role}
+    stays = [found.resident_bytes[role] / 1e9 for role in Role]
+    columns = {
+        "size": [giga[role] for role in Role],
+        "stays in host memory": stays,
+        "read per step": [found.traffic.read[role] / 1e9 for role in Role],
+        "written per step": [found.traffic.written[role] / 1e9 for role in Role],
+    }
+    colours = ("#bbbbbb", _COLOURS["stays"], _COLOURS["read"], _COLOURS["written"])
+    for number, ((label, heights), colour) in enumerate(zip(columns.items(), colours, strict=True)):
+        axes.bar([x + (number - 1.5) * 0.2 for x in range(len(names))], heights, 0.2, label=label, color=colour)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_title("GB of a rank")
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False)

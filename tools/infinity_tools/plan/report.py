@@ -1,0 +1,216 @@
+"""An estimate as a person reads it, as JSON, and as the settings that a run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from infinity.content.format import Role
+from infinity.estimate.advice import Change
+from infinity.estimate.estimate import DAY, HIDDEN, Estimate
+from infinity.units import format_setting, format_size
+from infinity_tools.tables import table
+
+ROLES = {Role.PARAM: "weights", Role.UPDATE: "master and moments", Role.GRAD: "gradients"}
+"""What the pages of each role are called."""
+_UNITS = (("years", 365 * DAY), ("days", DAY), ("hours", 3600.0))
+
+
+def headline(found: Estimate) -> str:
+    """Return in a line what is planned."""
+    work, model = found.workload, found.model
+    trained = model.trainable_parameters
+    share = "" if trained == model.parameters else f" ({trained / model.parameters:.2%} trained)"
+    ranks = f"{work.world_size} ranks" if work.world_size > 1 else "1 rank"
+    return f"{model.name}: {count(model.parameters)} parameters{share}, {ranks}, {work.batch_tokens} tokens per step"
+
+
+def count(number: float) -> str:
+    """Return a large number in words of three digits, such as ``70.6 B``."""
+    for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g} {letter}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time with three digits, in the unit in which it is at least 2."""
+    for unit, length in _UNITS:
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def show(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str], console: Console) -> None:
+    """Print an estimate."""
+    console.print(Text(headline(found), style="bold"))
+    for part in _parts(found, changes):
+        console.print()
+        console.print(part)
+    console.print()
+    for line in assumptions:
+        console.print(Text(f"assumed: {line}", style="dim"))
+    for problem in found.problems:
+        console.print(Text.assemble(("does not fit: ", "bold red"), problem))
+
+
+def _parts(found: Estimate, changes: Sequence[Change]) -> Iterator[RenderableType]:
+    yield _places(found)
+    yield _arena(found)
+    yield _step(found)
+    yield _facts(found)
+    if changes:
+        rows = [(change.what, f"-{change.saved:.0%}", change.price) for change in changes]
+        yield table("what would help most", ("change", ">seconds per token", ""), rows)
+
+
+def _places(found: Estimate) -> Table:
+    traffic = found.traffic
+    sizes = {
+        name: (found.layout.bytes_of(role), found.resident_bytes[role], traffic.read[role], traffic.written[role])
+        for role, name in ROLES.items()
+    }
+    sizes["all"] = tuple(map(sum, zip(*sizes.values(), strict=True)))  # type: ignore[assignment]
+    return table(
+        "state of a rank",
+        ("", ">size", ">stays in host memory", ">read per step", ">written"),
+        [(name, *map(format_size, row)) for name, row in sizes.items()],
+    )
+
+
+def _arena(found: Estimate) -> Table:
+    size = found.layout.page_bytes
+    names = {
+        "resident": "pages that stay",
+        "streaming": "pages on their way to use",
+        "kept": "pages kept between uses",
+        "writing": "pages being written",
+    }
+    rows = [(names[use], str(number), format_size(number * size)) for use, number in found.frames_by_use.items()]
+    title = f"arena: {format_size(found.budget.host_bytes)} in {found.budget.frames} frames of {format_size(size)}"
+    return table(title, ("", ">frames", ">bytes"), rows)
+
+
+def _step(found: Estimate) -> Table:
+    seconds = found.seconds
+    traffic = found.traffic
+    copied = found.gathered_bytes if found.machine.device.link else 0
+    rows = [
+        ("forward and backward", "", duration(seconds.computation)),
+        ("weights to the device", format_size(copied) if copied else "", duration(seconds.copies)),
+        ("between ranks", "", duration(seconds.collectives)),
+        ("other, fixed", "", duration(seconds.fixed)),
+        (f"updates ({found.placement})", "", duration(seconds.updates)),
+        ("reads from NVMe", format_size(traffic.read_bytes), duration(seconds.reads)),
+        ("writes to NVMe", format_size(traffic.written_bytes), duration(seconds.writes)),
+        ("a step, with what runs side by side", format_size(traffic.total_bytes), duration(seconds.step)),
+        ("of that, waits for storage", "", duration(seconds.storage)),
+    ]
+    return table("a step of a rank", ("", ">bytes", ">time"), [row for row in rows if row[2] != "0 s"])
+
+
+def _facts(found: Estimate) -> Table:
+    work, machine = found.workload, found.machine
+    hidden = found.hidden_from_tokens
+    space = found.drive_bytes * machine.ranks_per_node
+    free = f" of {format_size(machine.drives.space_bytes)} free" if machine.drives.space_bytes else ""
+    daily = found.node_written_per_day
+    if found.drive_days is not None:
+        life = f"rated writes used up in {duration(DAY * found.drive_days)}"
+    elif daily:
+        life = f"1 PB of rated writes lasts {duration(DAY * 1e15 / daily)}"
+    else:
+        life = ""
+    where = f"on {machine.device.name}" if machine.device.memory_bytes else "beside the arena"
+    rows = [
+        ("tokens per second", f"{work.batch_tokens / found.seconds.step:.4g}", ""),
+        (
+            "storage is hidden from",
+            "no batch size" if hidden is None else f"{hidden} tokens per step",
+            f"a step then takes at most {HIDDEN - 1:.0%} longer for it",
+        ),
+        ("drive space per node", format_size(space) + free, _commits(found)),
+        ("written per node", f"{daily / 1e12:.3g} TB per day", life),
+        ("memory to compute in", f"about {format_size(found.working_bytes)}", where),
+    ]
+    return table("in all", ("", "", ""), rows)
+
+
+def _commits(found: Estimate) -> str:
+    number = found.settings.run.retained_commits
+    return f"with {number} retained commit{'s' if number > 1 else ''}"
+
+
+def settings_of(found: Estimate, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the settings that make a run what was planned, as a tree that `infinity.offload` takes."""
+    chosen = found.settings
+    return {
+        "storage": {"paths": list(paths)},
+        "memory": {"host_bytes": format_setting(found.settings.memory.host_bytes)}
+        | ({"page_bytes": format_setting(chosen.memory.page_bytes)} if chosen.memory.page_bytes else {}),
+        **({"state": {"format": chosen.state.format}} if chosen.state.format != "fp32" else {}),
+        **({"update": {"placement": chosen.update.placement}} if chosen.update.placement != "auto" else {}),
+        **({"run": {"retained_commits": chosen.run.retained_commits}} if chosen.run.retained_commits != 1 else {}),
+    }
+
+
+def document(
+    found: Estimate, changes: Sequence[Change], assumptions: Sequence[str], paths: Sequence[str]
+) -> dict[str, Any]:
+    """Return the estimate as JSON."""
+    model, work, machine = found.model, found.workload, found.machine
+
+    def by_role(values: Any) -> dict[str, int]:
+        return {role.value: values[role] for role in Role}
+
+    return {
+        "fits": not found.problems,
+        "problems": list(found.problems),
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters,
+            "trainable_parameters": model.trainable_parameters,
+            "layers": len(model.layers),
+            "hidden": model.hidden,
+            "vocabulary": model.vocabulary,
+        },
+        "workload": asdict(work),
+        "machine": asdict(machine),
+        "assumptions": list(assumptions),
+        "placement": found.placement,
+        "page_bytes": found.layout.page_bytes,
+        "pages": len(found.layout.pages),
+        "state_bytes": found.layout.state_bytes,
+        "bytes": {role.value: found.layout.bytes_of(role) for role in Role},
+        "resident_bytes": by_role(found.resident_bytes),
+        "arena": {"bytes": found.budget.host_bytes, "frames": found.budget.frames, **found.frames_by_use},
+        "read_bytes": by_role(found.traffic.read),
+        "written_bytes": by_role(found.traffic.written),
+        "read_bytes_per_step": found.traffic.read_bytes,
+        "written_bytes_per_step": found.traffic.written_bytes,
+        "bytes_per_parameter": found.traffic.total_bytes / max(1, found.layout.parameters),
+        "seconds": asdict(found.seconds),
+        "tokens_per_second": work.batch_tokens / found.seconds.step,
+        "hidden_from_tokens": found.hidden_from_tokens,
+        "drive_bytes": found.drive_bytes,
+        "node_drive_bytes": found.drive_bytes * machine.ranks_per_node,
+        "node_written_bytes_per_day": found.node_written_per_day,
+        "drive_days": found.drive_days,
+        "working_bytes": found.working_bytes,
+        "changes": [
+            {
+                "change": change.what,
+                "price": change.price,
+                "saved": change.saved,
+                "step_seconds": change.result.seconds.step,
+                "batch_tokens": change.result.workload.batch_tokens,
+            }
+            for change in changes
+        ],
+        "settings": settings_of(found, paths),
+    }
