@@ -59,10 +59,11 @@ def _model(found: Found) -> Iterator[str]:
     bf16, reduced = found.precision(), found["communication_data_type"]
     in_bf16 = isinstance(reduced, str) and reduced.lower() in ("bf16", "bfp16")
     policy = f"MixedPrecisionPolicy(torch.bfloat16, torch.{'bfloat16' if in_bf16 else 'float32'})"
+    fp32 = f"MixedPrecisionPolicy({'reduce_dtype=torch.bfloat16' if in_bf16 else ''})"
     if bf16 == AUTO:
-        yield f"policy = {policy} if args.bf16 else MixedPrecisionPolicy()"
+        yield f"policy = {policy} if args.bf16 else {fp32}"
     else:
-        yield f"policy = {policy}" if bf16 else "policy = MixedPrecisionPolicy()  # fp32"
+        yield f"policy = {policy}" if bf16 else f"policy = {fp32}  # computes in fp32"
     yield 'with torch.device("meta"):  # in place of zero.Init: no memory yet'
     yield "    model = build_model()"
     yield "for layer in model.model.layers:"

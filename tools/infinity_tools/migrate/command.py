@@ -23,6 +23,7 @@ from infinity_tools.tables import table
 
 _SETTINGS = "infinity.toml"
 _LONGEST = 60
+_BEFORE = {Status.NOT_NEEDED: "see ", Status.NO_COUNTERPART: "instead: "}
 _CHECKPOINTS = """\
 Weights of a DeepSpeed checkpoint come over, moments and step counts do not:
   python zero_to_fp32.py CHECKPOINT FOLDER --safe_serialization     # the script lies in the checkpoint
@@ -97,9 +98,11 @@ def _show(done: Migration, out: Path | None) -> None:
             console.print()
     if done.refusals:
         names = ", ".join(row.key for row in done.refusals)
-        say(f"Not the same training: {names} changes it and has no counterpart; see above what to do instead.", "red")
+        say(f"Not the same training: {names} changes it and is lacking here; the table says what to do.", "red")
     else:
-        say("The same training: nothing that changes it is lost.", "green")
+        unknown = any(row.status is Status.UNKNOWN for row in done.rows)
+        but = "; what unknown keys do is not known" if unknown else ""
+        say(f"The same training: nothing that changes it is lost{but}.", "yellow" if unknown else "green")
     if not done.settings.get("storage", {}).get("paths"):
         say("storage.paths is still to be set: name a folder on each NVMe drive, or give --nvme.", "yellow")
 
@@ -119,5 +122,5 @@ def _cells(rows: list[Row]) -> Iterator[tuple[str, str]]:
             shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"
             lines.append(f"{'  ' if section else ''}{name[:100]} = {shown}")
             last = section
-        instead = "instead: " if same[0].status is Status.NO_COUNTERPART and becomes else ""
-        yield "\n".join(lines), "\n".join(filter(None, (f"{instead}{becomes}", why)))
+        before = _BEFORE.get(same[0].status, "") if becomes else ""
+        yield "\n".join(lines), "\n".join(filter(None, (f"{before}{becomes}", why)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from infinity_tools.migrate.keys import Key, lacking, translated, unneeded
 
 _BATCH = "a batch of a rank has the sequences of all its micro-batches, and is sliced in the model"
-_FP16 = "float16 needs its loss scaled, as DeepSpeed does by itself; nothing here does, and no run in it was tried"
-_BF16_ONLY = "train in bf16, whose range is that of fp32: bf16.enabled"
+_FP16 = "float16 needs its loss scaled, as DeepSpeed does by itself; infinity scales none, and is not tested in it"
+_BF16_ONLY = "train in bf16, whose range is that of fp32 (bf16.enabled), or scale the loss with torch.amp.GradScaler"
 _RATE = "the rate is that of DeepSpeed's at every step"
 _CALL = "passed to the optimizer"
 _CLASS = "passed to the optimizer, if its class takes it"

@@ -44,10 +44,10 @@ ZERO: list[Key] = [
                  "writes the weights of a commit for from_pretrained", "flag")
       for name in ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save",
                    "stage3_gather_fp16_weights_on_model_save")),
-    *lacking(_ZERO, "zero_hpz_partition_size", "weights are gathered from all ranks", "leave it out: values are the same; "
-             "more goes over the network", off=(0, 1)),
-    *lacking(_ZERO, "mics_shard_size", "state is sharded over all ranks", "leave it out: values are the same; more goes "
-             "over the network", off=(-1, 0, 1)),
+    *lacking(_ZERO, "zero_hpz_partition_size", "weights are gathered from all ranks",
+             "leave it out: values are the same; more goes over the network", off=(0, 1)),
+    *lacking(_ZERO, "mics_shard_size", "state is sharded over all ranks",
+             "leave it out: values are the same; more goes over the network", off=(-1, 0, 1)),
     *lacking(_ZERO, "mics_hierarchical_params_gather", "state is sharded over all ranks",
              "leave it out: values are the same"),
     *lacking(_ZERO, "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients", _QUANTISED,

@@ -94,7 +94,7 @@ def _memory(found: Found) -> list[Line]:
     if "cpu" in (found.device("param"), found.device("optimizer")) and not nvme_paths(found):
         each = 14 if found.precision() else 16
         remark = (
-            f'host_bytes = "64GiB"  # device = cpu: {each} bytes per parameter of this rank keep all in memory (Adam)'
+            f'host_bytes = "64GiB"  # device = cpu: at least {each} bytes per parameter of a rank keep all in memory'
         )
         return [Line(name="memory.host_bytes", value=None, remark=remark)]
     return []
