@@ -228,7 +228,7 @@ def test_optimizers_that_are_refused(kind: str) -> None:
     """Are named, with what to take, and the status is 1."""
     done = run({"optimizer": {"type": kind, "params": {"lr": 0.1, "freeze_step": 5}}})
     assert done.status == 1
-    assert "optimizer.type" in done.output.splitlines()[-2]
+    assert "Not the same training, for want of a counterpart: optimizer.type." in " ".join(done.output.split())
     assert "build_optimizer(model)" in done.output
 
 
@@ -360,3 +360,13 @@ def test_any_bytes_end_in_words(content: bytes) -> None:
     done = run_here("migrate", "ds.json")
     assert done.status in (0, 2)
     assert len(done.errors.splitlines()) == (done.status == 2)
+
+
+def test_auto_of_what_is_not_used() -> None:
+    """Goes with the optimizer or scheduler that does not take it."""
+    done = of({"optimizer": {"type": "SGD", "params": {"lr": "auto", "betas": "auto"}}})
+    assert row(done, "optimizer.params.lr").becomes == "args.learning_rate"
+    assert row(done, "optimizer.params.betas").status == "not needed"
+    assert "torch.optim.SGD(model.parameters(), lr=args.learning_rate)" in done.code
+    done = of({"optimizer": {"type": "Muon", "params": {"lr": "auto"}}})
+    assert row(done, "optimizer.params.lr").status == "not needed"

@@ -192,7 +192,7 @@ def test_what_has_no_counterpart_is_refused_if_it_changes_training(key: Key) -> 
     assert found.status is Status.NO_COUNTERPART
     assert found.becomes
     assert (found in done.refusals) == key.changes
-    for value in (*key.off, *([{}, {"enabled": False}] if key.switch else [])):
+    for value in (*key.off, *([{}, {"enabled": False, "part": {"enabled": True}}] if key.switch else [])):
         assert not [one for one in of({**context(key.name), key.name: value}).refusals if one.key == key.name]
 
 
@@ -207,7 +207,8 @@ def test_every_key_may_be_left_open(key: Key) -> None:
 
 
 def test_texts_are_sentences_without_an_end() -> None:
-    """So that they can be joined."""
+    """So that they can be joined; and no key is there twice."""
+    assert len(TABLE.keys) == sum(map(len, GROUPS.values()))
     for keys in GROUPS.values():
         for key in keys:
             assert key.why, key.name

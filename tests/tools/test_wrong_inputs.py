@@ -319,7 +319,7 @@ DEEPSPEED = [
     wrong("migrate nowhere", "'nowhere'", "No such file"),
     wrong("migrate binary", "'binary'", "UTF-8"),
     wrong("migrate huge", "'huge'", "longer than"),
-    wrong("migrate list.json", "'list.json'", "no object"),
+    wrong("migrate list.json", "'list.json'", "not an object"),
     wrong("migrate empty", "'empty'", "not JSON"),
     wrong("migrate list.json --force", "--force needs --out"),
     wrong("migrate list.json --out file", "'file'", "--force"),

@@ -25,8 +25,7 @@ _SETTINGS = "infinity.toml"
 _LONGEST = 60
 _BEFORE = {Status.NOT_NEEDED: "see ", Status.NO_COUNTERPART: "instead: "}
 _CHECKPOINTS = """\
-Weights of a DeepSpeed checkpoint come over, moments and step counts do not:
-  python zero_to_fp32.py CHECKPOINT FOLDER --safe_serialization     # the script lies in the checkpoint
+  python zero_to_fp32.py CHECKPOINT FOLDER --safe_serialization
   infinity.offload(model, optimizer, {settings!r}, weights=FOLDER)"""
 
 
@@ -84,21 +83,25 @@ def _show(done: Migration, out: Path | None) -> None:
     console = Console(highlight=False)
 
     def say(text: str, style: str = "") -> None:
-        console.print(Text(text, style), soft_wrap=True)
+        console.print(Text(text, style))
+
+    def lines(text: str) -> None:
+        console.print(Text(text), soft_wrap=True)  # to be copied: no line is broken
 
     say("Settings, for `infinity train --config` and `infinity.offload`", "bold")
-    say(f"wrote {out}\n" if out is not None else f"\n{done.toml}")
+    lines(f"wrote {out}\n" if out is not None else f"\n{done.toml}")
     say("Training code", "bold")
-    say(f"\n{done.code}")
-    say(_CHECKPOINTS.format(settings=str(out or _SETTINGS)) + "\n")
+    lines(f"\n{done.code}")
+    say("Weights of a DeepSpeed checkpoint come over, moments and step counts do not. In its folder lies a script:")
+    lines(_CHECKPOINTS.format(settings=str(out or _SETTINGS)) + "\n")
     for status in Status:
         if rows := [row for row in done.rows if row.status is status]:
-            cells = table(f"{status} ({len(rows)})", ("key", "what becomes of it, and why"), _cells(rows))
-            console.print(cells)
+            headings = ("key", "what becomes of it, and why")
+            console.print(table(f"{status} ({len(rows)})", headings, _cells(rows)))
             console.print()
     if done.refusals:
         names = ", ".join(row.key for row in done.refusals)
-        say(f"Not the same training: {names} changes it and is lacking here; the table says what to do.", "red")
+        say(f"Not the same training, for want of a counterpart: {names}. The table says what to do instead.", "red")
     else:
         unknown = any(row.status is Status.UNKNOWN for row in done.rows)
         but = "; what unknown keys do is not known" if unknown else ""
@@ -109,10 +112,10 @@ def _show(done: Migration, out: Path | None) -> None:
 
 def _cells(rows: list[Row]) -> Iterator[tuple[str, str]]:
     """Yield the keys, below the names of their sections, that have the same answer, with that."""
-    answers: dict[tuple[str, str], list[Row]] = {}
+    answers: dict[tuple[str, str, bool], list[Row]] = {}
     for row in rows:
-        answers.setdefault((row.becomes, row.why), []).append(row)
-    for (becomes, why), same in answers.items():
+        answers.setdefault((row.becomes, row.why, row.changes), []).append(row)
+    for (becomes, why, changes), same in answers.items():
         lines, last = [], ""
         for row in same:
             section, _, name = row.key.rpartition(".")
@@ -122,5 +125,5 @@ def _cells(rows: list[Row]) -> Iterator[tuple[str, str]]:
             shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"
             lines.append(f"{'  ' if section else ''}{name[:100]} = {shown}")
             last = section
-        before = _BEFORE.get(same[0].status, "") if becomes else ""
+        before = ("refused; " if changes else "") + (_BEFORE.get(same[0].status, "") if becomes else "")
         yield "\n".join(lines), "\n".join(filter(None, (f"{before}{becomes}", why)))

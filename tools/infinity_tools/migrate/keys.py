@@ -90,7 +90,6 @@ class Table:
 
     def __init__(self, keys: list[Key]) -> None:
         self.keys: Mapping[str, Key] = {key.name: key for key in keys}
-        assert len(self.keys) == len(keys), "a key is there twice"
         self.sections = {name.rpartition(".")[0] for name in self.keys} - {""}
         self.sections |= {section.rpartition(".")[0] for section in self.sections} - {""}
 
