@@ -43,11 +43,20 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _line(key: Key) -> str:
+def _line(same: list[Key]) -> str:
+    """Return the row of keys of which the same becomes, for the same reason."""
+    key, names = same[0], ", ".join(f"`{key.name}`" for key in same)
     status = f"{key.status}{', **refused**' if key.changes else ''}"
     becomes = f"`{key.becomes}`" if key.status is Status.TRANSLATED else _cell(key.becomes)
     auto = f" `auto`: `{key.auto}`." if key.auto else ""
-    return f"| `{key.name}` | {status} | {becomes} | {_cell(key.why)}.{auto} |"
+    return f"| {names} | {status} | {becomes} | {_cell(key.why)}.{auto} |"
+
+
+def _alike(keys: list[Key]) -> list[list[Key]]:
+    groups: dict[tuple[object, ...], list[Key]] = {}
+    for key in keys:
+        groups.setdefault((key.status, key.becomes, key.why, key.changes, key.auto), []).append(key)
+    return list(groups.values())
 
 
 def markdown() -> str:
@@ -55,7 +64,7 @@ def markdown() -> str:
     lines = [_HEAD]
     for title, keys in GROUPS.items():
         lines += [f"### {title}", "", "| key | | counterpart, or what to do instead | why |", "|---|---|---|---|"]
-        lines += [*map(_line, keys), ""]
+        lines += [*map(_line, _alike(keys)), ""]
         if title == "Optimizer":
             lines += ["| `optimizer.type`, in any case | |", "|---|---|"]
             lines += [f"| `{name}` | `{optimizer.call}` |" for name, optimizer in TAKEN.items()]
