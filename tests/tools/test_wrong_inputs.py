@@ -356,6 +356,7 @@ DEEPSPEED = [
     deepspeed('{"bf16": {"enabled": "yes"}}', "bf16.enabled = 'yes'", "true or false"),
     deepspeed('{"scheduler": {"type": "OneCycle"}}', "cycle_min_lr", "missing"),
     deepspeed('{"scheduler": {"type": "StepLR", "params": {"a b": 1}}}', "'a b'", "argument"),
+    deepspeed('{"scheduler": {"type": "StepLR", "params": {"class": 1}}}', "'class'", "argument"),
     deepspeed('{"bf16": {}}', "cannot be written", words=("--out", "missing/x")),
     deepspeed('{"bf16": {}}', "cannot be written", words=("--out", "d", "--force")),
 ]

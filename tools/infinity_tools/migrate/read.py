@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ def _arguments(value: Any) -> Any:
     """Arguments of a scheduler of torch: they become code, so they are numbers and words of Python."""
     for name, given in _section(value).items():
         items = given if isinstance(given, list) else [given]
-        if not name.isidentifier() or not name.isascii():
+        if not name.isidentifier() or not name.isascii() or iskeyword(name):
             raise Mismatch(name, "is not a name of an argument")
         if not all(item is None or isinstance(item, bool | str) or _number(item) is item for item in items):
             raise Mismatch(given, "must be a number, a text, true or false, or a list of them")
