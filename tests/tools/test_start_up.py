@@ -24,9 +24,24 @@ def imported(*words: str) -> list[str]:
     return done.stderr.splitlines()[-1].split()
 
 
-@pytest.mark.parametrize(
-    "words", ["-h", "train -h", "store ls -h", "version", "store ls .", "status", "probe -h", "probe missing"]
+PLAN = "plan --parameters 1e9 --layers 4 --hidden 4096 --vocabulary 32000 --nvme-bandwidth 7e9/5e9 --gpu h100"
+COMMANDS = (
+    "-h",
+    "train -h",
+    "store ls -h",
+    "store ls .",
+    "version",
+    "status",
+    "probe -h",
+    "probe missing",
+    "migrate -h",
+    "migrate ds.json",
+    "plan -h",
+    f"{PLAN} --host-memory 8GiB",
 )
+
+
+@pytest.mark.parametrize("words", COMMANDS)
 def test_what_needs_no_torch_does_not_import_it(words: str) -> None:
     """`make bench-commands` has the seconds."""
     assert imported(*words.split()) == []

@@ -51,6 +51,11 @@ def model(content: str | dict[str, object], *says: str) -> Wrong:
     return Wrong((*SMALL, "--steps", "1", "--out", "o", "--model", f"JSON:{text}"), says)
 
 
+def deepspeed(text: str, *says: str, words: tuple[str, ...] = ()) -> Wrong:
+    """`infinity migrate` with this file."""
+    return Wrong(("migrate", f"JSON:{text}", *words), says)
+
+
 def llama(**values: object) -> dict[str, object]:
     """A configuration of a small Llama, with values that differ."""
     return {
@@ -315,6 +320,57 @@ MODELS = [
     model(llama(rope_scaling={"type": "nonsense"})),
 ]
 
+DEEPSPEED = [
+    wrong("migrate", "Missing argument", "infinity migrate -h"),
+    wrong("migrate ''", "empty"),
+    wrong("migrate missing", "'missing'", "No such file"),
+    wrong("migrate d", "'d'", "not a regular file"),
+    wrong("migrate fifo", "'fifo'", "not a regular file"),
+    wrong("migrate nowhere", "'nowhere'", "No such file"),
+    wrong("migrate binary", "'binary'", "UTF-8"),
+    wrong("migrate huge", "'huge'", "longer than"),
+    wrong("migrate list.json", "'list.json'", "not an object"),
+    wrong("migrate empty", "'empty'", "not JSON"),
+    wrong("migrate list.json --force", "--force needs --out"),
+    wrong("migrate list.json --out file", "'file'", "--force"),
+    wrong("migrate list.json --out d", "'d'", "--force"),
+    wrong("migrate list.json --out=", "--out", "empty"),
+    wrong("migrate list.json --nvme ''", "--nvme", "empty"),
+    deepspeed("{", "not JSON", "line 1"),
+    deepspeed("{}", "none of its keys"),
+    deepspeed('{"model_type": "llama"}', "none of its keys", "ds_config.json"),
+    deepspeed('{"bf16": {"enabled": true},}', "comma", "remove"),
+    deepspeed('{// ZeRO\n"bf16": {}}', "comments", "remove"),
+    deepspeed('{"bf16": {}, # ZeRO\n"aio": {}}', "line 1", "comments"),
+    deepspeed('{"bf16": {}, "bf16": {}}', "'bf16'", "twice"),
+    deepspeed('{"aio": {"queue_depth": 1, "queue_depth": 2}}', "'queue_depth'", "twice"),
+    deepspeed('{"aio": NaN}', "NaN"),
+    deepspeed('{"gradient_clipping": 1e999}', "1e999"),
+    deepspeed('{"aio": ' + "[" * 5000, "nested"),
+    deepspeed('{"aio": {"x": ' + "[" * 100 + "]" * 100 + "}}", "nested"),
+    deepspeed('{"tensorboard": "\\ud800"}', "half a character"),
+    deepspeed('{"zero_optimization": 3}', "zero_optimization = 3", "object"),
+    deepspeed('{"zero_optimization": {"stage": 5}}', "zero_optimization.stage = 5", "0, 1, 2 or 3"),
+    deepspeed('{"zero_optimization": {"stage": "3"}}', "zero_optimization.stage = '3'"),
+    deepspeed('{"zero_optimization": {"offload_param": {"device": "disk"}}}', "'disk'", "none, cpu or nvme"),
+    deepspeed('{"zero_optimization": {"offload_param": {"nvme_path": 5}}}', "nvme_path = 5", "text"),
+    deepspeed('{"zero_optimization": {"offload_param": {"nvme_path": " "}}}', "nvme_path = ' '", "path"),
+    deepspeed('{"zero_optimization": {"offload_param": {"nvme_path": "a\\u0000"}}}', "zero byte"),
+    deepspeed('{"zero_optimization": {"offload_param": {"max_in_cpu": -1}}}', "max_in_cpu = -1", "whole number"),
+    deepspeed('{"zero_optimization": {"offload_param": {"max_in_cpu": 1.5}}}', "max_in_cpu = 1.5", "whole number"),
+    deepspeed('{"aio": {"queue_depth": true}}', "aio.queue_depth = True", "whole number"),
+    deepspeed('{"gradient_clipping": "1"}', "gradient_clipping = '1'", "number"),
+    deepspeed('{"optimizer": {"type": 5}}', "optimizer.type = 5", "text"),
+    deepspeed('{"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}', "optimizer.params.betas", "two numbers"),
+    deepspeed('{"optimizer": {"type": "Adam", "params": [1]}}', "optimizer.params", "object"),
+    deepspeed('{"bf16": {"enabled": "yes"}}', "bf16.enabled = 'yes'", "true or false"),
+    deepspeed('{"scheduler": {"type": "OneCycle"}}', "cycle_min_lr", "missing"),
+    deepspeed('{"scheduler": {"type": "StepLR", "params": {"a b": 1}}}', "'a b'", "argument"),
+    deepspeed('{"scheduler": {"type": "StepLR", "params": {"class": 1}}}', "'class'", "argument"),
+    deepspeed('{"bf16": {}}', "cannot be written", words=("--out", "missing/x")),
+    deepspeed('{"bf16": {}}', "cannot be written", words=("--out", "d", "--force")),
+]
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -358,7 +414,7 @@ def said(done: Finished) -> list[str]:
 
 @pytest.mark.parametrize(
     "case",
-    [*NAMES, *NUMBERS, *EMPTY, *PATHS, *TOGETHER, *SETTINGS, *MODELS],
+    [*NAMES, *NUMBERS, *EMPTY, *PATHS, *TOGETHER, *SETTINGS, *MODELS, *DEEPSPEED],
     ids=lambda case: " ".join(case.words[-3:])[-60:].encode("unicode_escape").decode(),
 )
 def test_one_line_that_teaches(case: Wrong, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from infinity.command import HELP, Commands, Version, complain
 from infinity_tools import store
 from infinity_tools.export import export
 from infinity_tools.messages import lasting_streams, open_missing_streams
+from infinity_tools.migrate.command import migrate
 from infinity_tools.plan.command import plan
 from infinity_tools.probe.command import probe
 from infinity_tools.status import status
@@ -39,6 +40,7 @@ app.command(cls=TrainCommand)(train)
 app.command()(export)
 app.command()(plan)
 app.command()(probe)
+app.command()(migrate)
 app.command()(status)
 app.add_typer(store.app, name="store")
 

@@ -1,0 +1,1 @@
+"""`infinity migrate`: what becomes of a DeepSpeed configuration."""

@@ -1,0 +1,181 @@
+"""Answers that hang on the value of a key, or on other keys: paths, sizes, optimizers, schedulers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from infinity.schema import brief
+from infinity.units import format_setting
+from infinity_tools.migrate import toml
+from infinity_tools.migrate.code import taken_of
+from infinity_tools.migrate.keys import Key, Status
+from infinity_tools.migrate.keys_around import TABLE
+from infinity_tools.migrate.optimizers import REFUSED, TAKEN
+from infinity_tools.migrate.read import Found
+from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS
+
+Answer = tuple[Status, str, str] | tuple[Status, str, str, bool]
+
+
+def _key(name: str) -> Key:
+    return TABLE.keys[name]
+
+
+def _same(name: str, becomes: str) -> Answer:
+    return Status.TRANSLATED, becomes, _key(name).why
+
+
+def _stage(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    if value == 3:
+        return _same(name, _key(name).becomes)
+    why = (
+        f"stage {value} keeps {'weights' if value else 'all state'} on every rank; FSDP2 shards them too, as stage 3: "
+    )
+    return Status.TRANSLATED, _key(name).becomes, why + "the same values, less memory, more communication"
+
+
+def _device(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    other = found.device("optimizer" if "offload_param" in name else "param")
+    if value == "nvme":
+        return Status.TRANSLATED, "storage.paths", "pages lie there, of parameters and of optimizer state alike"
+    if other == "nvme":
+        why = "pages have one home for both, and the other one is on NVMe; what is used most stays in the arena"
+        return Status.TRANSLATED, "storage.paths, memory.host_bytes", why
+    if value == "cpu":
+        why = "an arena as large as the state keeps all of it in memory; a path is needed for commits"
+        return Status.TRANSLATED, "memory.host_bytes", why
+    return Status.NOT_NEEDED, "", "if nothing is offloaded, FSDP2 alone is simpler; with infinity, pages lie on NVMe"
+
+
+def _path(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    role = "param" if "offload_param" in name else "optimizer"
+    if nvme:
+        return Status.TRANSLATED, f"storage.paths = {_listed(nvme)}", "--nvme is given"
+    if found.device(role) != "nvme":
+        return Status.NOT_NEEDED, "", f"device is {found.device(role)}, so DeepSpeed does not use it"
+    return _same(name, f"storage.paths = {_listed(toml.nvme_paths(found))}")
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return json.dumps(list(paths), ensure_ascii=False)
+
+
+def _memory(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    if (estimate := toml.host_bytes(found)) is not None:
+        return _same(name, f'memory.host_bytes = "{format_setting(estimate)}"')
+    device = found.device("param")
+    why = "device is not nvme, so DeepSpeed does not use it" if device != "nvme" else "no size of memory comes of it"
+    return Status.NOT_NEEDED, "memory.host_bytes", why
+
+
+def _block(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    if (size := toml.request_bytes(found)) is not None:
+        return _same(name, f"storage.request_bytes = {size}")
+    why = "a request here has a multiple of 4096 bytes, from 4 KiB to 1 GiB; the default of 2 MiB holds"
+    return Status.NOT_NEEDED, "storage.request_bytes", why
+
+
+def _depth(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    if (depth := toml.queue_depth(found)) is not None:
+        return _same(name, f"storage.queue_depth = {depth}")
+    return Status.NOT_NEEDED, "storage.queue_depth", "it is from 1 to 4096 here; the default of 32 holds"
+
+
+def _clipping(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    if value <= 0:
+        return Status.NOT_NEEDED, "", "0: off in DeepSpeed too"
+    if name != "gradient_clipping" and found["gradient_clipping"]:
+        return Status.NOT_NEEDED, "", "gradient_clipping is given too"
+    return _same(name, f"optimizer.clip_grad_norm_({value})")
+
+
+def _accumulation(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    if value <= 1:
+        return Status.NOT_NEEDED, "", "a batch is one micro-batch"
+    return _same(name, f"infinity.micro_batches(model, {value})")
+
+
+def _optimizer(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    lower = value.lower()
+    if lower in REFUSED:
+        return Status.NO_COUNTERPART, "torch.optim.AdamW", f"{value} is refused: {REFUSED[lower]}", True
+    if lower not in TAKEN:
+        why = f"{brief(value)} is not an optimizer of DeepSpeed's or torch's that is known here ({', '.join(TAKEN)})"
+        return Status.NO_COUNTERPART, "make your own: infinity.offload says whether it can page it", why, True
+    taken = taken_of(found) or TAKEN[lower]
+    return Status.TRANSLATED, f"{taken.call}(model.parameters(), ...)", _key(name).why
+
+
+def _parameter(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    key, word = _key(name), name.rpartition(".")[2]
+    kind = found["optimizer.type"]
+    lower = kind.lower() if isinstance(kind, str) else ""
+    if lower not in TAKEN:
+        return Status.NOT_NEEDED, "", "it goes with optimizer.type"
+    if key.status is not Status.TRANSLATED or word == "adam_w_mode":
+        return key.status, key.becomes, key.why, key.changes
+    if word in TAKEN[lower].takes:
+        return _same(name, f"{word}={tuple(value) if isinstance(value, list) else value!r}")
+    return Status.NOT_NEEDED, "", f"{TAKEN[lower].call} has no such argument, so DeepSpeed does not take it either"
+
+
+def _scheduler(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    if name == "scheduler.params":  # of a scheduler of torch, as a whole
+        return Status.TRANSLATED, "arguments of the scheduler", "passed on as they are"
+    if value in SCHEDULERS:
+        return _same(name, "LambdaLR(optimizer, rate_at)")
+    if value in OF_TORCH:
+        return _same(name, f"torch.optim.lr_scheduler.{value}(optimizer, ...)")
+    why = f"{brief(value)} is not a scheduler of DeepSpeed's or torch's that is known here"
+    known = ", ".join((*SCHEDULERS, *OF_TORCH))
+    return Status.NO_COUNTERPART, "make your own; infinity takes any scheduler of torch", f"{why} ({known})", True
+
+
+def _rate(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    kind, word = found["scheduler.type"], name.rpartition(".")[2]
+    key = _key(name)
+    if key.status is not Status.TRANSLATED:
+        return key.status, key.becomes, key.why
+    if kind not in SCHEDULERS or word not in SCHEDULERS[kind].defaults:
+        return Status.NOT_NEEDED, "", f"{kind or 'no scheduler'} has no such parameter"
+    if shown := SCHEDULERS[kind].names.get(word):
+        return _same(name, f"{shown} = {value!r} of rate_at")
+    return _same(name, key.becomes)
+
+
+def _tensor_parallel(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    key = _key(name)
+    if isinstance(value, dict) and value.get("autotp_size") in (0, 1):
+        return Status.NOT_NEEDED, "", "off in DeepSpeed too"
+    return key.status, key.becomes, key.why, key.changes
+
+
+def _reduced(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
+    if value.lower() in ("fp32", "bf16", "bfp16"):
+        kind = "torch.float32" if value.lower() == "fp32" else "torch.bfloat16"
+        return _same(name, f"MixedPrecisionPolicy(reduce_dtype={kind})")
+    why = f"{brief(value)} has no range for gradients that are not scaled; they are reduced in fp32"
+    return Status.NO_COUNTERPART, "leave it out", why
+
+
+ANSWERS: dict[str, Callable[[Found, str, Any, Sequence[str]], Answer]] = {
+    "zero_optimization.stage": _stage,
+    **{f"zero_optimization.offload_{role}.device": _device for role in ("param", "optimizer")},
+    **{f"zero_optimization.offload_{role}.nvme_path": _path for role in ("param", "optimizer")},
+    **{f"zero_optimization.offload_param.{name}": _memory for name in ("max_in_cpu", "buffer_count", "buffer_size")},
+    "aio.block_size": _block,
+    "aio.queue_depth": _depth,
+    "gradient_clipping": _clipping,
+    "optimizer.params.max_grad_norm": _clipping,
+    "gradient_accumulation_steps": _accumulation,
+    "optimizer.type": _optimizer,
+    "optimizer.params.*": _parameter,
+    "scheduler.type": _scheduler,
+    "scheduler.params": _scheduler,
+    "scheduler.params.*": _rate,
+    "communication_data_type": _reduced,
+    "tensor_parallel": _tensor_parallel,
+}
+"""Keys whose answer hangs on their value, or on others."""

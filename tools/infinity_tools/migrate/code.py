@@ -1,0 +1,198 @@
+"""The lines of training code that change, for one configuration: what goes, what comes, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from infinity_tools.migrate.keys_around import TABLE
+from infinity_tools.migrate.optimizers import ADAM, TAKEN, Optimizer
+from infinity_tools.migrate.read import AUTO, Found
+from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS, body_of
+
+_GONE = """\
+# Goes:   deepspeed.initialize(...)     deepspeed.zero.Init()    engine.backward(loss)
+#         engine.step()                 engine.save_checkpoint(...)
+# Yours:  build_model, batches, the name of your layers{yours}
+"""
+
+
+def code_of(found: Found, settings_file: str) -> str:
+    """Return a program of a training loop: valid Python, whose names that it does not define are yours."""
+    body = [*_model(found), "", *_optimizer(found), *_scheduler(found)]
+    body += [
+        f"optimizer = infinity.offload(model, optimizer, {settings_file!r})  # weights=FOLDER: pretrained weights",
+        "",
+        *_loop(found),
+    ]
+    text = "\n".join(body) + "\n"
+    words = {"args.": "args (TrainingArguments)", "total_steps": "total_steps", "build_optimizer": "build_optimizer"}
+    yours = "".join(f", {name}" for word, name in words.items() if word in text)
+    return _GONE.format(yours=yours) + "\n".join(_imports(found, text)) + "\n\n" + text
+
+
+def _imports(found: Found, text: str) -> Iterator[str]:
+    if "math." in text:
+        yield from ("import math", "")
+    yield from ("import torch", "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard")
+    if "LambdaLR" in text:
+        yield "from torch.optim.lr_scheduler import LambdaLR"
+    taken = taken_of(found)
+    if taken is not None and taken.imports:
+        yield taken.imports
+    yield from ("", "import infinity")
+
+
+def value_of(found: Found, name: str) -> str | None:
+    """Return the value of a key as code, None where nothing is said."""
+    value = found[name]
+    if value is None:
+        return None
+    if value == AUTO:
+        return TABLE.keys[name].auto or None
+    return repr(tuple(value) if isinstance(value, list) and "betas" in name else value)
+
+
+def _model(found: Found) -> Iterator[str]:
+    yield "mesh = infinity.mesh()"
+    bf16, reduced = found.precision(), found["communication_data_type"]
+    in_bf16 = isinstance(reduced, str) and reduced.lower() in ("bf16", "bfp16")
+    policy = f"MixedPrecisionPolicy(torch.bfloat16, torch.{'bfloat16' if in_bf16 else 'float32'})"
+    fp32 = f"MixedPrecisionPolicy({'reduce_dtype=torch.bfloat16' if in_bf16 else ''})"
+    if bf16 == AUTO:
+        yield f"policy = {policy} if args.bf16 else {fp32}"
+    else:
+        yield f"policy = {policy}" if bf16 else f"policy = {fp32}  # computes in fp32"
+    yield 'with torch.device("meta"):  # in place of zero.Init: no memory yet'
+    yield "    model = build_model()"
+    yield "for layer in model.model.layers:"
+    yield "    fully_shard(layer, mesh=mesh, mp_policy=policy)"
+    yield "fully_shard(model, mesh=mesh, mp_policy=policy)"
+    if (count := micro_batches(found)) is not None:
+        yield f"infinity.micro_batches(model, {count})  # gradient_accumulation_steps"
+
+
+def micro_batches(found: Found) -> str | None:
+    """Return how many micro-batches a batch has, as code; None if it is one."""
+    told = found["gradient_accumulation_steps"]
+    if told is not None:
+        return None if isinstance(told, int) and told <= 1 else value_of(found, "gradient_accumulation_steps")
+    whole, micro = found["train_batch_size"], found["train_micro_batch_size_per_gpu"]
+    if isinstance(whole, int) and isinstance(micro, int) and micro and whole > micro:
+        return f"{whole} // ({micro} * mesh.size())"
+    return None
+
+
+def _batch(found: Found) -> str:
+    """Return what a batch of a rank is, in words."""
+    micro, count = found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]
+    if isinstance(micro, int) and isinstance(count, int | None):
+        if count is None and micro_batches(found) is not None:
+            return f"batch_size={found['train_batch_size']} // mesh.size()"
+        return f"batch_size={micro * (count or 1)}"
+    if isinstance(whole := found["train_batch_size"], int):
+        return f"batch_size={whole} // mesh.size()"
+    if micro == AUTO:
+        return "batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps"
+    return "of this rank"
+
+
+def taken_of(found: Found) -> Optimizer | None:
+    """Return the optimizer that a configuration names, if it is one that is taken."""
+    kind = found["optimizer.type"]
+    if not isinstance(kind, str):
+        return None
+    lower = kind.lower()
+    return ADAM if lower == "adam" and found["optimizer.params.adam_w_mode"] is False else TAKEN.get(lower)
+
+
+def _optimizer(found: Found) -> Iterator[str]:
+    taken = taken_of(found)
+    if taken is None:
+        why = f"in place of {found['optimizer.type']!r}" if found["optimizer.type"] else "the configuration has none"
+        yield f"optimizer = build_optimizer(model)  # {why}"
+        return
+    fills = {} if found["optimizer.params.torch_adam"] is True else taken.fills
+    arguments = {**fills, **{name: value for name in taken.takes
+                             if (value := value_of(found, f"optimizer.params.{name}")) is not None}}  # fmt: skip
+    words = [f"{name}={arguments[name]}" for name in taken.takes if name in arguments]
+    yield f"optimizer = {taken.call}({', '.join(['model.parameters()', *words])})"
+
+
+def _scheduler(found: Found) -> Iterator[str]:
+    kind = found["scheduler.type"]
+    if kind in OF_TORCH:
+        words = "".join(f", {name}={value!r}" for name, value in (found["scheduler.params"] or {}).items())
+        yield f"scheduler = torch.optim.lr_scheduler.{kind}(optimizer{words})"
+    if kind not in SCHEDULERS:
+        return
+    scheduler = SCHEDULERS[kind]
+    values = {name: value_of(found, f"scheduler.params.{name}") or default or "total_steps"
+              for name, default in scheduler.defaults.items()}  # fmt: skip
+    if "WARMUP" in scheduler.names.values():
+        steps = values["warmup_num_steps"]
+        values["warmup_num_steps"] = str(max(2, int(steps))) if steps.isdecimal() else f"max(2, {steps})"
+    on = {name: value == "True" for name, value in values.items()}
+    on["log"] = values.get("warmup_type", "") not in ("'linear'",)
+    on["cycle_momentum"] = cycles_betas(found)
+    lines = body_of(scheduler, on)
+    used = "\n".join(lines)
+    yield from ("", f"# {kind}: the rates of DeepSpeed's")
+    if "RATE" in values.values() or re.search(r"\bRATE\b", used):
+        yield f"RATE = {_rate(found)}"
+    for name, shown in scheduler.names.items():
+        if shown in used:
+            yield f"{shown} = {values[name]}"
+    yield from ("", "", *lines, "", "")
+    yield "for group in optimizer.param_groups:"
+    yield '    group["lr"] = 1.0  # which rate_at multiplies'
+    if cycles_betas(found):
+        yield '    group["betas"] = (beta_at(0), 0.99)'
+    yield "scheduler = LambdaLR(optimizer, rate_at)"
+
+
+def _rate(found: Found) -> str:
+    taken = taken_of(found)
+    if taken is None:
+        return 'optimizer.param_groups[0]["lr"]'
+    return value_of(found, "optimizer.params.lr") or taken.rate
+
+
+def cycles_betas(found: Found) -> bool:
+    """Whether the scheduler of DeepSpeed sets the betas of the optimizer too."""
+    taken = taken_of(found)
+    wanted = found["scheduler.params.cycle_momentum"] is not False
+    return found["scheduler.type"] == "OneCycle" and wanted and taken is not None and "betas" in taken.takes
+
+
+def _loop(found: Found) -> Iterator[str]:
+    yield f"for batch in batches:  # {_batch(found)}"
+    inner = "    "
+    if found["torch_autocast.enabled"] is True:
+        half = found["torch_autocast.dtype"] in ("fp16", "float16", "torch.float16", "half")
+        yield f"    with torch.autocast(mesh.device_type, torch.{'float16' if half else 'bfloat16'}):"
+        inner = "        "
+    yield f"{inner}loss = model(**batch).loss"
+    yield "    loss.backward()"
+    if (clip := clipping(found)) is not None:
+        yield f"    optimizer.clip_grad_norm_({clip})"
+    yield "    optimizer.step()"
+    yield "    optimizer.zero_grad()"
+    if found["scheduler.type"] in (*SCHEDULERS, *OF_TORCH):
+        yield "    scheduler.step()"
+        if cycles_betas(found):
+            yield "    for group in optimizer.param_groups:"
+            yield '        group["betas"] = (beta_at(scheduler.last_epoch), 0.99)'
+        yield 'optimizer.commit(extra={"scheduler": scheduler.state_dict()})  # durable; at any step'
+    else:
+        yield "optimizer.commit()  # durable; at any step"
+
+
+def clipping(found: Found) -> str | None:
+    """Return the norm to which gradients are clipped, as code; None if they are not."""
+    for name in ("gradient_clipping", "optimizer.params.max_grad_norm"):
+        value: Any = found[name]
+        if value == AUTO or (value is not None and value > 0):
+            return value_of(found, name)
+    return None

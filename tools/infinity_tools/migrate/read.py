@@ -1,0 +1,262 @@
+"""Reading a DeepSpeed configuration: its JSON, and the values of the keys that are known."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from keyword import iskeyword
+from pathlib import Path
+from typing import Any
+
+from infinity.access import read_regular
+from infinity.errors import ConfigError
+from infinity.schema import Mismatch, at, brief, flag
+from infinity_tools.migrate.keys import Key
+from infinity_tools.migrate.keys_around import TABLE
+
+_LIMIT = 1 << 20
+_DEPTH = 32
+AUTO = "auto"
+"""What the Trainer of transformers replaces by a value of its TrainingArguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One value of a configuration: of a known key, or the topmost that is unknown."""
+
+    name: str
+    key: Key | None
+    value: Any
+
+
+class Found:
+    """What a configuration says, by the names of known keys; null is nothing said."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        self._values = {entry.name: entry.value for entry in entries if entry.key is not None}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def first(self, *names: str) -> Any:
+        """Return the value of the first of several names that is given."""
+        return next((self[name] for name in names if self[name] is not None), None)
+
+    def below(self, section: str) -> dict[str, Any]:
+        """Return what a section says, by names without the section's."""
+        prefix = f"{section}."
+        return {name.removeprefix(prefix): value for name, value in self._values.items()
+                if name.startswith(prefix) and value is not None}  # fmt: skip
+
+    def device(self, role: str) -> str:
+        """Return where DeepSpeed offloads `param` or `optimizer` to: nvme, cpu, or none."""
+        told = self[f"zero_optimization.offload_{role}.device"]
+        old = self["zero_optimization.cpu_offload" + ("_param" if role == "param" else "")]
+        return str(told or ("cpu" if old is True else "none"))
+
+    def precision(self) -> Any:
+        """Return whether it computes in bf16: true, false, or `auto`."""
+        if self["fp16.enabled"] is True:  # which is refused, for bf16
+            return True
+        return self.first("bf16.enabled", "bfloat16.enabled") or False
+
+    def is_off(self, name: str) -> bool:
+        """Whether a key lies in a section that is not enabled."""
+        section = name.partition(".")[0]
+        if section not in ("fp16", "bf16", "bfloat16", "torch_autocast") or name == f"{section}.enabled":
+            return False
+        enabled = self[f"{section}.enabled"]
+        return not enabled or (section == "fp16" and enabled == AUTO)  # which has to be off then
+
+
+def read_config(file: Path) -> Found:
+    """Return what a file says.
+
+    Raises:
+        ConfigError: it cannot be read, is no JSON, no configuration of DeepSpeed, or a value has the wrong type.
+    """
+    name = repr(str(file))
+    try:
+        text = read_regular(os.path.realpath(file), _LIMIT).decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not text in UTF-8, as JSON is") from error
+    try:
+        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name} is not JSON: line {error.lineno}: {_problem(text, error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name} is not JSON of DeepSpeed: it is nested too deeply") from error
+    except ValueError as error:
+        raise ConfigError(f"{name} is not JSON of DeepSpeed: {error!s:.200}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{name} is not a configuration of DeepSpeed: it is not an object with keys, but {brief(data)}"
+        )
+    if _depth(data) > _DEPTH:
+        raise ConfigError(f"{name} is not a configuration of DeepSpeed: it is nested more than {_DEPTH} times")
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} has half a character in a text, such as \\ud800; write it whole") from error
+    if not set(data) & ({key.partition(".")[0] for key in TABLE.keys}):
+        raise ConfigError(f"{name} is not a configuration of DeepSpeed: it has none of its keys; name ds_config.json")
+    try:
+        return Found(list(_entries(data, "")))
+    except Mismatch as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {brief(twice)} is there twice; leave one of them out")
+    return found
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is not a number of JSON")
+
+
+def _finite(word: str) -> float:
+    if not math.isfinite(value := float(word)):
+        raise ValueError(f"{word[:80]} is larger than any number")
+    return value
+
+
+def _problem(text: str, error: json.JSONDecodeError) -> str:
+    """Return what is wrong with a text; comments and trailing commas are what people have most."""
+    here = text[error.pos : error.pos + 2]
+    if here[:1] == "#" or here in ("//", "/*"):
+        return "it has comments, which DeepSpeed's Hjson allows and JSON does not; remove them"
+    if here[:1] in ("}", "]") and text[: error.pos].rstrip().endswith(","):
+        return "there is a comma before a closing bracket; remove it"
+    if "trailing comma" in error.msg:
+        return "there is a comma before a closing bracket; remove it"
+    return error.msg[:1].lower() + error.msg[1:]
+
+
+def _depth(value: Any) -> int:
+    """Return how deep a value is nested, at most as deep as json reads."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+        ]
+    return depth
+
+
+def _entries(section: Mapping[str, Any], prefix: str) -> Iterator[Entry]:
+    """Yield the entries of a section. Raises `Mismatch`."""
+    for word, value in section.items():
+        name = prefix + word
+        if key := TABLE.keys.get(name):
+            if value is not None and value != AUTO:
+                value = at(name, CHECKS[key.takes], value)
+            yield Entry(name=name, key=key, value=value)
+        elif name == "scheduler.params" and section.get("type") in _torch_schedulers():
+            yield Entry(name=name, key=TABLE.keys["scheduler.type"], value=at(name, _arguments, value or {}))
+        elif name in TABLE.sections and value is not None:
+            yield from _entries(at(name, _section, value), f"{name}.")
+        else:
+            yield Entry(name=name, key=None, value=value)
+
+
+def _torch_schedulers() -> tuple[str, ...]:
+    from infinity_tools.migrate.schedulers import OF_TORCH
+
+    return OF_TORCH
+
+
+def _section(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise Mismatch(value, "must be an object with keys")
+    return value
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:  # 5e8
+        value = int(value)
+    if type(value) is not int or value < 0:
+        raise Mismatch(value, "must be a whole number of 0 or more")
+    if value >= 2**63:
+        raise Mismatch(value, "is larger than any count")
+    return int(value)
+
+
+def _number(value: Any) -> Any:
+    if type(value) not in (int, float) or abs(value) > 1e300:
+        raise Mismatch(value, "must be a number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise Mismatch(value, "must be a text")
+    return value
+
+
+def _path(value: Any) -> str:
+    if not _text(value).strip():
+        raise Mismatch(value, "must be a path")
+    if "\0" in value:
+        raise Mismatch(value, "has a zero byte in it, which no path can have")
+    return str(value)
+
+
+def _pair(value: Any) -> Any:
+    if not isinstance(value, list) or len(value) != 2:
+        raise Mismatch(value, "must be a list of two numbers")
+    return [_number(item) for item in value]
+
+
+def _stage(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= 3:
+        raise Mismatch(value, "must be 0, 1, 2 or 3")
+    return value
+
+
+def _device(value: Any) -> str:
+    if value not in ("none", "cpu", "nvme"):
+        raise Mismatch(value, "must be none, cpu or nvme")
+    return str(value)
+
+
+def _arguments(value: Any) -> Any:
+    """Arguments of a scheduler of torch: they become code, so they are numbers and words of Python."""
+    for name, given in _section(value).items():
+        items = given if isinstance(given, list) else [given]
+        if not name.isidentifier() or not name.isascii() or iskeyword(name):
+            raise Mismatch(name, "is not a name of an argument")
+        if not all(item is None or isinstance(item, bool | str) or _number(item) is item for item in items):
+            raise Mismatch(given, "must be a number, a text, true or false, or a list of them")
+    return value
+
+
+def _anything(value: Any) -> Any:
+    return value
+
+
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "any": _anything,
+    "flag": flag,
+    "count": _count,
+    "number": _number,
+    "text": _text,
+    "path": _path,
+    "pair": _pair,
+    "stage": _stage,
+    "device": _device,
+    "section": _anything,
+}
+"""What the value of a key must be, by `Key.takes`."""

@@ -1,0 +1,136 @@
+"""The settings here that a DeepSpeed configuration asks for, as TOML with the keys that they come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infinity.config import load_config
+from infinity.units import GIB, KIB, LARGEST, format_setting, parse_size
+from infinity_tools.migrate.read import AUTO, Found
+
+_PARAM, _OPTIMIZER = "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
+_BUFFERS = {"max_in_cpu": 10**9, "buffer_count": 5, "buffer_size": 10**8}
+"""DeepSpeed's defaults of what parameters take in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One setting, or where `value` is None a remark in its place."""
+
+    name: str
+    value: Any
+    remark: str
+
+
+def lines_of(found: Found, nvme: Sequence[str] = ()) -> list[Line]:
+    """Return the settings that a configuration asks for, in the order of the file; `nvme` replaces its paths."""
+    return [*_paths(found, nvme), *_requests(found), *_memory(found)]
+
+
+def nvme_paths(found: Found) -> list[str]:
+    """Return the paths of parameters and optimizer, each once, where DeepSpeed uses them."""
+    paths: dict[str, str] = {}
+    for section, role in ((_PARAM, "param"), (_OPTIMIZER, "optimizer")):
+        path = found[f"{section}.nvme_path"]
+        if found.device(role) == "nvme" and path not in (None, AUTO):
+            paths.setdefault(os.path.realpath(path), path)
+    return list(paths.values())
+
+
+def _paths(found: Found, nvme: Sequence[str]) -> list[Line]:
+    if nvme:
+        return [Line(name="storage.paths", value=list(nvme), remark="--nvme")]
+    if paths := nvme_paths(found):
+        return [Line(name="storage.paths", value=paths, remark="nvme_path of offload_param and offload_optimizer")]
+    why = "required: one folder per NVMe drive; the configuration names none"
+    return [Line(name="storage.paths", value=None, remark=f'paths = ["/nvme0/run"]  # {why}')]
+
+
+def request_bytes(found: Found) -> int | None:
+    """Return the size of requests that `aio.block_size` asks for, if it is one here."""
+    size = found["aio.block_size"]
+    return size if isinstance(size, int) and 4 * KIB <= size <= GIB and size % 4096 == 0 else None
+
+
+def queue_depth(found: Found) -> int | None:
+    """Return the depth that `aio.queue_depth` asks for, if it is one here."""
+    depth = found["aio.queue_depth"]
+    return depth if isinstance(depth, int) and 1 <= depth <= 4096 else None
+
+
+def _requests(found: Found) -> list[Line]:
+    lines = []
+    if (size := request_bytes(found)) is not None:
+        lines.append(Line(name="storage.request_bytes", value=_size(size), remark="aio.block_size"))
+    if (depth := queue_depth(found)) is not None:
+        lines.append(Line(name="storage.queue_depth", value=depth, remark="aio.queue_depth"))
+    return lines
+
+
+def host_bytes(found: Found) -> int | None:
+    """Return what DeepSpeed's parameters take in memory, by what the file says of it; None if it says nothing.
+
+    An estimate: max_in_cpu is how many elements stay in memory, and a buffer has buffer_size elements.
+    """
+    told = {name: found[f"{_PARAM}.{name}"] for name in _BUFFERS}
+    if found.device("param") != "nvme" or not any(isinstance(value, int) for value in told.values()):
+        return None
+    elements, count, size = (
+        value if isinstance(value, int) else _BUFFERS[name] for name, value in told.items()
+    )  # fmt: skip
+    estimate = (elements + count * size) * (2 if found.precision() else 4)
+    return estimate if 0 < estimate <= LARGEST // 2 else None
+
+
+def _memory(found: Found) -> list[Line]:
+    if (estimate := host_bytes(found)) is not None:
+        remark = "an estimate: offload_param.max_in_cpu + buffer_count x buffer_size; more is faster"
+        return [Line(name="memory.host_bytes", value=format_setting(estimate), remark=remark)]
+    if "cpu" in (found.device("param"), found.device("optimizer")) and not nvme_paths(found):
+        each = 14 if found.precision() else 16
+        remark = (
+            f'host_bytes = "64GiB"  # device = cpu: at least {each} bytes per parameter of a rank keep all in memory'
+        )
+        return [Line(name="memory.host_bytes", value=None, remark=remark)]
+    return []
+
+
+def _size(size: int) -> str | int:
+    shown = format_setting(size)
+    return shown if parse_size(shown) == size else size
+
+
+def to_toml(lines: Sequence[Line], source: str) -> tuple[str, dict[str, Any]]:
+    """Return the text of a settings file, and what is in it.
+
+    Raises:
+        ConfigError: `infinity.load_config` does not take it.
+    """
+
+    text = [f"# Settings of infinity, from {_quoted(source)}."]
+    for section in dict.fromkeys(line.name.partition(".")[0] for line in lines):
+        text += ["", f"[{section}]"]
+        for line in lines:
+            of, _, key = line.name.partition(".")
+            if of == section:
+                shown = f"{key} = {_value(line.value)}" if line.value is not None else ""
+                text.append(f"{shown}  # {line.remark}" if shown else f"# {line.remark}")
+    whole = "\n".join(text) + "\n"
+    settings = tomllib.loads(whole)
+    load_config(settings)
+    return whole, settings
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return _quoted(value) if isinstance(value, str) else str(value)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
