@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infinity.config import StorageConfig
+from infinity.errors import BudgetError
+from infinity.io.probe import targets
 from infinity.io.probe.latency import Latencies
 from infinity.io.probe.points import Load, Measurement, Point, points_of
 from infinity.io.probe.sustained import Sustained
 from infinity_tools.probe.choice import Choice
 from infinity_tools.probe.plot import figure
 from infinity_tools.probe.report import Ask, Report
-from infinity_tools.probe.work import _Work
+from infinity_tools.probe.work import _Work, check
 
 MIB = 1 << 20
 USUAL = (StorageConfig().request_bytes, StorageConfig().queue_depth)
@@ -125,6 +129,16 @@ def test_only_what_is_measured_is_recommended() -> None:
     assert (choice.block_bytes, choice.depth) == SMALL
     assert not choice.usual_measured
     assert choice.sizes is None
+
+
+def test_space_is_needed_for_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may free the first one only when the second one is there."""
+    monkeypatch.setattr(targets, "free_space", lambda folder: 100 * MIB)
+    ask = ask_for(paths=(str(tmp_path),), points=points_of([Load.BOTH], [MIB], [1]), file_bytes=40 * MIB)
+    check(ask)
+    check(replace(ask, sustained_bytes=40 * MIB))
+    with pytest.raises(BudgetError, match=r"--sustained-bytes: .*100 MiB free, 106 MiB needed"):
+        check(replace(ask, sustained_bytes=50 * MIB))
 
 
 def report(sustained: dict[str, Sustained]) -> Report:
