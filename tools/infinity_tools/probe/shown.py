@@ -105,7 +105,7 @@ def show(console: Console, report: Report, out: Path | None) -> None:
         console.print(Text(f"not compared with fio: {report.fio_error}"), end="\n\n")
     written = ", ".join(f"{format_size(size)} to {path}" for path, size in report.written.items())
     console.print(Text(f"written: {written}"))
-    console.print(Text(report.kept), end="\n\n")
+    console.print(Text(report.kept.says), end="\n\n")
     for reason in report.choice.reasons():
         console.print(Text(reason))
     console.print(Text("settings, for the file that `infinity train --config` or `infinity.offload` is given:"))

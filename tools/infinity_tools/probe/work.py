@@ -21,7 +21,7 @@ from infinity_tools.probe.choice import (
     usual_size,
 )
 from infinity_tools.probe.fio import FioError, run_fio
-from infinity_tools.probe.kept import tell_daemon
+from infinity_tools.probe.kept import end_measuring, tell_daemon
 from infinity_tools.probe.report import FIO_START_SECONDS, Ask, Report
 from infinity_tools.probe.turns import Turns, in_turn
 
@@ -62,6 +62,7 @@ def probe_all(ask: Ask, view: View) -> Report:
     def filled(target: Target) -> None:
         view.step(f"{target.path}: wrote {format_size(target.file_bytes)}", 0.0)
 
+    end_measuring(ask.paths)
     with open_bench(ask.paths, ask.points, file_bytes=ask.file_bytes, engine=ask.engine, on_filled=filled) as bench:
         work = _Work(ask, view, bench)
         together = work.measured(ask.points)
