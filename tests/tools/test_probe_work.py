@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infinity.config import StorageConfig
+from infinity.errors import BudgetError
+from infinity.io.probe import targets
 from infinity.io.probe.latency import Latencies
 from infinity.io.probe.points import Load, Measurement, Point, points_of
 from infinity.io.probe.sustained import Sustained
 from infinity_tools.probe.choice import Choice
 from infinity_tools.probe.plot import figure
-from infinity_tools.probe.report import Ask, Report
-from infinity_tools.probe.work import _Work
+from infinity_tools.probe.report import Ask, Kept, Report
+from infinity_tools.probe.work import _Work, check
 
 MIB = 1 << 20
 USUAL = (StorageConfig().request_bytes, StorageConfig().queue_depth)
@@ -127,13 +131,23 @@ def test_only_what_is_measured_is_recommended() -> None:
     assert choice.sizes is None
 
 
+def test_space_is_needed_for_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may free the first one only when the second one is there."""
+    monkeypatch.setattr(targets, "free_space", lambda folder: 100 * MIB)
+    ask = ask_for(paths=(str(tmp_path),), points=points_of([Load.BOTH], [MIB], [1]), file_bytes=40 * MIB)
+    check(ask)
+    check(replace(ask, sustained_bytes=40 * MIB))
+    with pytest.raises(BudgetError, match=r"--sustained-bytes: .*100 MiB free, 106 MiB needed"):
+        check(replace(ask, sustained_bytes=50 * MIB))
+
+
 def report(sustained: dict[str, Sustained]) -> Report:
     """Return one of two folders."""
     found = {path: tuple(measured(point, 1e9) for point in POINTS) for path in ("a $x$ y", "b")}
     choice = chosen(FakeBench(lambda size, engine, time: 100.0))
     return Report(
         ask=ask_for(paths=tuple(found)), engine="io_uring", together=found, alone={}, choice=choice, fio={},
-        fio_error="", sustained=sustained, written={}, kept="",
+        fio_error="", sustained=sustained, written={}, kept=Kept(done=False, says=""),
     )  # fmt: skip
 
 

@@ -100,9 +100,14 @@ class Stream:
         return self._point.load is Load.WRITE or (self._point.load is Load.BOTH and slot % 2 == 1)
 
     def _submit(self, slot: int, op: Op) -> None:
+        """Submit the next request of a slot; a write beyond `most_written` ends the slot instead."""
         block = self._point.block_bytes
         with self._lock:
-            offset = self._place(op)
+            most = self._most_written if op is Op.WRITE else None
+            offset = None if most is not None and (self._next[op] + 1) * block > most else self._place(op)
+        if offset is None:
+            self._end(None)
+            return
         memory = self.target.memory[slot * block : (slot + 1) * block]
         try:
             ticket = self.target.engine.submit(op, self.target.file, offset, memory)
@@ -133,7 +138,7 @@ class Stream:
         turn = self._point.load is Load.BOTH
         other = Op.READ if ticket.op is Op.WRITE else Op.WRITE
         following = other if turn else ticket.op
-        if self._stop.is_set() or (following is Op.WRITE and self._has_written()):
+        if self._stop.is_set():
             self._end(None)
         else:
             self._submit(slot, following)
@@ -143,12 +148,6 @@ class Stream:
         number = int((ticket.completed - self._began) / self._slice_seconds)
         self._slices.extend([0] * (number + 1 - len(self._slices)))
         self._slices[number] += ticket.length
-
-    def _has_written(self) -> bool:
-        """Whether another write would be beyond `most_written`; several threads at once may still submit one each."""
-        if self._most_written is None:
-            return False
-        return (self._next[Op.WRITE] + 1) * self._point.block_bytes > self._most_written
 
     def _end(self, error: InfinityError | None) -> None:
         with self._lock:

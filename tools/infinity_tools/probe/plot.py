@@ -71,6 +71,7 @@ def _sustained(axes: Axes, one: Sustained) -> None:
     axes.plot(written, speeds, marker="." if len(speeds) < 100 else "")
     if (fall := one.fall) is not None:
         axes.axvline(fall.written / 1e9, color="tab:red", linestyle="--")
+    axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("GB written")
     axes.set_ylabel("GB/s, each second")

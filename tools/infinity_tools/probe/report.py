@@ -76,6 +76,14 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Whether the node's daemon has kept the result, also as a sentence."""
+
+    done: bool
+    says: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """All that was found."""
 
@@ -95,8 +103,8 @@ class Report:
     """By folder; empty if it was not asked for."""
     written: Mapping[str, int]
     """Bytes that were written to each folder."""
-    kept: str
-    """Whether the node's daemon has kept the result: a sentence."""
+    kept: Kept
+    """Whether the node's daemon has kept the result."""
 
     def at_choice(self, found: Found, path: str, load: Load) -> Measurement | None:
         """Return what a folder did at the recommended point; None where that was not measured."""
@@ -129,7 +137,7 @@ class Report:
             "fio_error": self.fio_error,
             "sustained": {path: _sustained(one) for path, one in self.sustained.items()},
             "written_bytes": dict(self.written),
-            "daemon": self.kept,
+            "daemon": {"kept": self.kept.done, "says": self.kept.says},
         }
 
 

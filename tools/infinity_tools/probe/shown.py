@@ -89,7 +89,7 @@ def open_view(ask: Ask, *, silent: bool) -> Iterator[Bar]:
 def show(console: Console, report: Report, out: Path | None) -> None:
     """Print what was found."""
     for path, measurements in report.together.items():
-        busy = ", all folders busy at once" if report.alone else ""
+        busy = ", all folders busy at once" if len(report.together) > 1 else ""
         _print_table(console, f"{path}{busy}: GB/s, and ms of a mixed request", _points(measurements))
     if report.alone:
         _print_table(console, "GB/s with recommended settings, alone and all folders busy at once", _alone(report))
@@ -99,13 +99,13 @@ def show(console: Console, report: Report, out: Path | None) -> None:
     if report.sustained:
         console.print()
     if report.fio:
-        where = f"{report.ask.paths[0]} alone" if report.alone else report.ask.paths[0]
+        where = f"{report.ask.paths[0]} alone" if len(report.together) > 1 else report.ask.paths[0]
         _print_table(console, f"GB/s on {where}, in turn with fio", _fio(report))
     if report.fio_error:
         console.print(Text(f"not compared with fio: {report.fio_error}"), end="\n\n")
     written = ", ".join(f"{format_size(size)} to {path}" for path, size in report.written.items())
     console.print(Text(f"written: {written}"))
-    console.print(Text(report.kept), end="\n\n")
+    console.print(Text(report.kept.says), end="\n\n")
     for reason in report.choice.reasons():
         console.print(Text(reason))
     console.print(Text("settings, for the file that `infinity train --config` or `infinity.offload` is given:"))

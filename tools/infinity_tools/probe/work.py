@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from infinity.config import StorageConfig
-from infinity.errors import ConfigError
+from infinity.errors import BudgetError, ConfigError
 from infinity.io.probe.bench import Bench, label_of, open_bench
 from infinity.io.probe.points import Load, Measurement, Point, points_of
 from infinity.io.probe.sustained import Sustained, sustain
@@ -21,7 +21,7 @@ from infinity_tools.probe.choice import (
     usual_size,
 )
 from infinity_tools.probe.fio import FioError, run_fio
-from infinity_tools.probe.kept import tell_daemon
+from infinity_tools.probe.kept import end_measuring, tell_daemon
 from infinity_tools.probe.report import FIO_START_SECONDS, Ask, Report
 from infinity_tools.probe.turns import Turns, in_turn
 
@@ -50,8 +50,10 @@ def check(ask: Ask) -> None:
         largest = max(ask.points, key=lambda point: point.flight)
         try:
             check_targets(ask.paths, [largest], ask.sustained_bytes, ask.engine)
-        except ConfigError as error:
-            raise ConfigError(f"--sustained-bytes: {error}") from error
+            # Beside the first file, though that is gone by then: file systems free what it had some time later.
+            check_targets(ask.paths, [largest], ask.sustained_bytes + ask.file_bytes, ask.engine)
+        except (ConfigError, BudgetError) as error:
+            raise type(error)(f"--sustained-bytes: {error}") from error
 
 
 def probe_all(ask: Ask, view: View) -> Report:
@@ -60,6 +62,7 @@ def probe_all(ask: Ask, view: View) -> Report:
     def filled(target: Target) -> None:
         view.step(f"{target.path}: wrote {format_size(target.file_bytes)}", 0.0)
 
+    end_measuring(ask.paths)
     with open_bench(ask.paths, ask.points, file_bytes=ask.file_bytes, engine=ask.engine, on_filled=filled) as bench:
         work = _Work(ask, view, bench)
         together = work.measured(ask.points)

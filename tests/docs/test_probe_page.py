@@ -1,0 +1,52 @@
+"""docs/probe.md has the numbers and the words that the code has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from infinity.io.probe.latency import RESOLUTION
+from infinity.io.probe.quick import QUICK_BYTES, QUICK_SECONDS
+from infinity.io.probe.sustained import FALLEN, MOST_BYTES, SETTLED, WINDOW
+from infinity.units import format_size
+from infinity_tools.probe.turns import MARGIN, ROUNDS
+from support.command import run_here
+
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "probe.md").read_text().split())
+WORDS = {3: "three"}
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        f"within {MARGIN * 100:.0f} % of the best",
+        f"by more than {MARGIN * 100:.0f} % in {WORDS[ROUNDS]} alternating rounds",
+        f"{WORDS[ROUNDS]} rounds on the first folder alone",
+        f"too high by {(RESOLUTION - 1) * 100:.1f} % at most",
+        f"half of the free space, {format_size(MOST_BYTES)} at most",
+        f"the median of the last {WINDOW} seconds is compared with that of the first {WINDOW}",
+        f"Below {FALLEN} of it",
+        f"writing ends {SETTLED} seconds later",
+        f"With less than {4 * WINDOW} seconds the windows are a quarter",
+        f"for half a second with a file of {format_size(QUICK_BYTES)} in each folder",
+    ],
+)
+def test_it_has_the_numbers_of_the_code(says: str) -> None:
+    """Whoever changes one changes the page."""
+    assert QUICK_SECONDS == 0.5
+    assert says in PAGE
+
+
+def test_its_options_and_words_exist(tmp_path: Path) -> None:
+    """Every option that it names is one of the command's, and what it quotes is printed."""
+    known = run_here("probe", "-h").output
+    for option in set(re.findall(r"`(--[a-z][a-z-]+)", PAGE)):
+        assert option in known, option
+    printed = " ".join(
+        run_here("probe", tmp_path, "--size", "1MiB", "--block", "4KiB", "--depth", "1", "--seconds", "0.01",
+                 "--no-fio", "--sustained", "--sustained-bytes", "1MiB").output.split()
+    )  # fmt: skip
+    for text in ("block depth", "read write mixed p50 p95 p99 max", "too short to tell"):
+        assert text in printed
