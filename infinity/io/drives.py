@@ -41,6 +41,8 @@ class Place:
 class Mount:
     """A mounted file system, as the kernel lists it."""
 
+    point: str
+    """Where it is mounted."""
     kind: str
     """Its type, such as ``ext4``; ``none`` where nothing is known."""
     source: str
@@ -103,7 +105,7 @@ def locate(path: str, sysfs: Path = SYSFS) -> Place:
 def mount_of(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount:
     """Return the file system that a folder is in. Raises OSError."""
     target = Path(path).resolve()
-    best, answer = -1, Mount(kind="none", source="", options="")
+    best, answer = -1, Mount(point="/", kind="none", source="", options="")
     for line in mountinfo.read_text().splitlines():
         before, _, after = line.partition(" - ")
         _, _, _, _, mounted, options, *_ = before.split()
@@ -111,7 +113,8 @@ def mount_of(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount
         # >= : of two mounts on one point the later one is on top
         if target.is_relative_to(point) and len(point.parts) >= best:
             kind, source, *more = after.split(" ", 2)
-            best, answer = len(point.parts), Mount(kind=kind, source=source, options=",".join([options, *more]))
+            best = len(point.parts)
+            answer = Mount(point=str(point), kind=kind, source=source, options=",".join([options, *more]))
     return answer
 
 

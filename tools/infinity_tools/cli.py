@@ -13,6 +13,7 @@ from rich.console import Console
 
 from infinity.command import HELP, Commands, Version, complain
 from infinity_tools import store
+from infinity_tools.doctor.command import doctor
 from infinity_tools.export import export
 from infinity_tools.messages import lasting_streams, open_missing_streams
 from infinity_tools.probe import probe
@@ -38,6 +39,7 @@ app.command(cls=TrainCommand)(train)
 app.command()(export)
 app.command()(probe)
 app.command()(status)
+app.command()(doctor)
 app.add_typer(store.app, name="store")
 
 
