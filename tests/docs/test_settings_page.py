@@ -10,6 +10,7 @@ import pytest
 
 import infinity.config as of_runs
 import infinity_daemon.config as of_the_daemon
+from support import doctor_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -18,6 +19,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_the_settings_page_is_current(page: str, module: Any) -> None:
     """`make docs` was run after the last change of a setting."""
     assert (DOCS / page).read_text() == module.settings_markdown()
+
+
+def test_the_doctor_page_is_current() -> None:
+    """`make docs` was run after the last change of a check."""
+    assert (DOCS / "doctor.md").read_text() == doctor_page.page()
 
 
 @pytest.mark.parametrize("tree", [of_runs.Config, of_the_daemon.DaemonConfig])

@@ -99,6 +99,10 @@ NAMES = [
     wrong(f"store rm c {RUN} --yes", RUN, "runs:"),
     wrong("store rm c", "--dead"),
     wrong(f"store rm {RUN}", "name the folders"),
+    wrong("docter", "No such command 'docter'", "doctor"),
+    wrong("doctor --josn", "--josn", "--json"),
+    wrong("doctor --json=yes", "--json", "value"),
+    wrong("doctor d --runtime-dir", "--runtime-dir", "argument"),
     wrong("probe d --engine uring", "'uring'", "did you mean io_uring?"),
 ]
 NUMBERS = [
@@ -150,6 +154,8 @@ EMPTY = [
     wrong("store ls ''", "empty"),
     wrong("export c --out ''", "--out", "empty"),
     wrong("probe d --size ''", "--size", "empty"),
+    wrong("doctor ''", "doctor", "empty"),
+    wrong("doctor d --runtime-dir ''", "--runtime-dir", "empty"),
 ]
 PATHS = [
     train("--nvme missing/deeper", "'missing/deeper' cannot be made", "'missing' is not a folder"),
@@ -225,6 +231,10 @@ TOGETHER = [
     wrong("export c --out x --to dcp --companions d", "--companions", "--to safetensors"),
     wrong("store rm c --dead --json", "--yes"),
     wrong("store gc c waste --json", "waste"),
+    wrong("doctor d --json --report", "--json", "--report", "one of them"),
+    wrong("doctor d link", "'d' and 'link' are the same folder"),
+    wrong("doctor d with~space/../d/ file", "'with space/../d/'", "once"),
+    wrong("doctor d\0", "zero byte"),
 ]
 SETTINGS = [
     toml("[memory]\nhost_byte = 1", "memory.host_byte", "did you mean memory.host_bytes?"),

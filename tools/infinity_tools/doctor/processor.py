@@ -67,7 +67,11 @@ def bf16(world: World) -> Verdict:
     computes in fp32: emulated bf16 is several times slower."""
     if multiplies_bf16(world.root):
         return ok("the processor multiplies it natively")
-    return note("the processor emulates it", "without a GPU compute in fp32, as `--dtype auto` does")
+    unknown = world.read("proc/cpuinfo") is None
+    return note(
+        "not told by the kernel" if unknown else "the processor emulates it",
+        "without a GPU compute in fp32, as `--dtype auto` does",
+    )
 
 
 @check("numa")

@@ -27,7 +27,9 @@ def shown(title: str, findings: Sequence[Finding]) -> Group:
     lines.add_column(width=_NAMES, no_wrap=True)
     lines.add_column(overflow="fold")
     for one in findings:
-        lines.add_row(Text(one.status, STYLES[one.status]), one.check, Text(one.value))  # texts of others: no markup
+        lines.add_row(
+            Text(one.status, STYLES[one.status]), Text(one.check), Text(one.value)
+        )  # texts of others: no markup
         if one.fix:
             lines.add_row("", "", Text(f"fix: {one.fix}", "dim"))
     return Group("", Text(title, "bold", overflow="fold"), lines)

@@ -15,7 +15,7 @@ from infinity.io.alignment import DEFAULT_ALIGNMENT
 from infinity.io.drives import locate, mount_of, space
 from infinity.store.folder import holders
 from infinity.units import GIB, MIB, format_size
-from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, problem, warning
+from infinity_tools.doctor.finding import Group, Status, Verdict, check, note, ok, problem, warning
 from infinity_tools.doctor.world import Folder, World
 
 _NETWORK = frozenset(
@@ -28,6 +28,7 @@ _FREE: Final = "remove earlier runs with `infinity store rm`, or name another fo
 _REMOTE_MODELS = ("amazon elastic block store", "nvme_card-pd", "msft nvme accelerator")
 _TRIAL_BYTES: Final = MIB
 _LITTLE_SPACE: Final = 10 * GIB
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _BYTES_PER_PARAMETER: Final = 2 * 14  # AdamW, bf16 weights: the state as it is trained, and that of the commit
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,8 +54,10 @@ def folder(at: Folder) -> Verdict:
     except OSError as error:
         fix = _OTHER
         if error.errno == errno.EACCES and os.geteuid():
-            fix = f"as root: chown {os.geteuid()}:{os.getegid()} {shlex.quote(place)}"
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = (
+                f"as root: install -d -o {os.geteuid()} -g {os.getegid()} {shlex.quote(path)}"  # makes it, or gives it
+            )
+        elif error.errno in _FULL:
             fix = _FREE
         return problem(f"takes no file: {error.strerror}", fix)
     return ok("is there, and writable" if at.exists else "will be made by the run")
@@ -105,6 +108,8 @@ def direct(at: Folder) -> Verdict:
             os.pwritev(file.fd, [written], 0)
             os.preadv(file.fd, [found], 0)
         except OSError as error:
+            if error.errno in _FULL:
+                return note("not tried: there is no space", _FREE)
             return problem(f"a direct transfer of 4 KiB fails: {error.strerror}", f"see `dmesg`, or {_LOCAL}")
         if written != found:
             return problem("what is read is not what was written", f"see `dmesg`, and {_LOCAL}")
@@ -191,8 +196,8 @@ _FIRST: Final = "see the check `folder`"
 
 
 def _there(world: World) -> list[Folder]:
-    """Return the folders that are there, or can be made."""
-    return [at for at in world.folders if os.path.isdir(at.place)]
+    """Return the folders that can be used."""
+    return [at for at in world.folders if folder.look(at).status is Status.OK]
 
 
 @check("drives")
@@ -206,7 +211,7 @@ def drives(world: World) -> Verdict:
     shared = [f"{' and '.join(paths)} ({name})" for name, paths in by_drive.items() if len(paths) > 1]
     if shared:
         return warning(f"on one drive: {', '.join(shared)}", "name one folder for each drive")
-    return ok("one" if len(by_drive) == 1 else f"{len(by_drive)}: one for each folder that is there")
+    return ok("one" if len(by_drive) == 1 else f"{len(by_drive)}: one for each folder")
 
 
 @check("largest model")

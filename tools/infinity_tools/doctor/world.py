@@ -36,7 +36,7 @@ class Folder:
     @property
     def place(self) -> str:
         """The folder; where it is still to be made, the one that it lies in."""
-        return self.path if self.exists else str(Path(self.path).resolve().parent)
+        return self.path if self.exists else os.path.dirname(os.path.abspath(self.path))
 
     @contextmanager
     def trial(self) -> Iterator[OpenedFile]:
