@@ -167,8 +167,8 @@ def test_locked_memory(
     [
         (memory.open_files, "NOFILE", 1024, "ok", ""),
         (memory.open_files, "NOFILE", UNLIMITED, "ok", ""),
-        (memory.open_files, "NOFILE", 256, "warning", "ulimit -n"),
-        (memory.open_files, "NOFILE", 64, "problem", "ulimit -n"),
+        (memory.open_files, "NOFILE", 256, "warning", "LimitNOFILE="),
+        (memory.open_files, "NOFILE", 16, "problem", "nofile=65536"),
         (memory.file_size, "FSIZE", UNLIMITED, "ok", ""),
         (memory.file_size, "FSIZE", GIB, "warning", "ulimit -f"),
         (memory.address_space, "AS", UNLIMITED, "ok", ""),
@@ -181,6 +181,18 @@ def test_limits(
     """Those of `ulimit`."""
     limits(name, limit)
     assert is_(machine.look(check), status, fix=fix)
+
+
+@pytest.mark.parametrize(
+    ("hard", "fix"), [(4096, "ulimit -n 4096"), (1 << 20, "ulimit -n 65536"), (UNLIMITED, "65536")]
+)
+def test_a_limit_that_the_user_may_raise(
+    hard: int, fix: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the hard one; else it takes root."""
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (64, hard))
+    assert is_(machine.look(memory.open_files), "warning", "64", fix)
+    assert is_(machine.look(memory.locked_memory), "note", "64 B", "ulimit -l" if hard == UNLIMITED else "limits.conf")
 
 
 def test_shared_memory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

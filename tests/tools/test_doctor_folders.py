@@ -222,6 +222,8 @@ def test_space(free: int, status: str, says: str, tmp_path: Path, monkeypatch: p
         ("nvme0n1", 0, "Samsung  SSD 990", "ok", "nvme0n1 (Samsung SSD 990)", ""),
         ("nvme1n1", 0, "Amazon Elastic Block Store", "note", "over a network", PROBE),
         ("nvme2n1", 0, "Amazon EC2 NVMe Instance Storage", "ok", "Instance Storage", ""),
+        ("dm-0", 0, "", "ok", "dm-0", ""),
+        ("sdb", 0, "Samsung 870", "note", "sdb (Samsung 870) is no NVMe drive", PROBE),
         ("sda", 1, "ST4000", "warning", "rotates", "NVMe"),
         ("vda", 1, "", "note", "virtual disk", PROBE),
         ("loop3", 0, "", "note", "a file that is mounted", "NVMe"),

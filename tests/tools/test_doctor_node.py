@@ -41,6 +41,7 @@ def test_daemon(tmp_path: Path) -> None:
     runtime.mkdir(mode=0o700)
     (runtime / SOCKET_NAME).touch()
     assert is_(daemon(runtime, None), "note", "answers in")
+    assert is_(daemon(runtime / SOCKET_NAME / "x", None), "warning", "Not a directory", "telemetry.runtime_dir")
     runtime.chmod(0o777)
     assert is_(daemon(runtime, None), "warning", "others may write to it", "telemetry.runtime_dir")
 

@@ -86,7 +86,8 @@ class Check(Generic[Of]):
         thread = threading.Thread(target=body, name=f"infinity-doctor-{self.name}", daemon=True)
         thread.start()
         thread.join(self.seconds)
-        found = Finding(check=self.name, **(list(answers) or [self._late()])[0]._asdict())
+        verdict = answers[0] if answers else self._late()
+        found = Finding(check=self.name, **verdict._asdict())
         return replace(found, folder=at.path) if isinstance(at, Folder) else found
 
     def _late(self) -> Verdict:

@@ -14,8 +14,12 @@ from infinity_tools.doctor.world import World
 _CAP_IPC_LOCK = 14
 _SMALL_ARENA: Final = 256 * MIB
 _FEW_FILES: Final = 1024
-_FEWEST_FILES: Final = 128
+_FEWEST_FILES: Final = 32  # which one small rank on one path needs
+_MANY_FILES: Final = 65536
 _LITTLE_SHARED: Final = GIB
+_MEMLOCK: Final = (
+    "docker run --ulimit memlock=-1; memlock unlimited in /etc/security/limits.conf; LimitMEMLOCK=infinity of systemd"
+)
 _CLOSE: Final = 0.98  # what is free changes from one look to the next
 _WHOLE_UIDS = ["0", "0", "4294967295"]
 
@@ -97,7 +101,7 @@ def huge_pages(world: World) -> Verdict:
 def locked_memory(world: World) -> Verdict:
     """How much memory this process may lock (`ulimit -l`). io_uring locks the arena once, so that transfers need not
     look up its pages each time; beyond the limit it goes on without."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     capabilities = int(world.own("CapEff") or "0", 16)
     if limit == resource.RLIM_INFINITY:
         return ok("no limit")
@@ -107,7 +111,7 @@ def locked_memory(world: World) -> Verdict:
     if limit < wanted:
         return note(
             f"{format_size(limit)}, less than the arena ({format_size(wanted)}): it is not registered with io_uring",
-            "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity of systemd",
+            "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else _MEMLOCK,
         )
     return ok(format_size(limit))
 
@@ -116,10 +120,13 @@ def locked_memory(world: World) -> Verdict:
 def open_files(world: World) -> Verdict:
     """How many files this process may open (`ulimit -n`). A rank needs few, data loaders and connections between
     ranks many."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or limit >= _FEW_FILES:
         return ok("no limit" if limit == resource.RLIM_INFINITY else str(limit))
-    return (problem if limit < _FEWEST_FILES else warning)(str(limit), f"ulimit -n {64 * _FEW_FILES}")
+    fix = "docker run --ulimit nofile=65536; nofile in /etc/security/limits.conf; LimitNOFILE= of systemd"
+    if hard == resource.RLIM_INFINITY or hard >= _FEW_FILES:
+        fix = f"ulimit -n {_MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)}"
+    return (problem if limit < _FEWEST_FILES else warning)(str(limit), fix)
 
 
 @check("file size")

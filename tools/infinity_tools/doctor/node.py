@@ -25,13 +25,15 @@ def daemon(world: World) -> Verdict:
         if found.get("version") != infinity.__version__:
             return warning(
                 f"infinityd {found.get('version')} runs, infinity is {infinity.__version__}",
-                f"start it again: kill {found.get('pid')}; infinityd &",
+                f"start it again: systemctl restart infinityd; or kill {found.get('pid')}, and infinityd &",
             )
         return ok(f"infinityd {found['version']} runs")
     try:
         reason = whose_folder(runtime)
     except FileNotFoundError:
         reason = ""
+    except OSError as error:
+        reason = error.strerror or str(error)
     if reason:
         return warning(f"{runtime} cannot be used: {reason}", "name another telemetry.runtime_dir")
     start = "infinityd &" if runtime == _default() else f"infinityd --runtime-dir {shlex.quote(str(runtime))} &"

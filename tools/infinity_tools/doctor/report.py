@@ -9,7 +9,6 @@ import re
 import resource
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import infinity
@@ -52,8 +51,9 @@ def report_of(findings: Sequence[Finding], world: World) -> str:
 
 def without_names(text: str) -> str:
     """Return a text with `~` for the home folder, and without the names of host and user."""
-    text = text.replace(str(Path.home()), "~") if Path.home() != Path("/") else text
-    host = socket.gethostname()
+    host, home = socket.gethostname(), os.path.expanduser("~").rstrip("/")
+    if home not in ("", "~"):  # of root of a container; of a user without one
+        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
     for name, instead in ((host, "<host>"), (host.partition(".")[0], "<host>"), (_user(), "<user>")):
         if name and name not in ("root", "localhost"):
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)

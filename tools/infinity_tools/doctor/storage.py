@@ -168,6 +168,8 @@ def drive(at: Folder) -> Verdict:
         return note(f"{value} is a virtual disk", probe)
     if _text(block / "queue/rotational") == "1":
         return warning(f"{value} rotates", "name a folder on an NVMe drive")
+    if not name.startswith(("nvme", "dm-", "md")):  # the last two are made of others
+        return note(f"{value} is no NVMe drive", probe)
     return ok(value)
 
 
