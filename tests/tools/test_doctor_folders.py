@@ -173,14 +173,17 @@ def test_a_drive_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "says"),
+    ("code", "status", "says", "fix"),
     [
-        (0, "ok", "at once"),
-        (errno.EOPNOTSUPP, "warning", "no fallocate"),
-        (errno.ENOSPC, "problem", "No space left"),
+        (0, "ok", "at once", ""),
+        (errno.EOPNOTSUPP, "warning", "no fallocate", "ext4 or XFS"),
+        (errno.ENOSPC, "problem", "No space left", "infinity store rm"),
+        (errno.EFBIG, "problem", "File too large", "ulimit -f"),
     ],
 )
-def test_allocation(code: int, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation(
+    code: int, status: str, says: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The call of the kernel, as the C library's other one writes where there is none."""
 
     def fallocate(*_: object) -> int:
@@ -188,7 +191,7 @@ def test_allocation(code: int, status: str, says: str, tmp_path: Path, monkeypat
         return -1 if code else 0
 
     monkeypatch.setattr(storage, "_libc", SimpleNamespace(fallocate=fallocate))
-    assert is_(look(storage.allocation, tmp_path), status, says)
+    assert is_(look(storage.allocation, tmp_path), status, says, fix)
 
 
 def test_allocation_really(tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ def _default() -> object:
 
 @check("host name")
 def host_name(world: World) -> Verdict:
-    """Whether the name of this host leads to an address of this host. gloo takes that address; where there is none, it
-    takes the loopback, and ranks on other nodes do not find this one."""
-    fix = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to a network interface of `ip address`"
+    """Whether the name of this host leads to an address of this host. Where it does not, gloo takes the loopback, so
+    that ranks on other nodes do not find this one, and torchrun may wait in vain even on one node."""
+    fix = 'as root: echo "127.0.0.1 $(hostname)" >> /etc/hosts; for several nodes its address in their network'
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -54,9 +54,8 @@ def folder(at: Folder) -> Verdict:
     except OSError as error:
         fix = _OTHER
         if error.errno == errno.EACCES and os.geteuid():
-            fix = (
-                f"as root: install -d -o {os.geteuid()} -g {os.getegid()} {shlex.quote(path)}"  # makes it, or gives it
-            )
+            owner = f"-o {os.geteuid()} -g {os.getegid()}"
+            fix = f"as root: install -d {owner} {shlex.quote(path)}"  # makes it, or gives it to this user
         elif error.errno in _FULL:
             fix = _FREE
         return problem(f"takes no file: {error.strerror}", fix)
@@ -126,7 +125,8 @@ def allocation(at: Folder) -> Verdict:
         code = ctypes.get_errno()
     if code in (errno.EOPNOTSUPP, errno.ENOSYS):
         return warning("no fallocate: a start writes all blocks of its files", _LOCAL)
-    return problem(f"no blocks can be reserved: {os.strerror(code)}", _FREE)
+    fix = "ulimit -f unlimited" if code == errno.EFBIG else _FREE
+    return problem(f"no blocks can be reserved: {os.strerror(code)}", fix)
 
 
 @check("space")
