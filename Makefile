@@ -90,6 +90,7 @@ docs: install
 	$(BIN)/python -W ignore -m infinity_daemon.config > docs/daemon-settings.md
 	$(BIN)/python -W ignore -m infinity_tools.migrate.page > docs/migrate.md
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.wide_page > docs/compatibility.md
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.doctor_page > docs/doctor.md
 	$(BIN)/python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json
 
 # The documents and the reference of the public names, as build/site; a warning is an error. The test-suite builds it too.

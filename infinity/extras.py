@@ -1,4 +1,4 @@
-"""Packages that only a part of `infinity` needs, and the extras of the distribution that bring them."""
+"""Packages that only a part of `infinity` needs, the extras that bring them, and which releases are supported."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ EXTRAS = {
     "hf": ("transformers", "tokenizers"),
 }
 """Import names by extra; the `pip install` of the extra brings them."""
+
+OLDEST = {"python": "3.11", "torch": "2.11", "transformers": "5.14"}
+"""The oldest releases that are supported, as in pyproject.toml."""
+
+NEWEST_TORCH = "2.15"
+"""The newest release of torch that the parity tests passed with; with the oldest they did, too."""
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from infinity.errors import UnsupportedError
+from infinity.extras import NEWEST_TORCH, OLDEST
 
-TESTED = "2.11 to 2.15"
-"""Releases of torch that are supported; the parity tests passed with both ends."""
+TESTED = f"{OLDEST['torch']} to {NEWEST_TORCH}"
+"""Releases of torch that are supported."""
 
 
 def _lacking(missing: str) -> UnsupportedError:

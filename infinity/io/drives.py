@@ -38,6 +38,20 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mount:
+    """A mounted file system, as the kernel lists it."""
+
+    point: str
+    """Where it is mounted."""
+    kind: str
+    """Its type, such as ``ext4``; ``none`` where nothing is known."""
+    source: str
+    """The device, or what its type takes for one."""
+    options: str
+    """Of the mount and of the file system, separated by commas."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Space:
     """Bytes of a file system: in all, and free to users."""
 
@@ -77,14 +91,31 @@ def locate(path: str, sysfs: Path = SYSFS) -> Place:
     number = os.stat(path).st_dev
     name, kind = _block_name(number, sysfs), ""
     if name is None:
-        kind, source = _mount_of(path)
-        name = _block_name(_block_number(source), sysfs) or f"{kind}-{os.minor(number)}"
+        mount = mount_of(path)
+        kind = mount.kind
+        name = _block_name(_block_number(mount.source), sysfs) or f"{kind}-{os.minor(number)}"
     return Place(
         path=path,
         drive=Drive(name=name, identity=_identity(name, sysfs)),
         file_system=number,
         in_memory=kind in _IN_MEMORY,
     )
+
+
+def mount_of(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount:
+    """Return the file system that a folder is in. Raises OSError."""
+    target = Path(path).resolve()
+    best, answer = -1, Mount(point="/", kind="none", source="", options="")
+    for line in mountinfo.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        _, _, _, _, mounted, options, *_ = before.split()
+        point = Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), mounted))
+        # >= : of two mounts on one point the later one is on top
+        if target.is_relative_to(point) and len(point.parts) >= best:
+            kind, source, *more = after.split(" ", 2)
+            best = len(point.parts)
+            answer = Mount(point=str(point), kind=kind, source=source, options=",".join([options, *more]))
+    return answer
 
 
 def space(path: str) -> Space:
@@ -142,20 +173,6 @@ def _block_number(source: str) -> int:
     except (OSError, ValueError):
         return 0
     return found.st_rdev if stat.S_ISBLK(found.st_mode) else 0
-
-
-def _mount_of(path: str) -> tuple[str, str]:
-    """Return type and source of the mount that a folder is in, as the kernel lists them."""
-    target = Path(path).resolve()
-    best, answer = -1, ("none", "")
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        point = Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), before.split()[4]))
-        # >= : of two mounts on one point the later one is on top
-        if target.is_relative_to(point) and len(point.parts) >= best:
-            kind, source = after.split()[:2]
-            best, answer = len(point.parts), (kind, source)
-    return answer
 
 
 def _identity(name: str, sysfs: Path) -> str:

@@ -32,7 +32,7 @@ class Arena:
     """
 
     def __init__(self, frames: int, frame_bytes: int, *, device: torch.device) -> None:
-        self.frames, self.frame_bytes = frames, frame_bytes  # fixed, as all below but `_registered`
+        self.frames, self.frame_bytes = frames, frame_bytes  # fixed, as all below but `registered`
         size = frames * frame_bytes
         try:
             self.memory = transfer_memory(size)  # all bytes of the arena
@@ -41,12 +41,12 @@ class Arena:
                 f"cannot allocate a host arena of {format_size(size)} (memory.host_bytes): {error}"
             ) from error
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)  # the same bytes as a tensor of one dimension
-        self._registered = False
+        self.registered = False
         """Whether CUDA has it registered; ends with `close`. One thread makes and closes an arena."""
         if device.type == "cuda":
             status = _cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
-            self._registered = int(status) == 0
-            if not self._registered:
+            self.registered = int(status) == 0
+            if not self.registered:
                 warnings.warn(
                     f"CUDA did not register the host arena ({status}); copies to the device will be slower",
                     stacklevel=2,
@@ -64,6 +64,6 @@ class Arena:
 
     def close(self) -> None:
         """Unregister. The memory itself goes when the last view of it does."""
-        if self._registered:
+        if self.registered:
             _cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self._registered = False
+            self.registered = False

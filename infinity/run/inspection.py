@@ -14,7 +14,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, ShardedModel
-from infinity.memory.limits import available_memory
+from infinity.memory.limits import default_arena
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import view_shape
 from infinity.ranks import Ranks
@@ -122,7 +122,7 @@ def plan_memory(
             "master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model), the others also for fp32 "
             'states of the optimizer; set "fp32"'
         )
-    host = settings.memory.host_bytes or available_memory() // 4 // ranks.local_world_size
+    host = settings.memory.host_bytes or default_arena(ranks.local_world_size)
     return choose_budget(units, formats, host, settings.memory.page_bytes)
 
 

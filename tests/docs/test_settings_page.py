@@ -11,6 +11,7 @@ import pytest
 import infinity.config as of_runs
 import infinity_daemon.config as of_the_daemon
 from infinity_tools.migrate import page as migration
+from support import doctor_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -24,6 +25,11 @@ def test_the_settings_page_is_current(page: str, module: Any) -> None:
 def test_the_page_about_deepspeed_is_current() -> None:
     """`make docs` was run after the last change of the table of keys."""
     assert (DOCS / "migrate.md").read_text() == migration.markdown()
+
+
+def test_the_doctor_page_is_current() -> None:
+    """`make docs` was run after the last change of a check."""
+    assert (DOCS / "doctor.md").read_text() == doctor_page.page()
 
 
 @pytest.mark.parametrize("tree", [of_runs.Config, of_the_daemon.DaemonConfig])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.extras import EXTRAS
+from infinity.extras import EXTRAS, NEWEST_TORCH, OLDEST
 from support import bare
 from support.modules import MODULES, ROOT, imported, modules
 
@@ -51,6 +51,17 @@ def distributions(extra: str) -> set[str]:
         else:
             found |= set().union(*map(distributions, inner.split(",")))
     return found
+
+
+def test_supported_releases_are_said_alike() -> None:
+    """By `infinity.extras`, which `infinity doctor` and refusals go by, by pyproject and by the documents."""
+    python, torch, transformers = OLDEST["python"], OLDEST["torch"], OLDEST["transformers"]
+    assert PROJECT["requires-python"] == f">={python}"
+    assert f"torch>={torch}" in PROJECT["dependencies"]
+    assert PROJECT["optional-dependencies"]["hf"] == [f"transformers>={transformers}"]
+    said = f"Python {python} or newer, torch {torch} to {NEWEST_TORCH}, transformers {transformers} or newer"
+    for page in ("README.md", "docs/guide.md"):
+        assert said in " ".join((ROOT / page).read_text().split()), page
 
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS))

@@ -36,6 +36,7 @@ COMMANDS = (
     "probe missing",
     "migrate -h",
     "migrate ds.json",
+    "doctor -h",
     "plan -h",
     f"{PLAN} --host-memory 8GiB",
 )

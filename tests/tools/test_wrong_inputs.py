@@ -104,6 +104,10 @@ NAMES = [
     wrong(f"store rm c {RUN} --yes", RUN, "runs:"),
     wrong("store rm c", "--dead"),
     wrong(f"store rm {RUN}", "name the folders"),
+    wrong("docter", "No such command 'docter'", "doctor"),
+    wrong("doctor --josn", "--josn", "--json"),
+    wrong("doctor --json=yes", "--json", "value"),
+    wrong("doctor d --runtime-dir", "--runtime-dir", "argument"),
     wrong("probe d --engine uring", "'uring'", "did you mean io_uring?"),
     wrong("probe d --alone maybe", "--alone 'maybe'", "point, all, no"),
 ]
@@ -162,6 +166,8 @@ EMPTY = [
     wrong("export c --out ''", "--out", "empty"),
     wrong("probe d --size ''", "--size", "empty"),
     wrong("probe d --sustained --sustained-bytes ''", "--sustained-bytes", "empty"),
+    wrong("doctor ''", "doctor", "empty"),
+    wrong("doctor d --runtime-dir ''", "--runtime-dir", "empty"),
 ]
 PATHS = [
     train("--nvme missing/deeper", "'missing/deeper' cannot be made", "'missing' is not a folder"),
@@ -240,6 +246,10 @@ TOGETHER = [
     wrong("store rm c --dead --json", "--yes"),
     wrong("store gc c waste --json", "waste"),
     wrong("probe d --sustained-bytes 1GiB", "--sustained-bytes 1GiB needs --sustained"),
+    wrong("doctor d --json --report", "--json", "--report", "one of them"),
+    wrong("doctor d link", "'d' and 'link' are the same folder"),
+    wrong("doctor d with~space/../d/ file", "'with space/../d/'", "once"),
+    wrong("doctor d\0", "zero byte"),
 ]
 SETTINGS = [
     toml("[memory]\nhost_byte = 1", "memory.host_byte", "did you mean memory.host_bytes?"),

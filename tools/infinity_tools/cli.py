@@ -13,6 +13,8 @@ from rich.console import Console
 
 from infinity.command import HELP, Commands, Version, complain
 from infinity_tools import store
+from infinity_tools.doctor.command import doctor
+from infinity_tools.doctor.software import installed
 from infinity_tools.export import export
 from infinity_tools.messages import lasting_streams, open_missing_streams
 from infinity_tools.migrate.command import migrate
@@ -42,6 +44,7 @@ app.command()(plan)
 app.command()(probe)
 app.command()(migrate)
 app.command()(status)
+app.command()(doctor)
 app.add_typer(store.app, name="store")
 
 
@@ -56,8 +59,8 @@ def versions(
     found = {
         "infinity": infinity.__version__,
         "python": platform.python_version(),
-        "torch": _installed("torch"),
-        "transformers": _installed("transformers"),
+        "torch": installed("torch") or "not installed",
+        "transformers": installed("transformers") or "not installed",
         "kernel": platform.release(),
     }
     if json:
@@ -66,16 +69,6 @@ def versions(
     console = Console(highlight=False)
     for name, value in found.items():
         console.print(f"{name:<14}{value}", style="bold" if name == "infinity" else None)
-
-
-def _installed(package: str) -> str:
-    """Return the version of a package without importing it."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def main() -> None:

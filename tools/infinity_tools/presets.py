@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from infinity.errors import ConfigError
 from infinity.units import MIB, format_size
+from infinity_tools.cpu import multiplies_bf16
 
 _CONFIG_LIMIT = 16 * MIB
 
@@ -142,13 +143,7 @@ def _one_line(error: Exception) -> str:
 
 def best_dtype() -> str:
     """Return ``bf16`` where the device multiplies it natively, else ``fp32``: emulation is several times slower."""
-    if torch.cuda.is_available():
-        return "bf16"
-    try:
-        words = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return "fp32"
-    return "bf16" if words & {"amx_bf16", "avx512_bf16", "bf16"} else "fp32"
+    return "bf16" if torch.cuda.is_available() or multiplies_bf16() else "fp32"
 
 
 def count_parameters(model: nn.Module) -> int:

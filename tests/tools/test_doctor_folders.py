@@ -1,0 +1,307 @@
+"""What `infinity doctor` finds of folders."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infinity.io.alignment import OpenedFile
+from infinity.io.drives import Drive, Mount, Place, Space
+from infinity.store.folder import FolderLock
+from infinity.store.marker import new_run_id
+from infinity_tools.doctor import storage
+from infinity_tools.doctor import world as worlds
+from infinity_tools.doctor.finding import Check, Finding
+from infinity_tools.doctor.world import Folder, World
+from support.doctor import GIB, Machine, is_
+
+PROBE = "infinity probe"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A good machine."""
+    return Machine(tmp_path / "root")
+
+
+def look(
+    check: Check[Folder], path: str | Path, answer: dict[str, Any] | None = None, root: Path = Path("/")
+) -> Finding:
+    """Return what a check finds of a folder, with a daemon that answers so to everything."""
+    at = World.of([str(path)], Path("no-daemon"), root).folders[0]
+    at.daemon.__dict__["status"] = answer
+    at.daemon._node = SimpleNamespace(ask=lambda op, **values: answer)  # type: ignore[assignment]
+    return check.look(at)
+
+
+def test_a_folder_that_is_there_or_can_be_made(tmp_path: Path) -> None:
+    """Nothing is left behind, and nothing is made."""
+    assert is_(look(storage.folder, tmp_path), "ok", "writable")
+    before = sorted(tmp_path.iterdir())
+    assert is_(look(storage.folder, tmp_path / "new"), "ok", "will be made")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    """What it is instead, and what to do."""
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    assert is_(look(storage.folder, tmp_path / "file"), "problem", "is not a folder", "another folder")
+    assert is_(look(storage.folder, tmp_path / "loop"), "problem", "is not a folder", "another folder")
+    found = look(storage.folder, tmp_path / "a b/c")
+    assert is_(
+        found, "problem", f"cannot be made: {tmp_path / 'a b'} is not a folder", f"mkdir -p '{tmp_path / 'a b'}'"
+    )
+
+
+def test_a_folder_that_is_mounted_read_only(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mount is named, a bind mount too."""
+    machine.write(
+        "proc/self/mountinfo", f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 8:1 /x {tmp_path} ro - ext4 /dev/a rw\n"
+    )
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    found = look(storage.folder, tmp_path / "run", root=machine.root)
+    assert is_(found, "problem", "mounted read-only", f"mount -o remount,rw {tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("code", "user", "fix"),
+    [
+        (errno.EACCES, 1000, "install -d -o 1000 -g 1000 "),
+        (errno.EACCES, 0, "another folder"),
+        (errno.ENOSPC, 1000, "infinity store rm"),
+        (errno.EIO, 1000, "another folder"),
+    ],
+)
+def test_a_folder_that_takes_no_file(
+    code: int, user: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why, and what helps."""
+
+    def refuse(**_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(worlds.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "getegid", lambda: user)
+    assert is_(look(storage.folder, tmp_path), "problem", f"takes no file: {os.strerror(code)}", fix)
+
+
+def test_a_folder_in_use(tmp_path: Path) -> None:
+    """By whom; until it is given back."""
+    lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
+    try:
+        assert is_(look(storage.in_use, tmp_path), "note", f"process {os.getpid()}", "another folder")
+    finally:
+        lock.release()
+    assert is_(look(storage.in_use, tmp_path), "ok", "by no run")
+    assert is_(look(storage.in_use, tmp_path / "new"), "ok", "by no run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "says"),
+    [
+        ("ext4", "ok", "ext4"),
+        ("xfs", "ok", "xfs"),
+        ("tmpfs", "warning", "in memory"),
+        ("nfs4", "warning", "not local"),
+        ("fuse.sshfs", "warning", "not local"),
+        ("overlay", "warning", "container"),
+        ("btrfs", "note", "copies"),
+    ],
+)
+def test_file_systems(kind: str, status: str, says: str, tmp_path: Path, machine: Machine) -> None:
+    """By their type, of the mount that is on top."""
+    machine.write("proc/self/mountinfo", f"1 0 8:1 / / rw - none a rw\n2 1 0:9 / {tmp_path} rw - {kind} a:/b rw\n")
+    assert is_(look(storage.file_system, tmp_path, root=machine.root), status, says)
+
+
+def test_a_file_system_without_a_size(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run can reserve space there."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0))
+    assert is_(look(storage.file_system, tmp_path, root=machine.root), "problem", "has no size", "NVMe")
+
+
+def opens_as(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    """Let files be opened so."""
+
+    def opened(path: str, flags: int) -> OpenedFile:
+        return OpenedFile(**{"fd": os.open(path, flags), "direct": True, "alignment": 512, **values})
+
+    monkeypatch.setattr(worlds, "open_aligned", opened)
+
+
+def test_direct_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried with real bytes."""
+    opens_as(monkeypatch)
+    assert is_(look(storage.direct, tmp_path), "ok", "aligned to 512 bytes")
+    opens_as(monkeypatch, alignment=16384)
+    assert is_(look(storage.direct, tmp_path), "problem", "16384", "ext4")
+    opens_as(monkeypatch, direct=False, alignment=1)
+    assert is_(look(storage.direct, tmp_path), "warning", "no O_DIRECT", "ext4 or XFS")
+    assert list(tmp_path.glob(".infinity*")) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "says"),
+    [(errno.EINVAL, "problem", "Invalid argument"), (errno.ENOSPC, "note", "no space")],
+)
+def test_direct_transfers_that_fail(
+    code: int, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may take the flag, and then refuse the transfer."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    opens_as(monkeypatch)
+    monkeypatch.setattr(os, "pwritev", refuse)
+    assert is_(look(storage.direct, tmp_path), status, says)
+
+
+def test_a_drive_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is compared."""
+    opens_as(monkeypatch)
+    monkeypatch.setattr(os, "preadv", lambda *_: 4096)
+    assert is_(look(storage.direct, tmp_path), "problem", "not what was written", "dmesg")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "says", "fix"),
+    [
+        (0, "ok", "at once", ""),
+        (errno.EOPNOTSUPP, "warning", "no fallocate", "ext4 or XFS"),
+        (errno.ENOSPC, "problem", "No space left", "infinity store rm"),
+        (errno.EFBIG, "problem", "File too large", "ulimit -f"),
+    ],
+)
+def test_allocation(
+    code: int, status: str, says: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call of the kernel, as the C library's other one writes where there is none."""
+
+    def fallocate(*_: object) -> int:
+        ctypes.set_errno(code)
+        return -1 if code else 0
+
+    monkeypatch.setattr(storage, "_libc", SimpleNamespace(fallocate=fallocate))
+    assert is_(look(storage.allocation, tmp_path), status, says, fix)
+
+
+def test_allocation_really(tmp_path: Path) -> None:
+    """On this file system a file becomes as long as was asked for."""
+    at = World.of([str(tmp_path)], tmp_path).folders[0]
+    with at.trial() as file:
+        if storage._libc.fallocate(file.fd, 0, ctypes.c_long(0), ctypes.c_long(1 << 20)) == 0:
+            assert os.fstat(file.fd).st_size == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("free", "status", "says"),
+    [
+        (100, "ok", "97 GiB free of 1 TiB, besides 3 GiB reserved"),
+        (5, "warning", "2 GiB free"),
+        (3, "problem", "0 B free"),
+    ],
+)
+def test_space(free: int, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less what the daemon has reserved on the same drive."""
+    drive = Drive(name="nvme0n1", identity="x")
+    monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
+    monkeypatch.setattr(storage, "space", lambda path: Space(capacity=1 << 40, free=free * GIB))
+    entries = [{"device": "nvme0n1", "bytes": 3 * GIB}, {"device": "nvme1n1", "bytes": 50 * GIB}]
+    assert is_(look(storage.free_space, tmp_path, {"reservations": entries}), status, says)
+
+
+@pytest.mark.parametrize(
+    ("name", "rotational", "model", "status", "says", "fix"),
+    [
+        ("nvme0n1", 0, "Samsung  SSD 990", "ok", "nvme0n1 (Samsung SSD 990)", ""),
+        ("nvme1n1", 0, "Amazon Elastic Block Store", "note", "over a network", PROBE),
+        ("nvme2n1", 0, "Amazon EC2 NVMe Instance Storage", "ok", "Instance Storage", ""),
+        ("dm-0", 0, "", "ok", "dm-0", ""),
+        ("sdb", 0, "Samsung 870", "note", "sdb (Samsung 870) is no NVMe drive", PROBE),
+        ("sda", 1, "ST4000", "warning", "rotates", "NVMe"),
+        ("vda", 1, "", "note", "virtual disk", PROBE),
+        ("loop3", 0, "", "note", "a file that is mounted", "NVMe"),
+        ("zram0", 0, "", "warning", "compressed", "NVMe"),
+        ("nbd0", 0, "", "note", "over a network", PROBE),
+    ],
+)
+def test_drive(
+    name: str,
+    rotational: int,
+    model: str,
+    status: str,
+    says: str,
+    fix: str,
+    tmp_path: Path,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By name, model and what the kernel says of it."""
+    machine.drive(name, rotational, model)
+    drive = Drive(name=name, identity=name)
+    monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
+    assert is_(look(storage.drive, tmp_path, root=machine.root), status, says, fix)
+
+
+@pytest.mark.parametrize(("in_memory", "says"), [(True, "memory, no drive"), (False, "not told by the kernel (nfs-5)")])
+def test_no_drive(
+    in_memory: bool, says: str, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, or elsewhere."""
+    place = Place(path="", drive=Drive(name="nfs-5", identity=""), file_system=1, in_memory=in_memory)
+    monkeypatch.setattr(storage, "locate", lambda path, sysfs: place)
+    assert is_(look(storage.drive, tmp_path, root=machine.root), "note", says)
+
+
+def test_bandwidth(tmp_path: Path) -> None:
+    """As far as a daemon knows it."""
+    known = {"read": 3.2e9, "write": 1.5e9, "mixed": None, "device": "nvme0n1"}
+    assert is_(look(storage.bandwidth, tmp_path, None), "note", "no infinityd runs", "infinityd &, then infinity probe")
+    assert is_(look(storage.bandwidth, tmp_path, {"bandwidth": {str(tmp_path): None}}), "note", "not measured", PROBE)
+    found = look(storage.bandwidth, tmp_path, {"bandwidth": {str(tmp_path): known}})
+    assert is_(found, "ok", "read 3.20 GB/s, write 1.50 GB/s")
+    assert "mixed" not in found.value
+
+
+def test_drives_and_the_largest_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders that cannot be used do not count; space of one file system counts once."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    numbers = {"a": 1, "b": 2, "c": 1}
+
+    def place(path: str, sysfs: Path) -> Place:
+        number = numbers[Path(path).name]
+        return Place(path=path, drive=Drive(name=f"nvme{number}", identity=f"{number}"), file_system=number)
+
+    monkeypatch.setattr(storage, "locate", place)
+    monkeypatch.setattr(storage, "space", lambda path: Space(capacity=1 << 40, free=28 * 10**9))
+
+    def found(check: Check[World], *names: str) -> Finding:
+        return check.look(World.of([str(tmp_path / name) for name in names], tmp_path))
+
+    assert is_(found(storage.drives, "a"), "ok", "one")
+    assert is_(found(storage.drives, "a", "b", "no/thing"), "ok", "2: one for each")
+    shared = found(storage.drives, "a", "b", "c")
+    assert is_(shared, "warning", f"{tmp_path / 'a'} and {tmp_path / 'c'} (nvme1)", "one folder for each drive")
+    assert is_(found(storage.largest_model, "a"), "ok", "about 1 billion")
+    assert is_(found(storage.largest_model, "a", "b", "c"), "ok", "about 2 billion")
+    for check in (storage.drives, storage.largest_model):
+        assert is_(found(check, "no/thing"), "note", "no folder can be used", "`folder`")
+
+
+def test_the_mount_of_a_folder(machine: Machine, tmp_path: Path) -> None:
+    """With all its options."""
+    file = machine.root / "proc/self/mountinfo"
+    file.write_text("1 0 8:1 / / ro,noatime shared:1 - ext4 /dev/a rw,discard\n")
+    assert storage.mount_of(str(tmp_path), file) == Mount(
+        point="/", kind="ext4", source="/dev/a", options="ro,noatime,rw,discard"
+    )

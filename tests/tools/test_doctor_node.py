@@ -1,0 +1,189 @@
+"""What `infinity doctor` finds of the node and of what computes."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import infinity
+from infinity.errors import UnsupportedError
+from infinity.node import SOCKET_NAME
+from infinity_tools.doctor import accelerator, node
+from infinity_tools.doctor.finding import Finding
+from infinity_tools.doctor.world import World
+from support.doctor import GIB, Machine, is_
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A good machine."""
+    return Machine(tmp_path / "root")
+
+
+def daemon(runtime: Path, answer: dict[str, Any] | None) -> Finding:
+    """Return what is found of a daemon that answers so."""
+    here = World.of([], runtime)
+    here.daemon.__dict__["status"] = answer
+    return node.daemon.look(here)
+
+
+def test_daemon(tmp_path: Path) -> None:
+    """Running, of another version, or not there."""
+    runtime = tmp_path / "run time"
+    assert is_(daemon(runtime, {"version": infinity.__version__, "pid": 7}), "ok", f"infinityd {infinity.__version__}")
+    assert is_(daemon(runtime, {"version": "0.0.9", "pid": 7}), "warning", "infinityd 0.0.9 runs", "kill 7")
+    assert is_(daemon(runtime, None), "note", "does not run", f"infinityd --runtime-dir '{runtime}' &")
+    runtime.mkdir(mode=0o700)
+    (runtime / SOCKET_NAME).touch()
+    assert is_(daemon(runtime, None), "note", "answers in")
+    assert is_(daemon(runtime / SOCKET_NAME / "x", None), "warning", "Not a directory", "telemetry.runtime_dir")
+    runtime.chmod(0o777)
+    assert is_(daemon(runtime, None), "warning", "others may write to it", "telemetry.runtime_dir")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "status", "says"),
+    [
+        (["127.0.0.1"], "ok", "of this host"),
+        (["192.0.2.1", "127.0.0.1"], "ok", "of this host"),
+        (["192.0.2.1"], "warning", "of other hosts only"),
+        ([], "warning", "does not resolve"),
+    ],
+)
+def test_host_name(
+    addresses: list[str], status: str, says: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gloo looks for an address to listen at."""
+
+    def resolve(*_: object, **__: object) -> list[Any]:
+        if not addresses:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert is_(machine.look(node.host_name), status, says)
+
+
+def test_loopback(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried."""
+    assert is_(machine.look(node.loopback), "ok")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    assert is_(machine.look(node.loopback), "problem", "Cannot assign", "ip link set lo up")
+
+
+def test_variables_of_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None, all of them, or what another program has left."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert is_(machine.look(node.ranks), "ok")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_(machine.look(node.ranks), "problem", "RANK is not set", "unset RANK")
+    for name, value in zip(names, ("1", "2", "1", "2", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert is_(machine.look(node.ranks), "note", "rank 1 of 2", "unset RANK")
+
+
+class FakeTorch:
+    """As much of torch as is looked at."""
+
+    def __init__(self, gpus: int = 0, cuda: str | None = None, other: str = "", nccl: bool = True) -> None:
+        properties = SimpleNamespace(name="H100", total_memory=80 * GIB)
+        self.__version__ = "2.13.0"
+        self.version = SimpleNamespace(cuda=cuda, hip=None)
+        self.cuda = SimpleNamespace(
+            is_available=lambda: gpus > 0, device_count=lambda: gpus, get_device_properties=lambda index: properties
+        )
+        self.accelerator = SimpleNamespace(
+            is_available=lambda: bool(other), current_accelerator=lambda: SimpleNamespace(type=other)
+        )
+        self.distributed = SimpleNamespace(
+            is_available=lambda: True, is_gloo_available=lambda: True, is_nccl_available=lambda: nccl
+        )
+
+
+@pytest.mark.parametrize(
+    ("torch", "device", "status", "says", "fix"),
+    [
+        (FakeTorch(), "", "ok", "none: computes on the CPU", ""),
+        (FakeTorch(gpus=8, cuda="12.8"), "nvidiactl", "ok", "8 x H100 with 80 GiB", ""),
+        (FakeTorch(), "nvidiactl", "warning", "built without CUDA", "a build of torch for CUDA"),
+        (FakeTorch(), "kfd", "warning", "built without ROCm", "a build of torch for ROCm"),
+        (FakeTorch(cuda="12.8"), "nvidiactl", "warning", "torch does not see it", "nvidia-smi"),
+        (FakeTorch(other="xpu"), "", "note", "xpu, which infinity does not use", "CUDA"),
+        (None, "", "note", "not installed", "`torch`"),
+    ],
+)
+def test_accelerator(
+    torch: FakeTorch | None,
+    device: str,
+    status: str,
+    says: str,
+    fix: str,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What torch sees, against what there is."""
+    monkeypatch.setattr(accelerator, "_torch", lambda: torch)
+    if device:
+        machine.write(f"dev/{device}", "")
+    assert is_(machine.look(accelerator.accelerator), status, says, fix)
+
+
+def test_host_registration(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an arena, which ends; without a GPU there is nothing to register for."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert is_(machine.look(accelerator.host_registration), "ok", "no GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given: list[object] = []
+    for status, verdict in ((0, "ok"), (2, "warning")):
+        cudart = SimpleNamespace(
+            cudaHostRegister=lambda address, size, flags, status=status: status, cudaHostUnregister=given.append
+        )
+        monkeypatch.setattr(torch.cuda, "cudart", lambda cudart=cudart: cudart)
+        assert is_(machine.look(accelerator.host_registration), verdict, "register")
+    assert len(given) == 1, "what was registered is given back"
+
+
+def test_collectives(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL only where there are GPUs."""
+    for torch, status, says in (
+        (FakeTorch(nccl=False), "ok", "gloo"),
+        (FakeTorch(gpus=1), "ok", "gloo and NCCL"),
+        (FakeTorch(gpus=1, nccl=False), "problem", "no NCCL"),
+        (None, "note", "not looked at"),
+    ):
+        monkeypatch.setattr(accelerator, "_torch", lambda torch=torch: torch)
+        assert is_(machine.look(accelerator.collectives), status, says)
+
+
+def test_fsdp2(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What infinity attaches to is there, or it says what is missing."""
+    assert is_(machine.look(accelerator.fsdp2), "ok")
+
+    def lacks(name: str) -> None:
+        raise UnsupportedError("torch 9 is not supported")
+
+    monkeypatch.setattr(accelerator, "import_module", lacks)
+    assert is_(machine.look(accelerator.fsdp2), "problem", "torch 9 is not supported", "torch>=2.11,<=2.15")
+    monkeypatch.setattr(accelerator, "installed", lambda package: None)
+    assert is_(machine.look(accelerator.fsdp2), "note", "not installed")
+
+
+def test_a_torch_that_cannot_be_imported(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that it needs is not there."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "torch.distributed")
+    assert is_(machine.look(accelerator.fsdp2), "problem", "torch cannot be imported", "--force-reinstall")
+    assert is_(machine.look(accelerator.collectives), "note", "not looked at")
