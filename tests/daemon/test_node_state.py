@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from infinity.io.drives import Drive, locate
 from infinity.telemetry import METRICS
 from infinity.telemetry.cells import label_sets
+from infinity.telemetry.history import History
+from infinity.telemetry.runs import Runs
 from infinity_daemon.bandwidth import Profile
 from infinity_daemon.drives import Drives
-from infinity_daemon.history import History
 from infinity_daemon.pages import Found
 from infinity_daemon.reservations import Owner, Reservations
-from infinity_daemon.runs import Runs
 from infinity_daemon.state import NodeState
 from infinity_daemon.wear import WearWatch
 from support.counted_rank import CountedRank
@@ -294,7 +294,7 @@ def test_a_drive_that_does_not_answer_keeps_only_its_own_thread_waiting(monkeypa
         hangs.wait(300)
         raise OSError("gone")
 
-    monkeypatch.setattr("infinity_daemon.drives.space", hang)
+    monkeypatch.setattr("infinity.telemetry.drives.space", hang)
     drives.start()
     assert asked.wait(300)
     assert drives.found == before

@@ -17,6 +17,7 @@ from infinity_tools.export import export
 from infinity_tools.messages import lasting_streams, open_missing_streams
 from infinity_tools.probe import probe
 from infinity_tools.status import status
+from infinity_tools.top.command import top
 from infinity_tools.train import TrainCommand, train
 
 app = typer.Typer(
@@ -38,6 +39,7 @@ app.command(cls=TrainCommand)(train)
 app.command()(export)
 app.command()(probe)
 app.command()(status)
+app.command()(top)
 app.add_typer(store.app, name="store")
 
 
