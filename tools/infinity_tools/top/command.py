@@ -52,9 +52,7 @@ def top(
     """
     folder = runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime))
     if runtime and not folder.is_dir():
-        raise ConfigError(
-            f"--runtime-dir {runtime!r} is not a folder; name that of telemetry.runtime_dir, or leave it out"
-        )
+        raise ConfigError(f"--runtime-dir {runtime!r} is not a folder; name the runs' telemetry.runtime_dir")
     reader, console = Reader(folder), Console(highlight=False)
     plain_text = not console.encoding.lower().startswith("utf")
     if once or json or not _can_draw(console):
@@ -107,7 +105,7 @@ class _Watch:
             return
         snapshot = self._reader.read()
         self.state = replace(self.state, snapshot=snapshot, curves=self._minute.add(snapshot))
-        self.due = max(self.due + self.state.interval, now)
+        self.due = max(self.due, now - self.state.interval) + self.state.interval
 
 
 def _watch(reader: Reader, console: Console, run: str, interval: float, *, ascii: bool) -> None:
@@ -144,5 +142,5 @@ def _draw(watch: _Watch, console: Console, terminal: Terminal, live: Live) -> st
         key = terminal.key(wait)
         if key in ("q", "suspend", "continue"):
             return key
-        if key is not None:
+        if key is not None and key != "resize":
             watch.state = watch.state.pressed(key)

@@ -31,7 +31,7 @@ def drive_lines(state: State, width: int) -> list[Text]:
 
 
 def _columns(state: State) -> tuple[Column[Drive], ...]:
-    longest = max(len(drive.name) for drive in state.snapshot.drives if not drive.error) if state.snapshot.drives else 0
+    longest = max((len(drive.name) for drive in state.snapshot.drives if not drive.error), default=0)
 
     def last_minute(drive: Drive) -> str:
         seen = state.curves.get(drive.name, ())

@@ -82,8 +82,8 @@ class Terminal:
             if self._left and not _BEGUN.search(self._left):
                 return self._next()
             wait = _REST_SECONDS if self._left else max(0.0, end - time.monotonic())
-            ready, _, _ = select.select([self._file, self._signals], [], [], wait)
-            if self._signals in ready and (event := self._event()):
+            ready, _, _ = select.select([self._file, self._signals.fileno()], [], [], wait)
+            if self._signals.fileno() in ready and (event := self._event()):
                 return event
             if self._file in ready:
                 read = self._read()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -117,7 +117,7 @@ def _of_ranks(run: Run) -> str:
     return f"  {here} of {of} ranks here"
 
 
-def _bar_line(begin: str, parts: dict[str, float], indent: int, width: int, plain: bool) -> Text:
+def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, plain: bool) -> Text:
     """Return a bar from the second column on, and what it consists of, largest first."""
     text = Text(begin)
     text.truncate(indent, overflow="ellipsis", pad=True)
@@ -125,9 +125,8 @@ def _bar_line(begin: str, parts: dict[str, float], indent: int, width: int, plai
     length = max(_LEAST_BAR, room * 2 // 5)
     if not parts:
         return text.append(" no step yet", style="dim")
-    return (
-        text.append(" ") + bar(parts, length, plain=plain) + Text("  ") + legend(parts, room - length - 2, plain=plain)
-    )
+    said = legend(parts, room - length - 2, plain=plain)
+    return text.append(" ") + bar(parts, length, plain=plain) + Text("  ") + said
 
 
 def _more(run: Run, dropped: Sequence[Column[Run]], width: int) -> list[Text]:
