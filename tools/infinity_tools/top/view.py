@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from rich.text import Text
@@ -17,7 +18,7 @@ from infinity_tools.top.state import SORTS, State
 
 _LEAST_HEIGHT_FOR_KEYS: Final = 8
 _MOST_NOTES: Final = 4  # lines
-_KEYS: Final = "q quit  j/k choose  Enter ranks  s sort  r reverse  p pause  ? help"
+_KEYS: Final = ("q quit", "? help", "j/k choose", "Enter ranks", "s sort", "r reverse", "p pause")
 _PARTS: Final = {
     "compute": "forward and backward",
     "collective": "all-gathers, reduce-scatters",
@@ -63,7 +64,7 @@ def view(state: State, width: int, height: int) -> Text:
 
 
 def _screen(state: State, width: int, height: int) -> list[Text]:
-    keys = [Text(_KEYS, style="dim")] if state.interactive and height >= _LEAST_HEIGHT_FOR_KEYS else []
+    keys = [Text(_beside(_KEYS, width), style="dim")] if state.interactive and height >= _LEAST_HEIGHT_FOR_KEYS else []
     notes = _notes(state, width)[: max(0, min(_MOST_NOTES, height // 5))]
     room = height - 1 - len(notes) - len(keys)
     drives = drive_lines(state, width)
@@ -78,22 +79,39 @@ def _screen(state: State, width: int, height: int) -> list[Text]:
         left = room - len(drives)
         body = window(next((table for table in tables if len(table.lines) <= left), tables[-1]), left)
     blank = [Text()] if drives and len(body) + len(drives) < room else []
-    lines = [_title(state), *body, *blank, *drives, *notes]
+    lines = [_title(state, width), *body, *blank, *drives, *notes]
     if keys:
         lines += [Text()] * (height - len(lines) - 1) + keys
     return lines
 
 
-def _title(state: State) -> Text:
+def _title(state: State, width: int) -> Text:
     counts = Counter(run.status for run in state.runs)
     said = ", ".join(f"{counts[status]} {status}" for status in ("live", "idle", "dead", "ended") if counts[status])
-    order = f"by {state.sort}{', reversed' if state.reverse else ''}"
     pace = "paused" if state.paused else f"every {state.interval:g} s"
-    source = "from stats pages" if state.snapshot.infinityd is None else f"infinityd {state.snapshot.infinityd}"
-    title = Text("infinity top", style="bold") + Text(f"  runs: {said or 'none'}  {order}")
-    if state.interactive:
-        title.append("  ").append(pace, style="bold yellow" if state.paused else "")
-    return title + Text(f"  {source}")
+    version = state.snapshot.infinityd
+    parts = (
+        "infinity top",
+        f"runs: {said or 'none'}",
+        *((pace,) if state.paused else ()),
+        f"by {state.sort}{', reversed' if state.reverse else ''}",
+        "from stats pages" if version is None else f"from infinityd {version}",
+        *((pace,) if state.interactive and not state.paused else ()),
+    )
+    title = Text(_beside(parts, width))
+    title.stylize("bold", 0, len(parts[0]))
+    title.highlight_words(["paused"], "bold yellow")
+    return title
+
+
+def _beside(texts: Sequence[str], width: int) -> str:
+    """Return those that fit beside each other, the first in any case."""
+    line = texts[0]
+    for text in texts[1:]:
+        if len(line) + 2 + len(text) > width:
+            break
+        line += "  " + text
+    return line
 
 
 def _notes(state: State, width: int) -> list[Text]:
