@@ -45,8 +45,6 @@ _HELP: Final = (
     ("idle, dead", "live, but without a step for long; gone without having ended"),
     ("profile", "what a drive can do; infinityd and infinity probe measure it"),
     ("-", "not known, or not yet"),
-    ("", ""),
-    ("any key", "back"),
 )
 _TERM: Final = 14  # columns
 
@@ -148,7 +146,7 @@ def _nothing(state: State, width: int) -> list[Text]:
 
 
 def _help(state: State, width: int) -> list[Text]:
-    lines = [Text("infinity top: help", style="bold"), Text()]
+    lines = [Text("infinity top: help  any key: back", style="bold"), Text()]
     for term, text in _HELP:
         look = LOOKS.get(term)
         first = f"{look.plain if state.ascii else look.mark} {look.name}" if look else term
