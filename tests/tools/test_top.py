@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import time
 from dataclasses import asdict, fields
@@ -13,9 +14,12 @@ import pytest
 
 from infinity.io.drives import locate
 from infinity.node import NodeDaemon
-from infinity.telemetry import Stats
+from infinity.telemetry import METRICS, Stats
+from infinity.telemetry.cells import label_sets
 from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
 from infinity_tools.top.reading import Drive, Rank, Reader, Run, Snapshot
+from infinity_tools.top.state import State
+from infinity_tools.top.view import view
 from support.command import run_here, run_process
 from support.counted_rank import CountedRank
 from support.daemon_process import daemon, until
@@ -227,6 +231,22 @@ def test_only_one_run(runtime: Path, tmp_path: Path) -> None:
     assert missing.status == 2
     assert missing.errors == ("error: --run 'nothing' is no run on this node, nor how one begins; runs: other, run-1\n")
     assert not missing.output
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1.0, 1e-320])
+def test_no_numbers_of_a_page_are_too_odd(value: float, runtime: Path, tmp_path: Path) -> None:
+    """Gauges may hold anything: they are shown, and are JSON."""
+    (rank, _) = train(runtime, tmp_path)
+    for metric in METRICS:
+        if metric.server == "rank" and metric.kind == "gauge":
+            for labels in label_sets(metric, ("nvme0",)):
+                rank.stats.gauge(metric.name, **dict(zip(metric.label_names, labels, strict=True))).set(value)
+    state = State(snapshot=Reader(runtime).read(), expanded=frozenset(["run-1"]))
+    assert state.snapshot.runs[0].step == 10
+    for width in (60, 300):
+        assert "run-1" in view(state, width, 40).plain
+    told = run_here("top", *FAST, "--json", "--runtime-dir", runtime)
+    json.loads(told.output, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_nothing_there(runtime: Path) -> None:

@@ -6,6 +6,7 @@ knows (profiles of drives, their wear) is None without it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -239,7 +240,7 @@ def _drive(tree: Tree) -> Drive:
 
 def _parts(tree: Tree) -> Mapping[str, float]:
     found = {part: _number(tree, "parts", part) for part in PARTS}
-    return {part: share for part, share in found.items() if share is not None}
+    return {part: share for part, share in found.items() if share is not None and math.isfinite(share)}
 
 
 def _at(tree: Any, *names: str) -> Any:
