@@ -3,6 +3,7 @@
 A request is one JSON object in a line, an answer too: ``{"ok": true, …}`` or ``{"error": "…"}``.
 
     {"op": "status"}
+    {"op": "state"}                                                  what the page for people shows, of this second
     {"op": "bandwidth", "paths": ["…"]}                              bytes per second, or null, and wear by path
     {"op": "record_bandwidth", "rates": {"…": {"read": 1e9}}, "source": "run"}       of paths measured together
     {"op": "reserve", "path": "…", "bytes": 1, "run_id": "…"}        until released or the caller is gone
@@ -42,8 +43,8 @@ _MAX_STALE: Final = 256
 class Requests:
     """Answers requests.
 
-    `about` gives what ``status`` tells about the daemon itself, `rates_of` the limits of a run. `used` is told the
-    names of drives that a run is about to use.
+    `about` gives what ``status`` tells about the daemon itself, `state` all that ``state`` does, `rates_of` the limits
+    of a run. `used` is told the names of drives that a run is about to use.
     """
 
     def __init__(
@@ -60,14 +61,16 @@ class Requests:
         stale: Callable[[], Sequence[StaleRun]],
         rates_of: Callable[[str], Mapping[str, float]],
         about: Callable[[], Mapping[str, object]],
+        state: Callable[[], Mapping[str, object]],
     ) -> None:
         self._pages, self._profile, self._reservations = pages, profile, reservations
         self._known_paths, self._is_alive = known_paths, is_alive
         self._used, self._rates_of, self._about = used, rates_of, about
-        self._wear, self._daily_share, self._stale = wear, daily_share, stale
+        self._wear, self._daily_share, self._stale, self._state = wear, daily_share, stale, state
         # By op: what its keys must look like, and the method that is called with them.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
             "status": (record(), self._status),
+            "state": (record(), self._now),
             "bandwidth": (record(paths=sequence(_folder, least=1, most=_MAX_PATHS)), self._bandwidth),
             "record_bandwidth": (
                 record(rates=table(_folder, rates), source=one_of("probe", "run")),
@@ -136,6 +139,9 @@ class Requests:
                 for run in self._stale()[:_MAX_STALE]
             ],
         }
+
+    async def _now(self, _: Owner) -> Answer:
+        return await asyncio.to_thread(self._state)
 
     def _describe(self, path: str) -> Mapping[str, object]:
         try:

@@ -106,6 +106,7 @@ class Daemon:
             stale=lambda: self._stale.found,
             rates_of=self._rates_of,
             about=self._about,
+            state=self._state.now,
         )
         self._server = SocketServer(config.socket, requests.answer)
         self._port = 0  # TCP port of the metrics, once they are served

@@ -7,16 +7,16 @@ same text. Whatever is not known is left out of the tree, and is not 0.
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
+from infinity.telemetry.runs import DriveOf, Runs
+from infinity.telemetry.trees import Tree, plain
 from infinity_daemon.drives import Drives
 from infinity_daemon.pages import Found
 from infinity_daemon.reservations import Reservations
-from infinity_daemon.runs import DriveOf, Runs, Tree
 
 _BEAT_SECONDS: Final = 5.0
 """How long a stream is silent at most, and whoever asks for the state waits for the first."""
@@ -81,6 +81,16 @@ class NodeState:
             self._number += 1
             self._news.notify_all()
 
+    def now(self) -> Tree:
+        """Return the newest state without the curves of runs, which are long; an empty one if there is none yet."""
+        with self._news:
+            tree = self._tree
+        if not tree:
+            return {}
+        runs = [{name: value for name, value in run.items() if name != "history"} for run in tree["runs"]]
+        now: Tree = plain({**tree, "runs": runs})
+        return now
+
     def text(self) -> bytes:
         """Return the newest state as a JSON object in one line; an empty one if there is none for long."""
         return self._after(0)[1] or b"{}"
@@ -101,7 +111,7 @@ class NodeState:
             if not self._news.wait_for(lambda: self._number > number, _BEAT_SECONDS):
                 return number, b""
             if self._text[0] != self._number:
-                self._text = self._number, json.dumps(_plain(self._tree), separators=(",", ":")).encode()
+                self._text = self._number, json.dumps(plain(self._tree), separators=(",", ":")).encode()
             return self._text
 
 
@@ -109,17 +119,3 @@ def _with_runs(drive: Tree, runs: list[Tree], reserved: Mapping[str, int]) -> Tr
     """Return the tree of a drive with what is reserved on it, and what runs move on it, by run."""
     moved = {run["id"]: run["drives"][drive["name"]] for run in runs if drive["name"] in run.get("drives", {})}
     return {**drive, "reserved": reserved.get(drive["name"], 0), "runs": moved}
-
-
-def _plain(value: Any) -> Any:
-    """Return a tree that every reader of JSON takes, with no more digits than are looked at."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return str(value)  # a loss may be: JSON has no such numbers, so they are texts
-        rounded = round(value, 1) if abs(value) >= 1000 else float(f"{value:.5g}")
-        return int(rounded) if rounded.is_integer() else rounded
-    return value

@@ -65,6 +65,8 @@ CAUSES: Final = ("read", "write", "arena")
 PARTS: Final = (
     "compute", "collective", "copy", "update", "read_stall", "write_stall", "arena_stall", "python",
 )  # fmt: skip
+STALLS: Final = ("read_stall", "write_stall", "arena_stall")
+"""Parts in which the training thread stands still."""
 FETCH_RESULTS: Final = ("hit", "late", "miss")
 FRAME_STATUSES: Final = ("free", "resident", "streaming", "writing")
 ERROR_REASONS: Final = ("eio", "enospc", "corrupt", "timeout", "other")

@@ -25,6 +25,7 @@ def valid(place: str) -> list[dict[str, Any]]:
     """Return one message of every operation."""
     return [
         {"op": "status"},
+        {"op": "state"},
         {"op": "bandwidth", "paths": [place]},
         {"op": "record_bandwidth", "rates": {place: {"read": 1e9, "write": 2e9, "mixed": None}}, "source": "run"},
         {"op": "reserve", "path": place, "bytes": 1, "run_id": "r"},

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from infinity.io.drives import Drive, locate
 from infinity.telemetry import METRICS
 from infinity.telemetry.cells import label_sets
+from infinity.telemetry.history import History
+from infinity.telemetry.runs import Runs
 from infinity_daemon.bandwidth import Profile
 from infinity_daemon.drives import Drives
-from infinity_daemon.history import History
 from infinity_daemon.pages import Found
 from infinity_daemon.reservations import Owner, Reservations
-from infinity_daemon.runs import Runs
 from infinity_daemon.state import NodeState
 from infinity_daemon.wear import WearWatch
 from support.counted_rank import CountedRank
@@ -108,6 +108,17 @@ def test_figures_are_of_now_and_not_of_the_whole_run():
     assert run["tokens_per_second"] == pytest.approx(400)
     fresh = look(Runs(lambda path: None), [rank], 45.0)[0]
     assert fresh["step_seconds"] == pytest.approx((29 * 0.5 + 15 * 0.25) / 44)
+
+
+def test_looks_that_are_far_apart_have_rates_too():
+    """Those between the last two."""
+    rank, runs = CountedRank(None), Runs(lambda path: None)
+    look(runs, [rank], 0.0)
+    for now in (60.0, 120.0):
+        for _ in range(60):
+            rank.step(when=UNIX + now)
+        run = look(runs, [rank], now)[0]
+        assert run["io"]["read"] == pytest.approx(6 << 20)
 
 
 def test_steps_that_take_long_have_figures_too():
@@ -222,8 +233,11 @@ def test_drives_are_told_against_their_profiles(tmp_path):
     assert (found["read"], found["write"]) == (256_000, 512_000)
     assert found["busy"] == pytest.approx(0.25)
     assert (found["read_latency"], found["write_latency"]) == pytest.approx((0.002, 0.003))
+    write_drive(tmp_path, drive, 6_656_000, 1_024_000)
+    drives.look(162.0)  # after a minute in which nobody looked
+    assert drives.found[1][0]["read"] == pytest.approx(102_400)
     write_drive(tmp_path, drive, 0, 0)  # another drive under this name
-    drives.look(103.0)
+    drives.look(163.0)
     assert "read" not in drives.found[1][0]
 
 
@@ -294,7 +308,7 @@ def test_a_drive_that_does_not_answer_keeps_only_its_own_thread_waiting(monkeypa
         hangs.wait(300)
         raise OSError("gone")
 
-    monkeypatch.setattr("infinity_daemon.drives.space", hang)
+    monkeypatch.setattr("infinity.telemetry.drives.space", hang)
     drives.start()
     assert asked.wait(300)
     assert drives.found == before
@@ -319,6 +333,19 @@ def test_however_many_look_a_state_is_written_once(monkeypatch):
         state.observe(Found(pages=(), broken=broken), {}, float(broken))
     assert [json.loads(next(reader))["node"]["broken_pages"] for reader in readers] == [3] * 20
     assert len(written) == 2
+
+
+def test_who_asks_on_the_socket_gets_the_state_without_its_curves():
+    """Nothing before there is one; then what the page gets but for what is long."""
+    state, rank = state_of(), CountedRank(None)
+    assert state.now() == {}
+    for now in range(3):
+        rank.step(loss=math.nan, when=UNIX + now)
+        state.observe(Found(pages=(rank.stats.snapshot(),), broken=0), {}, float(now))
+    told, page = state.now(), json.loads(state.text())
+    assert page["runs"][0].pop("history")["rows"]
+    assert told == page
+    assert told["runs"][0]["loss"] == "nan"
 
 
 def test_a_stream_without_news_is_not_silent(monkeypatch):

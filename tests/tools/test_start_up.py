@@ -37,6 +37,7 @@ COMMANDS = (
     "migrate -h",
     "migrate ds.json",
     "doctor -h",
+    "top --once --interval 0.1",
     "plan -h",
     f"{PLAN} --host-memory 8GiB",
 )

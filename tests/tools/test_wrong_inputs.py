@@ -66,6 +66,8 @@ def llama(**values: object) -> dict[str, object]:
 
 NAMES = [
     wrong("trian", "No such command 'trian'", "train"),
+    wrong("top now", "now", "infinity top -h"),
+    wrong("top --intervall 2", "--intervall", "--interval"),
     wrong("Train", "No such command 'Train'", "infinity -h"),
     wrong("store lss .", "lss", "Did you mean 'ls'"),
     wrong("infinityd", "No such command 'infinityd'"),
@@ -112,6 +114,7 @@ NAMES = [
     wrong("probe d --alone maybe", "--alone 'maybe'", "point, all, no"),
 ]
 NUMBERS = [
+    *(wrong(f"top --once --interval {value}", "--interval", f"'{value}'") for value in ("0", "-1", "x", "nan", "4000")),
     *(train(f"--{name} {value}", f"--{name}", f"'{value}'")
       for name, values in {
           "steps": "0 -1 1.5 x nan inf 1e3",
@@ -161,6 +164,8 @@ EMPTY = [
     train(f"--{name} ''", f"--{name}", "empty")
     for name in ("model", "data", "out", "nvme", "config", "engine", "update", "host-memory", "keep", "trace", "steps")
 ] + [
+    wrong("top --run ''", "--run", "empty"),
+    wrong("top --runtime-dir ''", "--runtime-dir", "empty"),
     train("--out=", "--out", "empty"),
     wrong("store ls ''", "empty"),
     wrong("export c --out ''", "--out", "empty"),
@@ -231,6 +236,9 @@ PATHS = [
     wrong("probe d --out file --size 1MiB --block 4KiB --depth 1 --seconds 0.001", "'file' is not a folder"),
     wrong("probe d --out file/deeper --size 1MiB --block 4KiB --depth 1 --seconds 0.001", "is not a folder"),
     wrong("probe d link --size 1MiB --block 4KiB --depth 1 --seconds 0.001", "same folder", "twice"),
+    wrong("top --runtime-dir missing", "--runtime-dir", "'missing'", "telemetry.runtime_dir"),
+    wrong("top --once --runtime-dir file", "--runtime-dir", "'file'", "not a folder"),
+    wrong("top --json --interval 0.1 --runtime-dir d --run x", "--run 'x'", "runs: none"),
 ]
 TOGETHER = [
     train("--resume-step 2", "--resume-step 2 needs --resume"),

@@ -21,6 +21,7 @@ from infinity_tools.migrate.command import migrate
 from infinity_tools.plan.command import plan
 from infinity_tools.probe.command import probe
 from infinity_tools.status import status
+from infinity_tools.top.command import top
 from infinity_tools.train import TrainCommand, train
 
 app = typer.Typer(
@@ -38,14 +39,15 @@ def _infinity(version: Version = False) -> None:
     """Train models larger than memory: the storage tier for PyTorch FSDP2."""
 
 
+app.command()(plan)
 app.command(cls=TrainCommand)(train)
 app.command()(export)
-app.command()(plan)
-app.command()(probe)
-app.command()(migrate)
-app.command()(status)
-app.command()(doctor)
 app.add_typer(store.app, name="store")
+app.command()(probe)
+app.command()(doctor)
+app.command()(status)
+app.command()(top)
+app.command()(migrate)
 
 
 @app.command("version")

@@ -21,10 +21,14 @@ def table(title: str, headings: Iterable[str], rows: Iterable[tuple[str, ...]]) 
     return made
 
 
-def age(moment: float) -> str:
-    """Return in one word how long ago a Unix time was."""
-    seconds = max(0.0, time.time() - moment)
+def span(seconds: float) -> str:
+    """Return a length of time in one word."""
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def age(moment: float) -> str:
+    """Return in one word how long ago a Unix time was."""
+    return span(max(0.0, time.time() - moment))

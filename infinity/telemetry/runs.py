@@ -1,4 +1,4 @@
-"""What the runs of the node do now: figures per rank and per run, from their stats pages.
+"""What the runs of the node do now: figures per rank and per run, from their stats pages; for `infinityd` and commands.
 
 A rank counts from its start; "now" is the difference of two looks at its page. Two windows are used, because steps may
 take a tenth of a second or a minute: bytes on their way are counted all the time, so their rate is that of the last
@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-from infinity.telemetry import BY_NAME, Snapshot
 from infinity.telemetry.cells import label_sets
-from infinity.telemetry.metrics import FETCH_RESULTS, FRAME_STATUSES, OPS, PARTS, ROLES
-from infinity_daemon.history import History
+from infinity.telemetry.history import History
+from infinity.telemetry.metrics import BY_NAME, FETCH_RESULTS, FRAME_STATUSES, OPS, PARTS, ROLES, STALLS
+from infinity.telemetry.page import Snapshot
+from infinity.telemetry.trees import Tree, known
 
-Tree = dict[str, Any]
 DriveOf = Callable[[str], str | None]
 
 COLUMNS: Final = ("step", "loss", "tokens_per_second", "stalled")
@@ -31,7 +31,6 @@ _MOST_RUNS: Final = 64
 _IDLE_STEPS: Final = 5.0
 _IDLE_SECONDS: Final = 15.0
 """After how many steps' time, and seconds at least, without a step a run is said to stand still."""
-_STALLS: Final = ("read_stall", "write_stall", "arena_stall")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class _Rank:
 
     def __init__(self, sample: _Sample) -> None:
         self.last = sample  # the newest look
-        self._looks = deque([sample], maxlen=_MOST_SAMPLES)  # one per look, of the last `_IO_SECONDS`
+        self._looks = deque([sample], maxlen=_MOST_SAMPLES)  # one per look, of the last `_IO_SECONDS`; two at least
         self._ends: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)  # those that were the first after an end of a step
         self._before: Snapshot | None = None  # from where the steps that count as now begin; None: from the start on
         self.stepped = False  # whether the newest look was at such an end
@@ -67,7 +66,7 @@ class _Rank:
             self._before = (old[-1] if old else self._ends[0]).page if len(self._ends) > 1 else None
         self.last = sample
         self._looks.append(sample)
-        while sample.when - self._looks[0].when > _IO_SECONDS + 0.5:
+        while len(self._looks) > 2 and sample.when - self._looks[0].when > _IO_SECONDS + 0.5:
             self._looks.popleft()
 
     def total(self, name: str, **labels: str) -> float:
@@ -216,6 +215,7 @@ def _rank_tree(rank: _Rank, unix: float) -> Tree:
         step_seconds=_per_step(rank),
         last_step=rank.total("step_last_completed_timestamp_seconds") or None,
         tokens_per_second=_tokens_per_second(rank),
+        parts=_parts([rank]),
         stalled=_stalled([rank]),
         read=_io_rate([rank], "read"),
         write=_io_rate([rank], "write"),
@@ -223,11 +223,6 @@ def _rank_tree(rank: _Rank, unix: float) -> Tree:
         arena_capacity=rank.total("tier_capacity_bytes", tier="host") or None,
         errors=_errors([rank]),
     )
-
-
-def known(**values: Any) -> Tree:
-    """Return those values that are known."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 # Of ranks together #
@@ -268,7 +263,7 @@ def _parts(ranks: Sequence[_Rank]) -> dict[str, float] | None:
 
 def _stalled(ranks: Sequence[_Rank]) -> float | None:
     parts = _parts(ranks)
-    return sum(parts[part] for part in _STALLS) if parts else None
+    return sum(parts[part] for part in STALLS) if parts else None
 
 
 def _fetches(ranks: Sequence[_Rank]) -> dict[str, float] | None:

@@ -1,0 +1,90 @@
+"""A node that is looked at with `infinity top`, made up; and its views at several sizes.
+
+``PYTHONPATH=.:tools python tests/support/top_state.py`` writes the views anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from infinity_tools.top.reading import Drive, Rank, Run, Snapshot
+from infinity_tools.top.state import State
+from infinity_tools.top.view import view
+
+VIEWS = Path(__file__).parents[1] / "tools" / "top_views"
+SIZES = [(width, height) for width in (60, 80, 120) for height in (12, 40)]
+NOW = 1.8e9
+PARTS = {
+    "compute": 0.52, "collective": 0.06, "copy": 0.04, "update": 0.13, "read_stall": 0.17, "write_stall": 0.02,
+    "arena_stall": 0.01, "python": 0.05,
+}  # fmt: skip
+
+
+def rank(number: int, **values) -> Rank:
+    """A rank of the first run."""
+    given = {
+        "rank": number, "pid": 4000 + number, "status": "live", "step": 1234.0, "step_seconds": 0.5 + number / 10,
+        "tokens_per_second": 4096.0, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 0.6e9,
+        "written_bytes_per_second": 0.4e9, "arena_used": 48 << 20, "arena_bytes": 64 << 20, "errors": 0.0,
+    }  # fmt: skip
+    return Rank(**{**given, **values})
+
+
+def run(name: str, **values) -> Run:
+    """A run like the first."""
+    given = {
+        "id": name, "status": "live", "world_size": 4, "step": 1234.0, "step_seconds": 0.55,
+        "tokens_per_second": 8192.0, "loss": 2.34567, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 1.2e9,
+        "written_bytes_per_second": 0.8e9, "arena_used": 96 << 20, "arena_bytes": 128 << 20, "committed": NOW - 90,
+        "commit_seconds": 0.021, "commits": 12.0, "prefetch_hit": 0.93, "prefetch_late": 0.07, "errors": 0.0,
+        "retries": 3.0, "ranks": (rank(0), rank(1)),
+    }  # fmt: skip
+    return Run(**{**given, **values})
+
+
+STARTING = run(
+    "20270115-080001-3d4e5f", world_size=1, step=0.0, step_seconds=None, tokens_per_second=None, loss=None, parts={},
+    stalled=None, read_bytes_per_second=None, written_bytes_per_second=None, arena_used=None, arena_bytes=None,
+    committed=None, commit_seconds=None, commits=0.0, prefetch_hit=None, prefetch_late=None, retries=0.0,
+    ranks=(rank(0, step=0.0),),
+)  # fmt: skip
+DEAD = run(
+    "20270114-120000-0a0b0c", status="dead", world_size=1, step=77.0, step_seconds=0.125, loss=float("nan"), errors=2.0,
+    stalled=0.05, read_bytes_per_second=None, written_bytes_per_second=None,
+    ranks=(rank(0, status="dead", step=77.0),),
+)  # fmt: skip
+DRIVE = Drive(
+    name="nvme0n1", read_bytes_per_second=1.3e9, written_bytes_per_second=0.8e9, busy=0.83, free_bytes=1.2e12,
+    capacity_bytes=1.92e12, profile_bytes_per_second=3.2e9, worn=0.04, endurance_days=812.0, error="",
+)  # fmt: skip
+UNKNOWN = Drive(
+    name="nvme1n1", read_bytes_per_second=None, written_bytes_per_second=None, busy=None, free_bytes=None,
+    capacity_bytes=None, profile_bytes_per_second=None, worn=None, endurance_days=None, error="",
+)  # fmt: skip
+SNAPSHOT = Snapshot(
+    time=NOW, infinityd="0.1.0", runtime_dir="/run/infinity", runs=(run("20270115-075959-1a2b3c"), STARTING, DEAD),
+    drives=(DRIVE, UNKNOWN), notes=("passed over a file that is no stats page of this version",),
+)  # fmt: skip
+STATE = State(
+    snapshot=SNAPSHOT,
+    curves={"nvme0n1": tuple((58.0 - second, 3.2e9 * second / 58) for second in range(58))},
+    expanded=frozenset(["20270115-075959-1a2b3c"]),
+)
+SAMPLE = replace(
+    STATE,
+    snapshot=replace(SNAPSHOT, runs=SNAPSHOT.runs[:2], drives=(DRIVE,), notes=()),
+    interactive=False,
+)
+"""What docs/monitoring.md shows, 100 columns wide."""
+
+
+def views() -> dict[str, str]:
+    """Return the view of `STATE` at each size, by the name of its file."""
+    return {f"{width}x{height}.txt": view(STATE, width, height).plain + "\n" for width, height in SIZES}
+
+
+if __name__ == "__main__":
+    VIEWS.mkdir(exist_ok=True)
+    for name, text in views().items():
+        (VIEWS / name).write_text(text)

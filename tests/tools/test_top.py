@@ -1,0 +1,257 @@
+"""`infinity top` reads the node: from its daemon or from stats pages, with the same figures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+from infinity.io.drives import locate
+from infinity.node import NodeDaemon
+from infinity.telemetry import METRICS, Stats
+from infinity.telemetry.cells import label_sets
+from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
+from infinity_tools.top.reading import Drive, Rank, Reader, Run, Snapshot
+from infinity_tools.top.state import State
+from infinity_tools.top.view import view
+from support.command import run_here, run_process
+from support.counted_rank import CountedRank
+from support.daemon_process import daemon, until
+
+FAST = ("--interval", "0.1")
+LATER = time.time() + 86_400
+"""When steps end that no slow machine takes for those of a run that stands still."""
+ESCAPE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Path:
+    """A runtime folder."""
+    made = tmp_path / "run"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def train(folder: Path, tmp_path: Path, run: str = "run-1", world_size: int = 2) -> list[CountedRank]:
+    """Two ranks that have made steps and a commit."""
+    ranks = [CountedRank(folder, run, rank, world_size, paths=[tmp_path]) for rank in range(2)]
+    for rank in ranks:
+        for _ in range(10):
+            rank.step(loss=2.5, when=LATER)
+        rank.commit()
+    return ranks
+
+
+def test_pages_become_figures(runtime: Path, tmp_path: Path) -> None:
+    """Of the run, its ranks and the drive that it is on; steps of now are those between two looks."""
+    ranks, reader = train(runtime, tmp_path, world_size=4), Reader(runtime)
+    before = reader.read()
+    assert before.infinityd is None
+    assert any("without infinityd" in note for note in before.notes)
+    for _ in range(3):
+        for rank in ranks:
+            rank.step(seconds=0.25, loss=2.0, when=LATER)
+        time.sleep(0.01)
+        snapshot = reader.read()
+    (run,) = snapshot.runs
+    assert (run.id, run.status, run.world_size, run.step, run.loss) == ("run-1", "live", 4, 13, 2.0)
+    assert run.step_seconds == pytest.approx(0.25)
+    assert before.runs[0].step_seconds == pytest.approx(0.5)
+    assert run.tokens_per_second == pytest.approx(800)
+    assert run.parts["compute"] == pytest.approx(0.8)
+    assert run.stalled == pytest.approx(0.2)
+    assert (run.arena_used, run.arena_bytes) == (2 * (48 << 20), 2 * (64 << 20))
+    assert run.read_bytes_per_second > run.written_bytes_per_second > 0
+    assert (run.commits, run.commit_seconds) == (1, 2.0)
+    assert 0 <= snapshot.time - run.committed < 300
+    assert (run.prefetch_hit, run.prefetch_late) == (pytest.approx(0.9), pytest.approx(0.1))
+    assert (run.errors, run.retries) == (0, 0)
+    assert [(rank.rank, rank.step, rank.status) for rank in run.ranks] == [(0, 13, "live"), (1, 13, "live")]
+    assert run.ranks[1].parts["read_stall"] == pytest.approx(0.2)
+    (drive,) = snapshot.drives
+    assert drive.name == locate(str(tmp_path)).drive.name
+    assert 0 < drive.free_bytes <= drive.capacity_bytes
+    assert (drive.profile_bytes_per_second, drive.worn, drive.endurance_days) == (None, None, None)
+
+
+def test_the_daemon_tells_the_same_and_what_only_it_knows(runtime: Path, tmp_path: Path) -> None:
+    """And when it goes, pages are read again."""
+    train(runtime, tmp_path)
+    reader = Reader(runtime)
+    alone = reader.read()
+    with daemon(runtime, "--device-path", str(tmp_path)):
+        rates = {str(tmp_path): {"read": 3e9, "write": 1e9, "mixed": 2e9}}
+        assert NodeDaemon(runtime).ask("record_bandwidth", rates=rates, source="probe")
+        until(lambda: any(drive.profile_bytes_per_second for drive in reader.read().drives))
+        told = reader.read()
+    after = reader.read()
+    assert after.infinityd is None
+
+    def steady(snapshot: Snapshot) -> list[dict]:
+        moving = {"read_bytes_per_second", "written_bytes_per_second"}
+        runs = [asdict(run) for run in snapshot.runs]
+        return [
+            {name: value for name, value in one.items() if name not in moving}
+            for run in runs
+            for one in (*run.pop("ranks"), run)
+        ]
+
+    assert steady(told) == steady(alone) == steady(after)
+    assert len(steady(told)) == 3
+    assert told.drives[0].profile_bytes_per_second == 2e9
+    assert told.drives[0].name == alone.drives[0].name
+    assert told.notes == ()
+
+
+def test_the_daemon_says_how_many_files_are_no_pages(runtime: Path) -> None:
+    """As it does in its metrics."""
+    (runtime / "odd.rank0.stats").write_bytes(b"garbage")
+    with daemon(runtime):
+        until(lambda: Reader(runtime).read().infinityd)
+        snapshot = Reader(runtime).read()
+    assert snapshot.notes == ("passed over a file that is no stats page of this version; infinityd's log names them",)
+
+
+def test_what_is_no_page_of_this_version_is_passed_over_and_said(runtime: Path, tmp_path: Path) -> None:
+    """Garbage, another version, another table of metrics; the others are shown."""
+    train(runtime, tmp_path)
+    good = (runtime / "run-1.rank0.stats").read_bytes()
+    (runtime / "a.rank0.stats").write_bytes(b"\x1b[31mgarbage" * 100)
+    (runtime / "b.rank0.stats").write_bytes(good[:8] + b"\x07" + good[9:])
+    (runtime / "c\n.rank0.stats").write_bytes(b"")
+    snapshot = Reader(runtime).read()
+    assert [run.id for run in snapshot.runs] == ["run-1"]
+    (note,) = [note for note in snapshot.notes if "passed over" in note]
+    assert note == "passed over a.rank0.stats: not a stats page (and 2 more)"
+    (runtime / "a.rank0.stats").unlink()
+    assert "passed over b.rank0.stats: format version 7" in " ".join(Reader(runtime).read().notes)
+    (runtime / "b.rank0.stats").unlink()
+    assert all(note.isprintable() for note in Reader(runtime).read().notes)
+
+
+def test_runs_come_go_and_die(runtime: Path, tmp_path: Path) -> None:
+    """One that ended stays for a while; that of a process that is gone is dead."""
+    reader = Reader(runtime)
+    assert reader.read().runs == ()
+    first, second = train(runtime, tmp_path)
+    assert [run.status for run in reader.read().runs] == ["live"]
+    first.stats.close()
+    second.stats.close()
+    assert [run.status for run in reader.read().runs] == ["ended"]
+    killed = Stats.create(runtime, run_id="run-2", rank=0, local_rank=0, world_size=1, devices=[], info={})
+    header = killed.path.read_bytes()
+    started = str(killed.header.process_started).encode()
+    killed.path.write_bytes(header.replace(started, b"1" * len(started)))
+    assert {run.id: run.status for run in reader.read().runs} == {"run-1": "ended", "run-2": "dead"}
+    killed.close()
+
+
+def test_a_run_that_ended_long_ago_is_not_shown(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page may lie there for weeks where no daemon runs."""
+    for rank in train(runtime, tmp_path):
+        rank.stats.close()
+    assert len(Reader(runtime).read().runs) == 1
+    later = time.time() + KEEP_CLOSED_SECONDS
+    monkeypatch.setattr("infinity_tools.top.reading.time.time", lambda: later)
+    assert Reader(runtime).read().runs == ()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"runs": [None, 5, {"id": 5, "parts": {"compute": "x"}, "ranks": [{}], "io": 3, "arena": {"roles": []}}]},
+        {"runs": [], "drives": {"a": 1}, "time": "now", "node": []},
+        {"runs": [{"id": "\x1b[2J", "loss": "nan"}], "drives": [{"name": "/\n"}], "node": {"version": "\x07"}},
+    ],
+)
+def test_an_answer_of_another_version_breaks_nothing(
+    answer: dict, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not understood is not known, and no text changes the terminal."""
+    monkeypatch.setattr(NodeDaemon, "ask", lambda self, op: answer)
+    done = run_here("top", *FAST, "--runtime-dir", runtime, "--once")
+    assert done.status == 0, done.errors
+    assert not ESCAPE.search(done.output)
+    assert run_here("top", *FAST, "--runtime-dir", runtime, "--json").status == 0
+
+
+@pytest.mark.parametrize("with_daemon", [True, False])
+def test_json_has_all_figures(with_daemon: bool, runtime: Path, tmp_path: Path) -> None:
+    """The same fields either way; `null` is what is not known."""
+    ranks = train(runtime, tmp_path)
+    ranks[0].stats.gauge("training_loss").set(float("nan"))
+    with daemon(runtime) if with_daemon else contextlib.nullcontext():
+        if with_daemon:
+            until(lambda: Reader(runtime).read().infinityd and Reader(runtime).read().drives)
+        done = run_here("top", *FAST, "--json", "--runtime-dir", runtime)
+    assert (done.status, done.errors) == (0, "")
+    tree = json.loads(done.output, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    def names(kind: type) -> set[str]:
+        return {field.name for field in fields(kind)}
+
+    assert set(tree) == names(Snapshot)
+    assert (tree["infinityd"] is not None) == with_daemon
+    assert set(tree["runs"][0]) == names(Run)
+    assert set(tree["runs"][0]["ranks"][0]) == names(Rank)
+    assert set(tree["drives"][0]) == names(Drive)
+    assert tree["runs"][0]["loss"] == "nan"
+    assert tree["drives"][0]["endurance_days"] is None
+
+
+def test_without_a_terminal_it_prints_once_without_codes(runtime: Path, tmp_path: Path) -> None:
+    """With `--once`, and where its output is a pipe; colours are not asked for either."""
+    train(runtime, tmp_path)
+    for words in (("--once",), ()):
+        done = run_process(tmp_path, "top", *FAST, *words, "--runtime-dir", str(runtime))
+        assert (done.status, done.errors) == (0, "")
+        assert not ESCAPE.search(done.output)
+        assert "  run-1    live       10  0.500" in done.output
+        assert "compute 80%  r read stall 20%" in done.output
+        assert "q quit" not in done.output
+
+
+def test_only_one_run(runtime: Path, tmp_path: Path) -> None:
+    """By its id or how that begins; one that is not there is said, with those that are."""
+    train(runtime, tmp_path)
+    train(runtime, tmp_path, run="other")
+    tell = ("top", *FAST, "--once", "--runtime-dir", runtime)
+    assert "run-1" in run_here(*tell).output
+    only = run_here(*tell, "--run", "oth")
+    assert "other" in only.output
+    assert "run-1" not in only.output
+    assert [run["id"] for run in json.loads(run_here(*tell, "--json", "--run", "run").output)["runs"]] == ["run-1"]
+    missing = run_here(*tell, "--run", "nothing")
+    assert missing.status == 2
+    assert missing.errors == ("error: --run 'nothing' is no run on this node, nor how one begins; runs: other, run-1\n")
+    assert not missing.output
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1.0, 1e-320])
+def test_no_numbers_of_a_page_are_too_odd(value: float, runtime: Path, tmp_path: Path) -> None:
+    """Gauges may hold anything: they are shown, and are JSON."""
+    (rank, _) = train(runtime, tmp_path)
+    for metric in METRICS:
+        if metric.server == "rank" and metric.kind == "gauge":
+            for labels in label_sets(metric, ("nvme0",)):
+                rank.stats.gauge(metric.name, **dict(zip(metric.label_names, labels, strict=True))).set(value)
+    state = State(snapshot=Reader(runtime).read(), expanded=frozenset(["run-1"]))
+    assert state.snapshot.runs[0].step == 10
+    for width in (60, 300):
+        assert "run-1" in view(state, width, 40).plain
+    told = run_here("top", *FAST, "--json", "--runtime-dir", runtime)
+    json.loads(told.output, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_nothing_there(runtime: Path) -> None:
+    """It says so, and what to start."""
+    done = run_here("top", *FAST, "--once", "--runtime-dir", runtime)
+    assert done.status == 0
+    assert "no run trains on this node now" in done.output
+    assert "infinity train --model tiny" in done.output

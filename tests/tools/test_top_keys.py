@@ -1,0 +1,253 @@
+"""`infinity top` on a terminal: keys, another size, and that the terminal is as before whatever ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import termios
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from infinity_tools.top.keys import Terminal
+from support.counted_rank import CountedRank
+from support.daemon_process import until
+from support.terminal import IN, OUT, OnTerminal, on_terminal
+
+SHOW_CURSOR = "\x1b[?25h"
+TOP = ("-m", "infinity_tools", "top", "--interval", "0.1", "--runtime-dir", "run")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> dict[str, CountedRank]:
+    """Two runs in the folder `run`; `slow` takes longer, `busy` comes first by its name."""
+    made = {name: CountedRank(tmp_path / "run", name, paths=[tmp_path]) for name in ("slow", "busy")}
+    for name, rank in made.items():
+        for _ in range(3):
+            rank.step(seconds=2.0 if name == "slow" else 0.5)
+    return made
+
+
+@pytest.fixture
+def top(runs: dict[str, CountedRank], tmp_path: Path) -> Iterator[OnTerminal]:
+    """The command, when it has drawn."""
+    with on_terminal(tmp_path, *TOP) as shown:
+        shown.before = shown.modes
+        shown.shows("infinity top", "> slow", "q quit")
+        yield shown
+
+
+def is_left_in_order(top: OnTerminal) -> None:
+    """The terminal is as before: its modes, its screen, its cursor."""
+    assert top.modes == top.before
+    assert top.text.count(IN) == top.text.count(OUT) >= 1
+    assert top.text.rindex(OUT) > top.text.rindex(IN)
+    assert top.text.rindex(SHOW_CURSOR) > top.text.rindex("\x1b[?25l")
+    assert "Traceback" not in top.text
+
+
+def test_q_ends_it(top: OnTerminal) -> None:
+    """With status 0."""
+    assert not top.modes[3] & (termios.ICANON | termios.ECHO)
+    top.press("q")
+    assert top.wait() == 0
+    is_left_in_order(top)
+
+
+def test_keys(top: OnTerminal) -> None:
+    """Choose, expand, sort, reverse, pause, help; with arrows in both of their forms."""
+    top.press("\x1b[B")
+    top.shows("> busy")
+    top.press("\r")
+    top.shows("rank 0", "errors/retries")
+    top.press("\x1bOA")
+    top.shows("> slow")
+    top.press("sss")
+    top.shows("by id")
+    top.press("r")
+    top.shows("by id, reversed")
+    assert [line.split()[-1] for line in top.frame if "slow" in line or "busy" in line]
+    top.press("?")
+    top.shows("infinity top: help", "reverse the order")
+    top.press("x")
+    top.shows("by id, reversed")
+    top.press("p")
+    top.shows("paused")
+    top.press("p\x1b[5~")
+    top.shows("every 0.1 s")
+
+
+def test_figures_move_until_it_is_paused(top: OnTerminal, runs: dict[str, CountedRank], tmp_path: Path) -> None:
+    """A run that begins meanwhile appears, one that ends says so; what is paused stays."""
+    CountedRank(tmp_path / "run", "fresh").step()
+    top.shows("fresh")
+    runs["busy"].stats.close()
+    top.shows("2 live, 1 ended")
+    runs["slow"].step(loss=1.25)
+    top.shows("1.250")
+    top.press("p")
+    top.shows("paused")
+    runs["slow"].step(loss=7.5)
+    top.press("s")
+    top.shows("by stall share")
+    top.press("s")
+    top.shows("by bytes", "1.250")
+    top.press("p")
+    top.shows("7.500")
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(60, 15), (120, 40), (30, 6)])
+def test_another_size(top: OnTerminal, columns: int, lines: int) -> None:
+    """Is drawn for at once, help too, which stays."""
+    top.press("?")
+    top.shows("any key: back")
+    top.resize(columns, lines)
+    top.shows("help")
+    top.press("x")
+    top.press("?x")
+    top.shows("infinity top", "slow")
+
+    def fits() -> bool:
+        frame = top.frame
+        return len(frame) == lines and max(map(cell_len, frame)) <= columns
+
+    until(fits)
+    assert ("arena" in "\n".join(top.frame)) == (columns == 120)
+
+
+def test_control_c_ends_it(top: OnTerminal) -> None:
+    """As q does."""
+    top.press("\x03")
+    assert top.wait() == 0
+    is_left_in_order(top)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it(top: OnTerminal, number: signal.Signals) -> None:
+    """With the status that tells it."""
+    top.process.send_signal(number)
+    assert top.wait() == 128 + number
+    is_left_in_order(top)
+
+
+def test_a_terminal_that_is_closed_ends_it(top: OnTerminal) -> None:
+    """It does not stay behind."""
+    top.hang_up()
+    assert top.process.wait(300) != 0
+
+
+def test_an_error_leaves_the_terminal_in_order(runs: dict[str, CountedRank], tmp_path: Path) -> None:
+    """A defect of ours is told on the screen of before."""
+    program = (
+        "import sys, infinity_tools.top.command as command, infinity_tools.cli as cli\n"
+        "def view(state, width, height, _view=command.view):\n"
+        "    if state.help: raise RuntimeError('a defect')\n"
+        "    return _view(state, width, height)\n"
+        "command.view = view\n"
+        "sys.argv = ['infinity', *sys.argv[1:]]\n"
+        "cli.main()\n"
+    )
+    with on_terminal(tmp_path, "-c", program, *TOP[2:]) as top:
+        top.before = top.modes
+        top.shows("> slow")
+        top.press("?")
+        assert top.wait() == 1
+        assert top.modes == top.before
+        assert top.text.index("RuntimeError: a defect") > top.text.rindex(OUT)
+
+
+SHELL = """
+import os, signal, subprocess, sys, termios
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, *sys.argv[1:]], process_group=0, restore_signals=True,
+                         preexec_fn=lambda: signal.signal(signal.SIGTTOU, signal.SIG_DFL))
+os.tcsetpgrp(0, child.pid)
+_, status = os.waitpid(child.pid, os.WUNTRACED)
+os.tcsetpgrp(0, os.getpgrp())
+line = bool(termios.tcgetattr(0)[3] & termios.ICANON)
+print(f"stopped {os.WIFSTOPPED(status)} line by line {line}", flush=True)
+sys.stdin.readline()
+os.tcsetpgrp(0, child.pid)
+os.kill(child.pid, signal.SIGCONT)
+_, status = os.waitpid(child.pid, 0)
+os.tcsetpgrp(0, os.getpgrp())
+print(f"status {os.waitstatus_to_exitcode(status)}", flush=True)
+"""
+
+
+def test_control_z_gives_the_terminal_back_until_it_goes_on(runs: dict[str, CountedRank], tmp_path: Path) -> None:
+    """A shell gets it as it was; after `fg` the view is drawn anew and keys work."""
+    with on_terminal(tmp_path, "-c", SHELL, *TOP) as top:
+        top.shows("> slow")
+        top.press("j")
+        top.shows("> busy")
+        top.press("\x1a")
+        top.shows("stopped True line by line True")
+        assert top.read().rindex(OUT) > top.text.rindex(IN)
+        top.press("\n")
+        until(lambda: top.read().count(IN) >= 2)
+        top.shows("> busy", "q quit")
+        assert not top.modes[3] & termios.ICANON
+        top.press("q")
+        top.shows("status 0")
+        assert top.wait() == 0
+
+
+def test_a_dumb_terminal_gets_text_once(runs: dict[str, CountedRank], tmp_path: Path) -> None:
+    """And one without colours none of them, but all else."""
+    with on_terminal(tmp_path, *TOP, more={"TERM": "dumb"}) as top:
+        assert top.wait() == 0
+        assert "\x1b" not in top.text
+        assert "slow" in top.text
+    with on_terminal(tmp_path, *TOP, more={"NO_COLOR": "1"}) as top:
+        top.shows("> slow", "compute 80%")
+        assert not any(f"\x1b[{code}m" in top.text for code in (31, 32, 33, 34, 35, 36))
+        assert "\x1b[1m" in top.text
+
+
+def keys_of(*parts: bytes, seconds: float = 0.0) -> list[str | None]:
+    """What a terminal gives for bytes that come one part after another, and then nothing."""
+    there, here = os.openpty()
+    try:
+        with Terminal(here) as terminal:
+            if len(parts) == 1:
+                os.write(there, parts[0])
+            else:
+                threading.Thread(target=lambda: [os.write(there, part) for part in parts]).start()
+            found: list[str | None] = [terminal.key(300.0)]
+            while found[-1] is not None:
+                found.append(terminal.key(seconds))
+            return found[:-1]
+    finally:
+        os.close(there)
+        os.close(here)
+
+
+def test_keys_are_told_apart() -> None:
+    """Arrows in both forms; what has no name is `escape`, and not the letters that it consists of."""
+    assert keys_of(b"\x1b[A\x1bOBqj\r\n?") == ["up", "down", "q", "j", "enter", "enter", "?"]
+    assert keys_of(b"\x1b[1;5C\x1b[200~s\x1b") == ["escape", "escape", "s", "escape"]
+    assert keys_of("é".encode()) == ["Ã", "©"]
+
+
+def test_signals_are_events() -> None:
+    """In the order in which they came, with handlers as before afterwards."""
+    before = [signal.getsignal(number) for number in (signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP, signal.SIGTERM)]
+    there, here = os.openpty()
+    with Terminal(here) as terminal:
+        assert terminal.key(0.0) is None
+        signal.raise_signal(signal.SIGWINCH)
+        signal.raise_signal(signal.SIGCONT)
+        assert [terminal.key(300.0), terminal.key(300.0), terminal.key(0.0)] == ["resize", "continue", None]
+        with pytest.raises(SystemExit, match="143"):
+            signal.raise_signal(signal.SIGTERM)
+        assert terminal.size.columns > 0
+        os.close(there)
+        assert terminal.key(300.0) == "q"
+    os.close(here)
+    after = [signal.getsignal(number) for number in (signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP, signal.SIGTERM)]
+    assert after == before
+    assert signal.set_wakeup_fd(-1) == -1

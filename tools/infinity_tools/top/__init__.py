@@ -1,0 +1,1 @@
+"""`infinity top`: the runs of this node, live in a terminal."""

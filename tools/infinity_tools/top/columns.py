@@ -1,0 +1,58 @@
+"""Tables of which the less important columns go where there is no room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rich.cells import cell_len
+from rich.text import Text
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column(Generic[Row]):
+    """A column of a table."""
+
+    heading: str
+    width: int
+    cell: Callable[[Row], str]
+    rank: int
+    """The one with the largest goes first."""
+    left: bool = False
+    """Whether its cells stand to the left."""
+
+
+def fitting(columns: Sequence[Column[Row]], width: int) -> tuple[Column[Row], ...]:
+    """Return as many columns as fit, the most important ones, in their order; one in any case."""
+    kept: set[int] = set()
+    room = width + 1
+    for column in sorted(columns, key=lambda column: column.rank):
+        if column.width + 1 > room and kept:
+            break
+        room -= column.width + 1
+        kept.add(column.rank)
+    return tuple(column for column in columns if column.rank in kept)
+
+
+def line(cells: Sequence[str], columns: Sequence[Column[Row]], style: str = "") -> Text:
+    """Return cells below each other's headings; what is longer than its column is cut."""
+    texts = []
+    for cell, column in zip(cells, columns, strict=True):
+        text = Text(cell)
+        text.truncate(column.width, overflow="ellipsis")
+        blank = " " * (column.width - cell_len(text.plain))
+        texts.append(text.plain + blank if column.left else blank + text.plain)
+    return Text(" ".join(texts), style=style)
+
+
+def headings(columns: Sequence[Column[Row]]) -> Text:
+    """Return the line above a table."""
+    return line([column.heading for column in columns], columns, style="dim")
+
+
+def row(entry: Row, columns: Sequence[Column[Row]], style: str = "") -> Text:
+    """Return the line of an entry."""
+    return line([column.cell(entry) for column in columns], columns, style)

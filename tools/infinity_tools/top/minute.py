@@ -1,0 +1,43 @@
+"""What drives have moved in the last minute, for their curves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+from infinity_tools.top.reading import Snapshot
+
+SECONDS: Final = 60.0
+
+Curve = tuple[tuple[float, float], ...]
+"""Seconds ago, and bytes per second at that time; the oldest first."""
+
+
+class Minute:
+    """Bytes per second of each drive, read and written together, as one snapshot after the other told."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[tuple[float, float]]] = {}
+        """By drive, Unix times and bytes per second."""
+
+    def add(self, snapshot: Snapshot) -> Mapping[str, Curve]:
+        """Take in a snapshot, and return the curve of each of its drives."""
+        self._seen = {drive.name: self._seen.get(drive.name, deque()) for drive in snapshot.drives}
+        for drive in snapshot.drives:
+            seen, rates = self._seen[drive.name], (drive.read_bytes_per_second, drive.written_bytes_per_second)
+            if None not in rates and (not seen or snapshot.time > seen[-1][0]):
+                seen.append((snapshot.time, sum(filter(None, rates))))
+            while seen and snapshot.time - seen[0][0] > SECONDS:
+                seen.popleft()
+        return {
+            name: tuple((snapshot.time - when, rate) for when, rate in seen) for name, seen in self._seen.items()
+        }  # fmt: skip
+
+
+def buckets(curve: Curve, number: int) -> list[float | None]:
+    """Return the mean of each of so many equal parts of the minute; None where nothing was seen."""
+    found: list[list[float]] = [[] for _ in range(number)]
+    for ago, rate in curve:
+        found[max(0, number - 1 - int(ago / SECONDS * number))].append(rate)
+    return [sum(rates) / len(rates) if rates else None for rates in found]
