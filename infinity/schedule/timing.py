@@ -126,25 +126,23 @@ class Timing:
             for computing, (aside, wanted, last, entering, updating, leaving) in zip(before, stops, strict=True):
                 clockwork.wanted = wanted + more
                 training += computing
-                if aside:
+                while ended and not aside and ended[0][0] < position:
+                    training = max(training, ended.popleft()[1])
+                if training > clockwork.now or clockwork.wanted > clockwork.started:
                     clockwork.go_on(training)
-                    at = updated if updated > training else training
-                else:
-                    while ended and ended[0][0] < position:
-                        training = max(training, ended.popleft()[1])
-                    clockwork.go_on(training)
-                    at = training
-                for read in entering:
-                    at = clockwork.arrive(at) if read else clockwork.occupy(at)
+                at = updated if aside and updated > training else training
+                if entering:
+                    at = clockwork.enter(entering, at)
                 at += updating
                 if aside:
                     updated = at
                     ended.append((step * len(stops) + last, at))
                 else:
                     training = at
-                clockwork.go_on(at)
-                for nbytes in leaving:
-                    clockwork.leave(nbytes)
+                if at > clockwork.now:
+                    clockwork.go_on(at)
+                if leaving:
+                    clockwork.leave(leaving)
                 position += 1
         return training - began
 
@@ -165,11 +163,12 @@ class Clockwork:
             frames: of the arena.
         """
         self._reads = itertools.cycle(reads)
-        self._started = 0  # how many reads have been
         self._free = frames  # frames that are free now
         self._drive = 0.0  # when it has done all that it was given, in bytes
         self._ready: deque[float] = deque()  # when pages that have not arrived have been read, in bytes, in order
         self._written: deque[float] = deque()  # when frames come back from writing, in bytes, in order
+        self.started = 0
+        """How many reads have been started."""
         self.wanted = 0
         """How many reads have been wanted, each as soon as there is a frame."""
         self.now = 0.0
@@ -177,42 +176,53 @@ class Clockwork:
 
     def go_on(self, until: float) -> None:
         """Let the time go on, if it has not come so far."""
-        if self._started < self.wanted:
-            self._start()
-        if until > self.now:
+        now = self.now
+        if until > now:
             self.now = until
-            if self._started < self.wanted:
-                self._start()
+        if self.started < self.wanted:
+            self._start(now)
 
-    def _start(self) -> None:
-        while self._started < self.wanted and (self._free or (self._written and self._written[0] <= self.now)):
-            since = self.now
-            if self._free:
-                self._free -= 1
+    def _start(self, before: float) -> None:
+        """Start reads for which there is a frame, since `before` or since the one that was there has been written."""
+        now, free, drive, written, ready = self.now, self._free, self._drive, self._written, self._ready
+        left = self.wanted - self.started
+        while left:
+            if free:
+                free -= 1
+                since = before
+            elif written and written[0] <= now:
+                since = written.popleft()
             else:
-                since = self._written.popleft()
-            self._started += 1
-            self._drive = (self._drive if self._drive > since else since) + next(self._reads)
-            self._ready.append(self._drive)
+                break
+            left -= 1
+            drive = (drive if drive > since else since) + next(self._reads)
+            ready.append(drive)
+        self._free, self._drive, self.started = free, drive, self.wanted - left
 
-    def arrive(self, at: float) -> float:
-        """Return when somebody has the next page who begins to wait for it to be read."""
-        while not self._ready:
-            self.go_on(self._written[0])
-        ready = self._ready.popleft()
-        return ready if ready > at else at
+    def enter(self, reads: Sequence[bool], at: float) -> float:
+        """Return when somebody has some pages who begins to wait for them: the next of those read, or just a frame."""
+        ready, written = self._ready, self._written
+        for read in reads:
+            if read:
+                while not ready:
+                    self.go_on(written[0])
+                since = ready.popleft()
+            elif self._free:
+                self._free -= 1
+                continue
+            else:
+                since = written.popleft()
+            if since > at:
+                at = since
+        return at
 
-    def occupy(self, at: float) -> float:
-        """Return when somebody has a frame who needs nothing to be read into it."""
-        if self._free:
-            self._free -= 1
-            return at
-        return max(at, self._written.popleft())
-
-    def leave(self, nbytes: int) -> None:
-        """Give up the frame of a page, written first if it was modified: so many bytes."""
-        if nbytes:
-            self._drive = (self._drive if self._drive > self.now else self.now) + nbytes
-            self._written.append(self._drive)
-        else:
-            self._free += 1
+    def leave(self, writes: Sequence[int]) -> None:
+        """Give up the frames of pages, which are written first where they were modified: so many bytes, or 0."""
+        drive, now = self._drive, self.now
+        for nbytes in writes:
+            if nbytes:
+                drive = (drive if drive > now else now) + nbytes
+                self._written.append(drive)
+            else:
+                self._free += 1
+        self._drive = drive

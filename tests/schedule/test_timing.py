@@ -121,12 +121,12 @@ def test_the_drive_moves_one_page_after_the_other() -> None:
     clockwork = Clockwork([PAGE], 1)
     clockwork.wanted = 2
     clockwork.go_on(0.0)
-    assert clockwork.arrive(0.0) == PAGE
+    assert clockwork.enter([True], 0.0) == PAGE
     clockwork.go_on(3.0 * PAGE)
-    clockwork.leave(PAGE)
-    assert clockwork.arrive(3.0 * PAGE) == 5.0 * PAGE
-    clockwork.leave(0)
-    assert clockwork.occupy(7.0) == 7.0
+    clockwork.leave([PAGE])
+    assert clockwork.enter([True], 3.0 * PAGE) == 5.0 * PAGE
+    clockwork.leave([0])
+    assert clockwork.enter([False], 7.0) == 7.0
 
 
 def test_of_plans_that_are_about_as_quick_the_one_that_moves_least_is_taken() -> None:
