@@ -13,6 +13,13 @@ from infinity.schedule.trace import range_access
 from infinity.units import KIB, MIB, format_setting, format_size
 
 _LARGEST_PAGE = 8 * MIB
+"""Larger pages move no faster, so they are taken only where pages are too many."""
+_MOST_PAGES = 4096
+"""Pages above which larger ones are taken: the time of planning and the Python of a step go with their number."""
+_LARGEST_OF_MANY = 256 * MIB
+"""Largest page of a state of many pages. That is still a small part of a unit where a state has so many."""
+_FRAMES_OF_MANY = 256
+"""Frames that the arena keeps where pages are made larger for their number: so few more bytes move for it."""
 _SMALLEST_PAGE = 64 * KIB
 _WANTED_FRAMES = 32
 _LEAST_FILLED = 0.8
@@ -40,7 +47,7 @@ def choose_budget(
 
     Args:
         page_bytes: largest page; 0 takes the largest of 8 MiB, 4 MiB, … 64 KiB with which the arena has enough
-            frames and the pages fill them well.
+            frames and the pages fill them well, or more than 8 MiB where a state has very many pages.
 
     Raises:
         BudgetError: the arena is too small; the need and the setting to change are in the message.
@@ -56,11 +63,27 @@ def choose_budget(
             except BudgetError:  # there are rows that smaller pages have no room for
                 break
             page_bytes //= 2
+        if page_bytes == _LARGEST_PAGE:
+            layout = _with_fewer_pages(layout, host_bytes)
+            page_bytes = layout.page_bytes
     frames = host_bytes // page_bytes
     least = least_frames(widest_access(layout))
     if frames < min(least, len(layout.pages)):
         raise BudgetError(_explain(layout, host_bytes, least))
     return Budget(layout, min(frames, len(layout.pages)))
+
+
+def _with_fewer_pages(layout: Layout, host_bytes: int) -> Layout:
+    """Return a layout whose pages are doubled until they are no longer too many, as far as the arena allows."""
+    formats = {shard.spec.segment_key: layout.segments[shard.segment].format for shard in layout.shards}
+    while len(layout.pages) > _MOST_PAGES and layout.page_bytes < _LARGEST_OF_MANY:
+        if host_bytes // (2 * layout.page_bytes) < _FRAMES_OF_MANY:
+            break
+        doubled = build_layout(layout.units, formats, 2 * layout.page_bytes)
+        if not _good(doubled, host_bytes):
+            break
+        layout = doubled
+    return layout
 
 
 def _good(layout: Layout, host_bytes: int) -> bool:

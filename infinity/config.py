@@ -74,7 +74,10 @@ class MemoryConfig:
         size=True,
     )
     page_bytes: int = setting(
-        0, "Largest page, and the size of a frame. 0: derived from the arena and the model.", size=True
+        0,
+        "Largest page, and the size of a frame. 0: derived from the arena and the model, up to 8 MiB; up to 256 MiB "
+        "where there are more than 4096 pages.",
+        size=True,
     )
 
 

@@ -26,16 +26,17 @@ each saves one transfer per unit, a frame for a resident page two or three per s
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import mean
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
-from infinity.schedule.timing import Moves, computation, step_length, updating
-from infinity.schedule.trace import Access, Mode
+from infinity.schedule.timing import Timing
+from infinity.schedule.trace import Access
+from infinity.schedule.turn import Moves, Turn, Uses, windows
 from infinity.units import format_setting, format_size
 
 LEAST_WRITING = 2
@@ -161,11 +162,10 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, threaded:
     Raises:
         BudgetError: there are fewer frames than `least_frames`.
     """
-    trace = tuple(trace)
-    used = Counter(use.page for access in trace for use in access)
+    turn = Turn(trace, layout)
     widest = max((len(access) for access in trace), default=1)
-    if len(used) <= frames:
-        return _plan(trace, layout, frames, 0, 0)
+    if len(turn.used) <= frames:
+        return _plan(_all_resident(turn, frames))
     fewest = least_frames(widest)
     if frames < fewest:
         raise BudgetError(
@@ -173,32 +173,168 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, threaded:
             f"{fewest}: set memory.host_bytes to {format_setting(fewest * layout.page_bytes)} or more, "
             "or memory.page_bytes lower"
         )
+    timing = Timing(turn, threaded=threaded)
     streaming, most = fewest - LEAST_WRITING, frames - LEAST_WRITING
-    drafts = _drafts(trace, layout, frames, streaming)
-    least = drafts[0].traffic.total_bytes
-    found: list[tuple[float, Plan]] = []
+    drafts = _drafts(turn, frames, streaming)
+    least = drafts[0].moves.total_bytes
+    found: list[tuple[float, _Draft]] = []
     while True:
-        found += [(_slowness(draft, layout, least, threaded=threaded), draft) for draft in drafts]
+        found += [(_slowness(draft, timing, least), draft) for draft in drafts]
         _, quickest = min(found, key=lambda pair: pair[0])
-        tried = max(min(frames // 4, _TRIED), _WIDER * quickest.streaming_frames)
+        tried = max(min(frames // 4, _TRIED), _WIDER * quickest.streaming)
         if streaming >= min(tried, most):
             draft = _preferred(found)
-            plan = _plan(trace, layout, frames, draft.streaming_frames, draft.kept.frames)
-            return preferred([plan, draft], layout, threaded=threaded)
+            refined = _refined(draft)
+            return _plan(refined if refined is draft else _most_preferred([refined, draft], [timing, timing]))
         streaming = min(_WIDER * streaming, most)
-        drafts = _drafts(trace, layout, frames, streaming)
+        drafts = _drafts(turn, frames, streaming)
 
 
-def _drafts(trace: tuple[Access, ...], layout: Layout, frames: int, streaming: int) -> list[Plan]:
+@dataclass(frozen=True, kw_only=True)
+class _Draft:
+    """What there is to compare of a plan."""
+
+    turn: Turn
+    """The trace that it is for."""
+    frames: int
+    """Frames of the arena."""
+    streaming: int
+    """Distinct pages that the window may reach over."""
+    room: int
+    """Frames for pages that are kept."""
+    resident: frozenset[int]
+    """Pages that always stay."""
+    reach: Sequence[int]
+    """c(i) for every position."""
+    kept: frozenset[int]
+    """Uses after which a page stays until its next one."""
+    keeping: int
+    """How many pages are kept at once at most."""
+    moves: Moves
+    """What a steady step moves."""
+
+
+def _drafts(turn: Turn, frames: int, streaming: int) -> list[_Draft]:
     """Return two drafts of plans with so many streaming frames: with no kept pages, and with as many as possible."""
-    left = frames - streaming - _writing(frames, streaming)
-    most = _between_uses(trace, _windows((), trace, frozenset(), streaming), layout, left).frames
-    return [_plan(trace, layout, frames, streaming, keeping, draft=True) for keeping in sorted({0, most})]
+    reach = turn.windows(frozenset(), streaming)
+    _, most = turn.between_uses(reach, frozenset(), frames - streaming - _writing(frames, streaming))
+    return [_draft(turn, frames, streaming, keeping, reach) for keeping in sorted({0, most})]
 
 
 def _writing(frames: int, streaming: int) -> int:
     """Return how many frames are for pages that are being written while others stream."""
     return min(max(LEAST_WRITING, streaming // _WRITING), frames - streaming)
+
+
+def _draft(turn: Turn, frames: int, streaming: int, room: int, reach: Sequence[int]) -> _Draft:
+    """Return a draft whose residents are those that save most bytes under the window `reach`.
+
+    Frames that nothing else needs are for residents.
+
+    Args:
+        streaming: frames for pages in the window.
+        room: frames for pages that are kept between uses.
+    """
+    number = frames - streaming - room - _writing(frames, streaming)
+    resident: frozenset[int] = frozenset()
+    if number:
+        kept, _ = turn.between_uses(reach, resident, room)
+        resident = frozenset(_by_benefit(turn.moves(reach, resident, kept), turn)[:number])
+    reach = turn.windows(resident, streaming)
+    kept, keeping = turn.between_uses(reach, resident, room)
+    return _Draft(
+        turn=turn,
+        frames=frames,
+        streaming=streaming,
+        room=room,
+        reach=reach,
+        resident=resident,
+        kept=kept,
+        keeping=keeping,
+        moves=turn.moves(reach, resident, kept),
+    )
+
+
+def _refined(draft: _Draft) -> _Draft:
+    """Return what a draft becomes when its residents are chosen again, as long as fewer bytes are moved.
+
+    What a page saves is what it would move if it streamed. That depends on the window, and how far the window reaches
+    depends on which pages are resident. So residents are chosen for the window that there is without any, then chosen
+    again for the window that this leads to, and so on. A draft is the first choice; frames that keep nothing in it are
+    for residents.
+    """
+    turn, frames, streaming, room = draft.turn, draft.frames, draft.streaming, draft.keeping
+    best = draft
+    if room != draft.room:
+        best = _draft(turn, frames, streaming, room, turn.windows(frozenset(), streaming))
+    while True:
+        again = _draft(turn, frames, streaming, room, best.reach)
+        if again.moves.total_bytes >= best.moves.total_bytes:
+            return best
+        best = again
+
+
+def _all_resident(turn: Turn, frames: int) -> _Draft:
+    """Return the draft where all pages stay."""
+    reach, none = range(turn.length), frozenset[int]()
+    return _Draft(
+        turn=turn,
+        frames=frames,
+        streaming=0,
+        room=0,
+        reach=reach,
+        resident=turn.used,
+        kept=none,
+        keeping=0,
+        moves=turn.moves(reach, turn.used, none),
+    )
+
+
+def _draft_of(plan: Plan, layout: Layout) -> _Draft:
+    """Return what there is to compare of a plan that has no prefix."""
+    turn, since = Turn(plan.trace, layout), plan.kept.since
+    kept = frozenset(use for use, at in enumerate(zip(turn.places, turn.pages, strict=True)) if at in since)
+    return _Draft(
+        turn=turn,
+        frames=plan.frames,
+        streaming=plan.streaming_frames,
+        room=plan.kept.frames,
+        reach=plan.reach,
+        resident=plan.resident,
+        kept=kept,
+        keeping=plan.kept.frames,
+        moves=turn.moves(plan.reach, plan.resident, kept),
+    )
+
+
+def _plan(draft: _Draft) -> Plan:
+    """Return the plan that a draft stands for."""
+    turn = draft.turn
+    return Plan(
+        prefix=(),
+        trace=turn.trace,
+        reach=tuple(draft.reach),
+        resident=draft.resident,
+        kept=Kept(
+            since=frozenset((turn.places[use], turn.pages[use]) for use in draft.kept),
+            until=frozenset((turn.then[use], turn.pages[use]) for use in draft.kept),
+            frames=draft.keeping,
+        ),
+        frames=draft.frames,
+        streaming_frames=draft.streaming,
+        traffic=_traffic(draft),
+    )
+
+
+def _traffic(draft: _Draft) -> Traffic:
+    """Return the bytes of one steady step."""
+    turn, moves = draft.turn, draft.moves
+    found = dict.fromkeys(Role, 0), dict.fromkeys(Role, 0)
+    for bytes_of, uses in zip(found, (moves.read, moves.written), strict=True):
+        for use in uses:
+            page = turn.layout.pages[turn.pages[use]]
+            bytes_of[page.role] += page.nbytes
+    return Traffic(read=found[0], written=found[1])
 
 
 def preferred(plans: Sequence[Plan], layout: Layout, *, threaded: bool) -> Plan:
@@ -207,18 +343,27 @@ def preferred(plans: Sequence[Plan], layout: Layout, *, threaded: bool) -> Plan:
     Args:
         threaded: whether updates are waited for on a thread of their own.
     """
-    least = min(plan.traffic.total_bytes for plan in plans)
-    return _preferred([(_slowness(plan, layout, least, threaded=threaded), plan) for plan in plans])
+    if len(plans) == 1:
+        return plans[0]
+    drafts = [_draft_of(plan, layout) for plan in plans]
+    timings = [Timing(draft.turn, threaded=threaded) for draft in drafts]
+    return plans[drafts.index(_most_preferred(drafts, timings))]
 
 
-def _preferred(found: Sequence[tuple[float, Plan]]) -> Plan:
+def _most_preferred(drafts: Sequence[_Draft], timings: Sequence[Timing]) -> _Draft:
+    """Return the draft under which steps take least time, as `preferred` does; each has its timing."""
+    least = min(draft.moves.total_bytes for draft in drafts)
+    return _preferred([(_slowness(draft, timing, least), draft) for draft, timing in zip(drafts, timings, strict=True)])
+
+
+def _preferred(found: Sequence[tuple[float, _Draft]]) -> _Draft:
     most = _ABOUT * min(slowness for slowness, _ in found)
-    about = [(slowness, plan) for slowness, plan in found if slowness <= most]
-    return min(about, key=lambda pair: (pair[1].traffic.total_bytes, pair[0]))[1]
+    about = [(slowness, draft) for slowness, draft in found if slowness <= most]
+    return min(about, key=lambda pair: (pair[1].moves.total_bytes, pair[0]))[1]
 
 
-def _slowness(plan: Plan, layout: Layout, least: float, *, threaded: bool) -> float:
-    """Return how long steps take, over a measure that is the same for all plans compared. Less is better.
+def _slowness(draft: _Draft, timing: Timing, least: float) -> float:
+    """Return how long steps take, over a measure that is the same for all drafts compared. Less is better.
 
     It is the mean over four kinds of steps.
 
@@ -229,33 +374,28 @@ def _slowness(plan: Plan, layout: Layout, least: float, *, threaded: bool) -> fl
         least: the measure: bytes per step that some plan with few streaming frames moves.
     """
     least = max(1, least)  # it may be that nothing moves
-    works = (least, 2 * least, 2 * _read_and_written(plan, layout))
-    found = lengths(plan, layout, works, threaded=threaded)
+    each = 2 * sum(draft.turn.nbytes[page] for page in draft.turn.used)  # to read and write every page once
+    works = (least, 2 * least, 2 * each)
+    found = timing.lengths(draft.reach, draft.moves, _moving(draft), works)
     ratios = [length / work for length, work in zip(found, works, strict=True)]
-    return mean([plan.traffic.total_bytes / least, *ratios])
+    return mean([draft.moves.total_bytes / least, *ratios])
 
 
-def _read_and_written(plan: Plan, layout: Layout) -> int:
-    """Return the bytes of a step that reads and writes every page once."""
-    return 2 * sum(layout.pages[page].nbytes for page in {use.page for access in plan.trace for use in access})
+def _moving(draft: _Draft) -> int:
+    """Return how many frames there are for pages that do not always stay."""
+    return draft.frames - len(draft.resident) - len(draft.moves.staying)
 
 
 def lengths(plan: Plan, layout: Layout, works: Sequence[float], *, updates: float = 0.0, threaded: bool) -> list[float]:
-    """Return how long a steady step takes for each time that its computation may take: see `step_length`.
+    """Return how long a steady step takes for each time that its computation may take: see `Timing.lengths`.
 
     Args:
         updates: how long all updates of a step take, beside their transfers.
+        threaded: whether updates are waited for on a thread of their own.
     """
-    moves = _moves(plan.trace, plan.reach, plan.resident, plan.kept)
-    frames = plan.frames - len(plan.resident) - len(moves.staying)
-    shares = computation(plan.trace, layout)
-    each = [share * updates for share in updating(plan.trace, layout)]
-    return [
-        step_length(
-            plan.trace, plan.reach, moves, layout, frames, [share * work for share in shares], each, threaded=threaded
-        )
-        for work in works
-    ]
+    draft = _draft_of(plan, layout)
+    timing = Timing(draft.turn, threaded=threaded)
+    return timing.lengths(draft.reach, draft.moves, _moving(draft), works, updates)
 
 
 def predict_seconds(
@@ -276,228 +416,42 @@ def predict_seconds(
 def prepend(prefix: Sequence[Access], plan: Plan) -> Plan:
     """Return a plan that executes a prefix, accesses of the same pages, once before the trace of `plan`."""
     if plan.streaming_frames:
-        reach = _windows(prefix, plan.trace, plan.resident, plan.streaming_frames)
+        uses = Uses((*prefix, *plan.trace, *plan.trace))
+        reach = tuple(windows(uses, len(plan.trace), plan.resident, plan.streaming_frames))
     else:
         reach = tuple(range(len(prefix) + len(plan.trace)))
     return replace(plan, prefix=tuple(prefix), reach=reach)
 
 
-def _plan(
-    trace: tuple[Access, ...],
-    layout: Layout,
-    frames: int,
-    streaming: int,
-    keeping: int,
-    *,
-    draft: bool = False,
-) -> Plan:
-    """Return the plan of an arena of `frames` frames, those that nothing else needs being for resident pages.
-
-    Args:
-        streaming: frames for pages in the window; 0 if all pages fit the arena.
-        keeping: frames for pages that are kept between uses.
-        draft: whether residents are chosen once only, see `_most_useful`.
-    """
-    if streaming:
-        staying = frames - streaming - keeping - _writing(frames, streaming)
-        resident, kept = _most_useful(trace, layout, staying, streaming, keeping, draft=draft)
-        reach = _windows((), trace, resident, streaming)
-    else:
-        resident, kept = frozenset(use.page for access in trace for use in access), Kept()
-        reach = tuple(range(len(trace)))
-    return Plan(
-        prefix=(),
-        trace=trace,
-        reach=reach,
-        resident=resident,
-        kept=kept,
-        frames=frames,
-        streaming_frames=streaming,
-        traffic=predict(trace, reach, resident, kept, layout),
-    )
-
-
-def _most_useful(
-    trace: Sequence[Access], layout: Layout, number: int, streaming: int, keeping: int, *, draft: bool
-) -> tuple[frozenset[int], Kept]:
-    """Return the resident pages, those that save most bytes, and which of the others are kept between uses.
-
-    What a page saves is what it would move if it streamed. That depends on the window, and how far the window reaches
-    depends on which pages are resident. So residents are chosen for the window that there is without any, then chosen
-    again for the window that this leads to, and so on as long as fewer bytes are moved. A draft is the first choice.
-
-    Args:
-        number: how many pages can be resident.
-        keeping: how many can be kept at once.
-    """
-    found: dict[frozenset[int], tuple[int, Kept]] = {}
-    chosen: frozenset[int] = frozenset()
-    least = float("inf")
-    while True:
-        reach = _windows((), trace, chosen, streaming)
-        if chosen or not number:
-            kept = _between_uses(trace, reach, layout, keeping, chosen)
-            total = predict(trace, reach, chosen, kept, layout).total_bytes
-            found[chosen] = (total, kept)
-            if draft or total >= least:
-                break
-            least = total
-        moved = _transfers(trace, reach, frozenset(), _between_uses(trace, reach, layout, keeping))
-        chosen = frozenset(_by_benefit(moved, layout)[:number])
-    best = min(found, key=lambda chosen: found[chosen][0])
-    return best, found[best][1]
-
-
-def _by_benefit(moved: Mapping[int, tuple[int, int]], layout: Layout) -> list[int]:
+def _by_benefit(moves: Moves, turn: Turn) -> list[int]:
     """Return pages, those first that save most bytes by staying.
 
     Of weights that save the same, those of one unit come together: a gather that has to read one page waits about as
     long as one that reads all, so whole units are spared their wait. Of other pages that save the same, the first n are
     spread evenly over the step for every n, so that what still moves hides behind the computation of every unit, not of
-    a few. The multiples of the golden ratio, taken modulo 1, are spread so (Knuth, TAOCP 3, section 6.4).
+    a few.
 
     Args:
-        moved: how often each page is read and written in a step.
+        moves: of a step in which no page is resident.
     """
+    saved = dict.fromkeys(sorted(turn.used), 0)
+    for use in itertools.chain(moves.read, moves.written):
+        page = turn.pages[use]
+        saved[page] += turn.nbytes[page]
+    pages = turn.layout.pages
     alike: dict[tuple[int, bool], list[int]] = {}
-    for page, (reads, writes) in sorted(moved.items()):
-        saved = (reads + writes) * layout.pages[page].nbytes
-        alike.setdefault((-saved, layout.pages[page].role is not Role.PARAM), []).append(page)
+    for page, nbytes in saved.items():
+        alike.setdefault((-nbytes, pages[page].role is not Role.PARAM), []).append(page)
     found: list[int] = []
-    for key in sorted(alike):
-        pages = alike[key]
-        if layout.pages[pages[0]].role is not Role.PARAM:
-            pages = [page for _, page in sorted((n * _GOLDEN_RATIO % 1, page) for n, page in enumerate(pages))]
-        found += pages
+    for (_, spread), group in sorted(alike.items()):
+        found += [group[n] for n in _spread(len(group))] if spread else group
     return found
 
 
-def _between_uses(
-    trace: Sequence[Access], reach: Sequence[int], layout: Layout, most: int, resident: frozenset[int] = frozenset()
-) -> Kept:
-    """Return which pages at most `most` frames keep from one use to the next: as many as possible.
+@lru_cache(maxsize=16)
+def _spread(number: int) -> list[int]:
+    """Return the numbers up to one, in an order in which the first n are spread evenly for every n.
 
-    Only between uses that are near: with no other unit's accesses in between or, where the next use is an update, with
-    at most two turns of other units. For example, unit 5 is gathered, 6 is updated, 4 is gathered, then 5 is updated.
-    Where frames are too few, the page whose next use is last is not kept: so the largest number of intervals finds room
-    (Carlisle and Lloyd, "On the k-coloring of intervals", 1995).
+    The multiples of the golden ratio, taken modulo 1, are spread so (Knuth, TAOCP 3, section 6.4).
     """
-    units = [layout.pages[access[0].page].unit for access in trace]
-    turns = list(itertools.accumulate((a != b for a, b in itertools.pairwise(units)), initial=0))
-    following: dict[tuple[int, int], int] = {}  # (position, page) -> next use, if it is near
-    upcoming: dict[int, tuple[int, Mode]] = {}
-    for position in reversed(range(len(trace))):
-        for use in trace[position]:
-            if use.page in upcoming and use.mode is not Mode.CONSUME and use.page not in resident:
-                then, mode = upcoming[use.page]
-                if turns[then] - turns[position] <= (3 if mode.modifies else 0):
-                    following[position, use.page] = then
-            upcoming[use.page] = (position, use.mode)
-    chosen: dict[int, tuple[int, int]] = {}  # page -> (next use, use) of what is kept at this position
-    since: set[tuple[int, int]] = set()
-    until: set[tuple[int, int]] = set()
-    frames = 0
-    for position, access in enumerate(trace):
-        for use in access:
-            if use.page in chosen:
-                then, before = chosen.pop(use.page)
-                since.add((before, use.page))
-                until.add((then, use.page))
-        for use in access:
-            then = following.get((position, use.page), -1)
-            if then > _reach_after(position, reach, len(trace)):
-                chosen[use.page] = (then, position)
-        while len(chosen) > most:
-            del chosen[max(chosen, key=chosen.__getitem__)]
-        frames = max(frames, len(chosen))
-    return Kept(since=frozenset(since), until=frozenset(until), frames=frames)
-
-
-def _windows(
-    prefix: Sequence[Access], trace: Sequence[Access], resident: frozenset[int], streaming: int
-) -> tuple[int, ...]:
-    """Return c(i) for every position i of the prefix and one turn of the trace. [Note: the window]"""
-    length = len(trace)
-    accesses = (*prefix, *trace, *trace)
-    inside: Counter[int] = Counter()
-    reach: list[int] = []
-    cursor = -1
-    for position in range(len(prefix) + length):
-        while cursor + 1 < position + length:
-            entering = {use.page for use in accesses[cursor + 1] if use.page not in resident}
-            if len(inside) + sum(page not in inside for page in entering) > streaming:
-                break
-            cursor += 1
-            inside.update(entering)
-        reach.append(cursor)
-        for page in {use.page for use in accesses[position] if use.page not in resident}:
-            inside[page] -= 1
-            if not inside[page]:
-                del inside[page]
-    return tuple(reach)
-
-
-def predict(
-    trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], kept: Kept, layout: Layout
-) -> Traffic:
-    """Return the bytes of one steady step of a plan."""
-    read = dict.fromkeys(Role, 0)
-    written = dict.fromkeys(Role, 0)
-    for page, (reads, writes) in _transfers(trace, reach, resident, kept).items():
-        role, nbytes = layout.pages[page].role, layout.pages[page].nbytes
-        read[role] += reads * nbytes
-        written[role] += writes * nbytes
-    return Traffic(read=read, written=written)
-
-
-def _moves(trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], kept: Kept) -> Moves:
-    """Return what one steady step moves."""
-    length = len(trace)
-    uses: dict[int, list[tuple[int, Mode]]] = {}
-    for position, access in enumerate(trace):
-        for use in access:
-            if use.page not in resident:
-                uses.setdefault(use.page, []).append((position, use.mode))
-    entering: list[list[tuple[int, bool]]] = [[] for _ in trace]
-    leaving: list[list[tuple[int, bool]]] = [[] for _ in trace]
-    staying: set[int] = set()
-    for page, used in uses.items():
-        # Whether the page is still in the window, or kept, when its next use comes.
-        stays = [
-            (used[(k + 1) % len(used)][0] + (length if k + 1 == len(used) else 0))
-            <= _reach_after(position, reach, length)
-            or (position, page) in kept.since
-            for k, (position, _) in enumerate(used)
-        ]
-        if all(stays):
-            staying.add(page)
-            continue
-        modified = False
-        start = stays.index(False) + 1  # behind a use after which the page leaves
-        for k in (*range(start, len(used)), *range(start)):
-            position, mode = used[k]
-            if not stays[k - 1]:
-                entering[position].append((page, mode.fetches))
-            modified = mode.modifies or (modified and mode is not Mode.CONSUME)
-            if not stays[k]:
-                leaving[position].append((page, modified))
-                modified = False
-    return Moves(entering=entering, leaving=leaving, staying=frozenset(staying))
-
-
-def _transfers(
-    trace: Sequence[Access], reach: Sequence[int], resident: frozenset[int], kept: Kept
-) -> dict[int, tuple[int, int]]:
-    """Return how often each page that is not resident is read and written in one steady step."""
-    moves = _moves(trace, reach, resident, kept)
-    reads, writes = (
-        Counter(page for moved in places for page, transferred in moved if transferred)
-        for places in (moves.entering, moves.leaving)
-    )
-    moving = {page for entering in moves.entering for page, _ in entering}
-    return {page: (reads[page], writes[page]) for page in moves.staying | moving}
-
-
-def _reach_after(position: int, reach: Sequence[int], length: int) -> int:
-    """Return the last position whose pages are in memory once `position` is done: the window of the next one."""
-    return reach[position + 1] if position + 1 < length else reach[0] + length
+    return sorted(range(number), key=lambda n: n * _GOLDEN_RATIO % 1)

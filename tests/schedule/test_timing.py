@@ -118,17 +118,15 @@ def test_an_arena_with_room_for_a_unit_keeps_the_drive_busy(threaded: bool) -> N
 
 def test_the_drive_moves_one_page_after_the_other() -> None:
     """And a read that has no frame waits for one that is written."""
-    layout = transformer(1, 2 * 32 * 1024, PAGE)
-    clockwork = Clockwork(layout, 1)
-    clockwork.want(0)
-    clockwork.want(1)
+    clockwork = Clockwork([PAGE], 1)
+    clockwork.wanted = 2
     clockwork.go_on(0.0)
-    assert clockwork.arrive(0, 0.0) == PAGE
+    assert clockwork.enter([True], 0.0) == PAGE
     clockwork.go_on(3.0 * PAGE)
-    clockwork.leave(0, modified=True)
-    assert clockwork.arrive(1, 3.0 * PAGE) == 5.0 * PAGE
-    clockwork.leave(1, modified=False)
-    assert clockwork.occupy(7.0) == 7.0
+    clockwork.leave([PAGE])
+    assert clockwork.enter([True], 3.0 * PAGE) == 5.0 * PAGE
+    clockwork.leave([0])
+    assert clockwork.enter([False], 7.0) == 7.0
 
 
 def test_of_plans_that_are_about_as_quick_the_one_that_moves_least_is_taken() -> None:

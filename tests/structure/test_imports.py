@@ -39,6 +39,8 @@ NO_TORCH = (
     "store",
     "schedule.trace",
     "schedule.placement",
+    "schedule.turn",
+    "schedule.timing",
     "schedule.planner",
     "schedule.choice",
     "budget",

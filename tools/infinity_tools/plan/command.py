@@ -12,7 +12,6 @@ from rich.console import Console
 from infinity.access import replacing
 from infinity.command import Version, finite, setting
 from infinity.errors import ConfigError
-from infinity_tools.plan.inputs import Asked, assumptions_of, plan_of
 
 _MODEL, _RUN, _MACHINE, _OUTPUT = "Model", "Training", "Machine", "Output"
 
@@ -216,6 +215,12 @@ def plan(
     if gpu == "list":
         _list_accelerators(json=json)
         return
+    # What plans is imported now: help needs none of it.
+    from infinity.estimate.advice import best_changes
+    from infinity_tools.plan.inputs import Asked, assumptions_of, plan_of
+    from infinity_tools.plan.report import document, settings_of, show
+    from infinity_tools.toml import to_toml
+
     asked = Asked(
         model=model,
         parameters=parameters,
@@ -259,10 +264,6 @@ def plan(
             if value is not None
         },
     )
-    from infinity.estimate.advice import best_changes
-    from infinity_tools.plan.report import document, settings_of, show
-    from infinity_tools.toml import to_toml
-
     console = Console(stderr=True)
     with console.status("planning") as status:
         found, sources = plan_of(asked, status.update)

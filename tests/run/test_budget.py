@@ -1,0 +1,46 @@
+"""The page size that is derived from arena and model, by arithmetic alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from infinity.budget import choose_budget
+from infinity.content.layout import ShardSpec, UnitSpec
+from support.layouts import FORMATS
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def model(units: int, elements: int) -> list[UnitSpec]:
+    """Return equal units of one trained matrix."""
+    return [
+        UnitSpec(
+            name=f"u{unit}",
+            shards=(
+                ShardSpec(name=f"u{unit}.w", numel=elements, padded=elements, segment_key="halves", trainable=True),
+            ),
+        )
+        for unit in range(units)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("units", "elements", "host", "expected"),
+    [
+        (16, 7_000_000, GIB, 8 * MIB),  # few pages stay as they are
+        (32, 218_000_000, 32 * GIB, 32 * MIB),  # 7 billion parameters: doubled until no more than 4096
+        (32, 218_000_000, 4 * GIB, 16 * MIB),  # the arena keeps 256 frames
+        (32, 218_000_000, 3 * GIB, 8 * MIB),  # it would not with pages of 16 MiB
+        (80, 856_000_000, 512 * GIB, 256 * MIB),  # 70 billion: never more than this
+        (500, 6 * 341 * 2048, 16 * GIB, 8 * MIB),  # pages of 16 MiB would be less than 80 % full
+    ],
+)
+def test_a_state_of_many_pages_has_larger_ones(units: int, elements: int, host: int, expected: int) -> None:
+    """As large as it takes, as far as the arena keeps enough frames and pages fill them."""
+    budget = choose_budget(model(units, elements), FORMATS, host, 0)
+    assert budget.layout.page_bytes == expected
+
+
+def test_a_page_size_that_is_set_is_taken() -> None:
+    """However many pages there are."""
+    assert choose_budget(model(32, 218_000_000), FORMATS, 32 * GIB, 8 * MIB).layout.page_bytes == 8 * MIB
