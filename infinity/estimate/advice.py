@@ -37,13 +37,21 @@ def best_changes(before: Estimate, number: int = 3) -> list[Change]:
     each = before.seconds.step / before.workload.batch_tokens
     for what, price, one in _changes(before):
         try:
-            after = estimate(before.model, one.workload, one.machine, one.settings)
+            after = _after(before, one)
         except InfinityError:  # it is not possible here
             continue
         saved = 1 - after.seconds.step / after.workload.batch_tokens / each
         if saved >= _LEAST_GAIN and len(after.problems) <= len(before.problems):
             found.append(Change(what=what, price=price, result=after, saved=saved))
     return sorted(found, key=lambda change: -change.saved)[:number]
+
+
+def _after(before: Estimate, one: _Inputs) -> Estimate:
+    """Return the estimate with other inputs; the plan is the same where only the speed of things is another."""
+    same = one.settings is before.settings and one.workload.layer_major == before.workload.layer_major
+    if same and one.machine.threaded == before.machine.threaded:
+        return replace(before, workload=one.workload, machine=one.machine)
+    return estimate(before.model, one.workload, one.machine, one.settings)
 
 
 class _Inputs(NamedTuple):
@@ -72,6 +80,9 @@ def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
         yield f'state.format = "{name}"', price, before.setting("state.format", name)
     more = before.machine.with_drives(drives.count + 1)
     yield "one more drive like these", f"{drives.count + 1} drives", before._replace(machine=more)
+    if cores := of.machine.update_cores:
+        faster = before._replace(machine=replace(of.machine, update_cores=2 * cores))
+        yield f"update.cores = {2 * cores}", f"{cores} more cores", faster
     larger = replace(work, batch_tokens=2 * work.batch_tokens)
     yield f"{larger.batch_tokens} tokens per step", "another batch size", before._replace(workload=larger)
     if not work.layer_major and work.micro_batches > 1:

@@ -162,7 +162,7 @@ class Estimate:
         copies = self.gathered_bytes / link if link else 0.0
         trained = self._trained
         arriving = trained * ITEMSIZE["float32"] * self.passes / link if link else 0.0
-        updates = trained * machine.update_seconds[self.settings.state.format] + arriving
+        updates = trained * machine.update(self.settings.state.format) + arriving
         collectives = self._exchanged_bytes / machine.interconnect if machine.interconnect else 0.0
         training = computation + copies + collectives + machine.fixed_seconds
 

@@ -98,13 +98,22 @@ class Machine:
     device: Accelerator
     """That computes."""
     update_seconds: Mapping[str, float]
-    """Seconds to update one parameter, by `state.format`."""
-    threaded: bool
-    """Whether updates run on a thread of their own, beside computation."""
+    """Seconds to update one parameter, by `state.format`: of one core of `update_cores`, or of all that compute."""
+    update_cores: int = 0
+    """Cores of the thread for updates; 0: there is none, updates take the cores that compute."""
     fixed_seconds: float = 0.0
     """Of a step, beside computation, copies and updates: what does not depend on the tokens."""
     interconnect: float = 0.0
     """Bytes per second at which a rank exchanges weights and gradients with the others; 0: takes no time."""
+
+    @property
+    def threaded(self) -> bool:
+        """Whether updates run beside computation."""
+        return self.update_cores > 0
+
+    def update(self, state_format: str) -> float:
+        """Return the seconds to update one parameter."""
+        return self.update_seconds[state_format] / max(1, self.update_cores)
 
     def with_drives(self, count: int) -> Machine:
         """Return the machine with another number of drives like these."""

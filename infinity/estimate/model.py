@@ -40,8 +40,10 @@ class ParameterShape:
     trainable: bool = True
     """Whether it is trained."""
     used: float = 1.0
-    """With which share of it a token is multiplied: 0 for tables in which tokens are looked up, and for vectors; less
-    than 1 for experts, of which each token takes a few."""
+    """With which share of it a token is multiplied: 0 for a table in which tokens are only looked up; less than 1 for
+    experts, of which each token takes a few. Vectors do not count."""
+    looked_up: bool = False
+    """Whether it is a table in which tokens are looked up, before the first layer."""
 
     @property
     def numel(self) -> int:
@@ -166,7 +168,7 @@ def decoder(*, parameters: float, layers: int, hidden: int, vocabulary: int, tie
     attention = {name: (rows, hidden) for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": (hidden, rows)}
     mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     norms = {"input_norm": (hidden,), "output_norm": (hidden,)}
-    embedding = ParameterShape(name="embedding", shape=(vocabulary, hidden), used=1.0 if tied else 0.0)
+    embedding = ParameterShape(name="embedding", shape=(vocabulary, hidden), used=1.0 if tied else 0.0, looked_up=True)
     head = ParameterShape(name="head", shape=(vocabulary, hidden))
     return ModelShape(
         name=f"decoder of {layers} layers",

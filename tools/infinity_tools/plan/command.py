@@ -125,8 +125,13 @@ def plan(
         typer.Option(help="Bytes per second between host and it, each way, such as 55e9.", rich_help_panel=_MACHINE),
     ] = None,
     update_cores: Annotated[
-        int, typer.Option(min=1, max=1024, help="Cores of each rank for updates.", rich_help_panel=_MACHINE)
-    ] = 1,
+        int | None,
+        typer.Option(
+            callback=setting("update.cores"),
+            help="Cores of a thread for updates, beside computation; 0: none. [default: 1 with an accelerator, else 0]",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     interconnect: Annotated[
         str | None,
         typer.Option(
@@ -244,7 +249,6 @@ def plan(
         tflops=tflops,
         gpu_memory=gpu_memory,
         link=link,
-        update_cores=update_cores,
         interconnect=interconnect,
         nvme=tuple(nvme or ()),
         nvme_bandwidth=nvme_bandwidth,
@@ -259,6 +263,7 @@ def plan(
                 "memory.page_bytes": page_bytes,
                 "state.format": state_format,
                 "update.placement": update,
+                "update.cores": update_cores,
                 "run.retained_commits": retained_commits,
             }.items()
             if value is not None

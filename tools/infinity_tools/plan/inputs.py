@@ -54,7 +54,6 @@ class Asked:
     tflops: float | None
     gpu_memory: str | None
     link: str | None
-    update_cores: int
     interconnect: str | None
     nvme: tuple[Path, ...]
     nvme_bandwidth: str | None
@@ -272,15 +271,14 @@ def _config_of(model: ModelShape) -> ModelSource:
 
 def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config) -> Machine:
     kind = "cuda" if device.memory_bytes or device.link else "cpu"
-    threaded = settings.update.cores_beside(kind, 0)
-    # Without a thread of their own, updates take the cores that compute.
-    cores = max(asked.update_cores, threaded) if threaded else max(1, len(os.sched_getaffinity(0)) // asked.ranks)
+    beside = settings.update.cores_beside(kind, 0)
+    computing = max(1, len(os.sched_getaffinity(0)) // asked.ranks)
     return Machine(
         drives=drives,
         ranks_per_node=asked.ranks,
         device=device,
-        update_seconds={name: seconds / cores for name, seconds in UPDATE_SECONDS.items()},
-        threaded=threaded > 0,
+        update_seconds=UPDATE_SECONDS if beside else {name: each / computing for name, each in UPDATE_SECONDS.items()},
+        update_cores=beside,
         interconnect=_rate(asked.interconnect, "--interconnect") if asked.interconnect is not None else 0.0,
     )
 
@@ -339,8 +337,8 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
         f"drives of a node: {speeds}{mixed} ({sources.get('drives', 'as given')})",
         f"computation: {device.flops / 1e12:.3g} TFLOP/s reached by each rank on {device.name} "
         f"({sources.get('computation') or _how_fast(asked)})",
-        f"updates: {1e9 * machine.update_seconds[found.settings.state.format]:.2g} ns per parameter"
-        + (", beside computation" if machine.threaded else ""),
+        f"updates: {1e9 * machine.update(found.settings.state.format):.2g} ns per parameter"
+        + (f", on {machine.update_cores} cores beside computation" if machine.threaded else ""),
     ]
     if work.micro_batches > 1:
         how = "a loop over" if not work.layer_major else "each layer runs all of"

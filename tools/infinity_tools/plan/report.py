@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -149,13 +149,26 @@ def _commits(found: Estimate) -> str:
 def settings_of(found: Estimate, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the settings that make a run what was planned, as a tree that `infinity.offload` takes."""
     chosen = found.settings
-    return {
+    sections: dict[str, dict[str, Any]] = {
         "storage": {"paths": list(paths)},
-        "memory": {"host_bytes": format_setting(found.settings.memory.host_bytes)}
-        | ({"page_bytes": format_setting(chosen.memory.page_bytes)} if chosen.memory.page_bytes else {}),
-        **({"state": {"format": chosen.state.format}} if chosen.state.format != "fp32" else {}),
-        **({"update": {"placement": chosen.update.placement}} if chosen.update.placement != "auto" else {}),
-        **({"run": {"retained_commits": chosen.run.retained_commits}} if chosen.run.retained_commits != 1 else {}),
+        "memory": {
+            name: format_setting(size)
+            for name, size in (("host_bytes", chosen.memory.host_bytes), ("page_bytes", chosen.memory.page_bytes))
+            if size
+        },
+        "state": _changed(chosen.state),
+        "update": _changed(chosen.update),
+        "run": {name: value for name, value in _changed(chosen.run).items() if name == "retained_commits"},
+    }
+    return {name: values for name, values in sections.items() if values}
+
+
+def _changed(section: Any) -> dict[str, Any]:
+    """Return the settings of a section that are not the defaults."""
+    return {
+        field.name: value
+        for field in fields(section)
+        if (value := getattr(section, field.name)) != getattr(type(section)(), field.name)
     }
 
 

@@ -26,7 +26,13 @@ def shape_of_module(model: nn.Module, config: Any, name: str) -> ModelShape:
     layers = layers_of(model)
     names = {module: module_name for module_name, module in model.named_modules()}
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    looked_up = _looked_up(model)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    multiplied = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
     active = _active_experts(text)
 
     def unit(module: nn.Module, prefix: str) -> UnitShape:
@@ -38,7 +44,8 @@ def shape_of_module(model: nn.Module, config: Any, name: str) -> ModelShape:
                     shape=tuple(parameter.shape),
                     dtype=dtype_name(parameter.dtype),
                     trainable=parameter.requires_grad,
-                    used=0.0 if id(parameter) in looked_up else active if parameter.dim() > 2 else 1.0,
+                    used=0.0 if id(parameter) not in multiplied else active if parameter.dim() > 2 else 1.0,
+                    looked_up=id(parameter) in tables,
                 )
                 for own, parameter in module.named_parameters()
                 if prefix or id(parameter) not in inside
@@ -52,18 +59,6 @@ def shape_of_module(model: nn.Module, config: Any, name: str) -> ModelShape:
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
     )
-
-
-def _looked_up(model: nn.Module) -> set[int]:
-    """Return the ids of tables in which tokens are looked up, and that nothing is multiplied with."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    others = {
-        id(parameter)
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    return tables - others
 
 
 def _active_experts(config: Any) -> float:

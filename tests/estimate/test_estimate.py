@@ -1,0 +1,151 @@
+"""Estimates: what has to be in proportion to what, and what does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infinity.config import Config
+from infinity.content.format import Role
+from infinity.errors import BudgetError, ConfigError
+from infinity.estimate.advice import best_changes
+from infinity.estimate.estimate import HIDDEN, Estimate, Workload, estimate
+from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Drives, Machine
+from infinity.estimate.model import decoder, with_lora
+from infinity.store.extents import SPARE_SLOTS
+
+MODEL = decoder(parameters=3e8, layers=8, hidden=1536, vocabulary=16000)
+MACHINE = Machine(
+    drives=Drives(count=2, read=6e9, write=4e9),
+    device=ACCELERATORS["h100"],
+    update_seconds=UPDATE_SECONDS,
+    update_cores=8,
+)
+WORK = Workload(batch_tokens=8192, sequence=2048, checkpointing=True)
+
+
+def planned(
+    arena: str = "512MiB", model: Any = MODEL, machine: Machine = MACHINE, work: Workload = WORK, **more: Any
+) -> Estimate:
+    """Return an estimate."""
+    dotted = {name.replace("__", "."): value for name, value in more.items()}
+    return estimate(model, work, machine, Config().with_values(**{"memory.host_bytes": arena, **dotted}))
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    """30 per parameter, less three times what stays of the weights: docs/architecture.md, Traffic."""
+    found = planned("128MiB")
+    assert found.placement == "in_backward"
+    assert not found.resident_bytes[Role.UPDATE]
+    saved = 3 * found.resident_bytes[Role.PARAM]
+    assert found.traffic.total_bytes == pytest.approx(30 * MODEL.parameters - saved, rel=0.02)
+
+
+def test_all_that_fits_moves_nothing_and_storage_takes_no_time() -> None:
+    """And then is hidden from the first token on."""
+    found = planned("64GiB")
+    assert found.traffic.total_bytes == 0
+    assert found.seconds.storage == pytest.approx(0, abs=1e-9)
+    assert found.hidden_from_tokens == WORK.sequence
+    assert found.resident_bytes[Role.UPDATE] == found.layout.bytes_of(Role.UPDATE)
+
+
+def test_more_memory_and_faster_drives_never_slow_a_step_down() -> None:
+    """Nor do fewer bytes."""
+    steps = [planned(arena).seconds.step for arena in ("128MiB", "512MiB", "2GiB", "64GiB")]
+    assert steps == sorted(steps, reverse=True)
+    faster = planned(machine=MACHINE.with_drives(8))
+    assert faster.seconds.step < planned().seconds.step
+    assert planned().seconds.step >= max(planned().seconds.reads, planned().seconds.computation)
+
+
+def test_storage_is_hidden_where_it_is_said_to_be() -> None:
+    """With half of these tokens it is not."""
+    found = planned()
+    tokens = found.hidden_from_tokens
+    at, below = found.seconds_at(tokens), found.seconds_at(tokens // 2)
+    assert at.step <= HIDDEN * (at.step - at.storage)
+    assert below.step > HIDDEN * (below.step - below.storage)
+
+
+def test_drives_that_are_too_slow_are_hidden_by_no_batch_where_gradients_move_for_each_micro_batch() -> None:
+    """A loop over micro-batches reads all weights for each of them."""
+    loop = replace(WORK, micro_batches=4, layer_major=False)
+    found, layers = planned(work=loop), planned(work=replace(loop, layer_major=True))
+    assert found.passes == 4
+    assert found.traffic.total_bytes > 2 * layers.traffic.total_bytes
+    assert found.placement == "in_forward"
+
+
+def test_a_frozen_base_is_read_twice_and_never_written() -> None:
+    """4 bytes per parameter in bf16, beside what LoRA itself moves."""
+    model = with_lora(MODEL, 8, "bfloat16")
+    found = planned("128MiB", model=model)
+    base = sum(p.numel for unit in model.units for p in unit.parameters if not p.trainable)
+    assert found.traffic.written_bytes < 16 * model.trainable_parameters
+    assert found.traffic.read[Role.PARAM] <= 4 * base * 1.01
+
+
+def test_space_is_the_state_twice_gradients_and_what_is_in_flight() -> None:
+    """And once more for each further commit."""
+    one, two = planned(), planned(run__retained_commits=2)
+    slots = Counter(page.nbytes for page in one.layout.pages)
+    in_flight = MACHINE.drives.count * sum(min(SPARE_SLOTS, number) * size for size, number in slots.items())
+    least = 2 * one.layout.state_bytes + one.layout.bytes_of(Role.GRAD)
+    assert least < one.drive_bytes <= least + in_flight
+    assert two.drive_bytes - one.drive_bytes == one.layout.state_bytes
+
+
+def test_days_are_rated_bytes_over_what_is_written() -> None:
+    """By all ranks of the node."""
+    drives = replace(MACHINE.drives, endurance_bytes=2e15)
+    found = planned(machine=replace(MACHINE, drives=drives))
+    daily = found.traffic.written_bytes * 86400 / found.seconds.step
+    assert found.drive_days == pytest.approx(2e15 / daily)
+    assert planned().drive_days is None
+
+
+def test_what_does_not_fit_is_said() -> None:
+    """Drives and accelerator by a problem each; an arena that is too small is an error, as in a run."""
+    small = replace(
+        MACHINE,
+        drives=replace(MACHINE.drives, space_bytes=10**9),
+        device=replace(MACHINE.device, memory_bytes=10**9),
+    )
+    found = planned(machine=small)
+    assert [problem.split()[0] for problem in found.problems] == ["the", "computation"]
+    assert not planned().problems
+    with pytest.raises(BudgetError, match=r"memory\.host_bytes"):
+        planned("256KiB")
+
+
+@pytest.mark.parametrize(
+    ("work", "settings", "words"),
+    [
+        ({"optimizer": "adamv"}, {}, "adamv"),
+        ({"clipping": True}, {"update__placement": "in_backward"}, "impossible with clipping"),
+        ({"computed": "float32", "optimizer": "sgd"}, {"state__format": "8bit"}, "would change nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused(work: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    """With the value."""
+    with pytest.raises(ConfigError, match=words):
+        planned(work=replace(WORK, **work), **settings)
+
+
+def test_changes_are_what_planning_again_gives() -> None:
+    """Sorted by what they save, and no more than asked for."""
+    before = planned()
+    changes = best_changes(before, 10)
+    assert [change.saved for change in changes] == sorted((c.saved for c in changes), reverse=True)
+    assert len(best_changes(before, 2)) == 2
+    for change in changes:
+        after = estimate(before.model, change.result.workload, change.result.machine, change.result.settings)
+        assert after.plan == change.result.plan
+        each, then = (one.seconds.step / one.workload.batch_tokens for one in (before, after))
+        assert change.saved == pytest.approx(1 - then / each)
+    assert any("host memory" in change.what for change in changes)
+    assert not best_changes(planned("64GiB", work=replace(WORK, batch_tokens=1 << 24)))

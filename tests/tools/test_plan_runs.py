@@ -1,0 +1,146 @@
+"""What `infinity plan` plans is what a run does: the same pages, events, placement, plan and space."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.config import Config
+from infinity.estimate.estimate import Workload, estimate
+from infinity.estimate.machine import UPDATE_SECONDS, Accelerator, Drives, Machine
+from infinity_tools.plan.shapes import shape_of, shape_of_module
+from infinity_tools.presets import find_model, on_meta, shard
+from support.ranks import RankPool
+from support.tables import all_but
+
+CONFIGS = {
+    "llama": {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300},
+    "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 301, "n_positions": 128},
+    "qwen": {"model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300,
+             "tie_word_embeddings": True},
+    "experts": {"model_type": "mixtral", "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "num_local_experts": 4,
+                "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
+def plan_and_run(
+    model: dict[str, Any],
+    *,
+    arena: str = "768KiB",
+    dtype: str = "bfloat16",
+    passes: int = 1,
+    clip: bool = False,
+    frozen: tuple[str, ...] = (),
+    **settings: Any,
+) -> None:
+    """Plan a run, then take two of its steps and compare; on every rank."""
+    dotted = {"memory.host_bytes": arena, "memory.page_bytes": "64KiB"}
+    dotted |= {name.replace("__", "."): value for name, value in settings.items()}
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.json")
+        file.write_text(json.dumps(model))
+        source = find_model(str(file))
+        meta = on_meta(source)
+        for name, parameter in meta.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+        shape = shape_of_module(meta, source.config, "model")
+        shard(meta, infinity.mesh("cpu"), bf16=dtype == "bfloat16", checkpointing=False)
+        trained = [parameter for parameter in meta.parameters() if parameter.requires_grad]
+        config = Config().with_values(**{**dotted, "storage.paths": [folder], "run.keep": "never"})
+        optimizer = infinity.offload(meta, torch.optim.AdamW(trained, fused=True), config)
+        try:
+            for _ in range(2):
+                for _ in range(passes):
+                    tokens = torch.randint(300, (2, 32))
+                    meta(input_ids=tokens, labels=tokens).loss.backward()
+                if clip:
+                    optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            run = optimizer.run
+            machine = Machine(
+                drives=Drives(count=1, read=1e9, write=1e9),
+                device=Accelerator(name="", flops=1e12),
+                update_seconds=UPDATE_SECONDS,
+                update_cores=int(run.worker.threaded),
+            )
+            work = Workload(
+                batch_tokens=64 * ranks * passes,
+                sequence=32,
+                world_size=ranks,
+                micro_batches=passes,
+                layer_major=passes == 1,
+                clipping=clip,
+                computed=dtype,
+            )
+            found = estimate(shape, work, machine, config)
+            if torch.distributed.get_rank() == 0:
+                assert found.layout.fingerprint == run.layout.fingerprint
+                assert found.layout.pages == run.layout.pages
+                assert found.events == run.planner.events
+                assert found.placement == run.planner.placed
+                assert found.plan == run.plan
+                assert found.drive_bytes == run.stats.snapshot().value("tier_capacity_bytes", tier="nvme")
+                assert found.budget.host_bytes == run.host_bytes
+        finally:
+            optimizer.close()
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (CONFIGS["llama"], {}),
+    "fp32": (CONFIGS["llama"], {"dtype": "float32"}),
+    "tied": (CONFIGS["gpt2"], {}),
+    "qwen": (CONFIGS["qwen"], {}),
+    "experts": (CONFIGS["experts"], {}),
+    "clipping": (CONFIGS["llama"], {"clip": True}),
+    "a loop": (CONFIGS["llama"], {"passes": 3}),
+    "split": (CONFIGS["llama"], {"state__format": "split"}),
+    "8bit": (CONFIGS["gpt2"], {"state__format": "8bit"}),
+    "after backward": (CONFIGS["llama"], {"update__placement": "after_backward"}),
+    "frozen root": (CONFIGS["llama"], {"frozen": ("model.embed", "lm_head", "model.norm")}),
+    "frozen layers": (CONFIGS["llama"], {"frozen": ("model.embed", "model.layers.0", "model.layers.1")}),
+    "a frozen embedding": (CONFIGS["llama"], {"frozen": ("model.embed",)}),
+    "two commits": (CONFIGS["llama"], {"run__retained_commits": 2}),
+    "a large arena": (CONFIGS["llama"], {"arena": "64MiB"}),
+    "a thread for updates": (CONFIGS["llama"], {"update__cores": 1}),
+}
+FURTHER = ("fp32", "qwen", "8bit", "after backward", "frozen root", "two commits", "a large arena")
+
+
+@pytest.mark.parametrize("name", all_but(CASES, *FURTHER))
+def test_one_rank(name: str) -> None:
+    """Of all kinds of steps."""
+    model, arguments = CASES[name]
+    plan_and_run(model, **arguments)
+
+
+@pytest.mark.parametrize("name", ["tied", "clipping"])
+def test_two_ranks(pair: RankPool, name: str) -> None:
+    """Uneven rows, gradients that are reduced."""
+    model, arguments = CASES[name]
+    pair.run(_call, model, arguments)
+
+
+def _call(model: dict[str, Any], arguments: dict[str, Any]) -> None:
+    plan_and_run(model, **arguments)
+
+
+def test_experts_are_used_in_part() -> None:
+    """A token goes to two of four: half of their operations."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.json")
+        file.write_text(json.dumps(CONFIGS["experts"]))
+        layer = shape_of(find_model(str(file))).layers[0]
+    experts = [p for p in layer.parameters if len(p.shape) == 3]
+    assert experts
+    assert {p.used for p in experts} == {0.5}
