@@ -259,6 +259,79 @@ TOGETHER = [
     wrong("doctor d with~space/../d/ file", "'with space/../d/'", "once"),
     wrong("doctor d\0", "zero byte"),
 ]
+PLANNED = "plan --parameters 3e8 --layers 8 --hidden 512 --vocabulary 1000 --nvme-bandwidth 1e9/1e9 --gpu h100"
+
+
+def plan(line: str, *says: str) -> Wrong:
+    """`infinity plan` of a model that can be planned."""
+    return wrong(f"{PLANNED} {line}", *says)
+
+
+PLANS = [
+    wrong("plan", "--model", "--parameters"),
+    wrong("plan --model tiny --parameters 1e9", "--model and --parameters"),
+    wrong("plan --model tiny --layers 4", "--layers", "--model 'tiny'"),
+    wrong("plan --model tinny", "'tinny'", "did you mean tiny?"),
+    wrong("plan --parameters 1e9 --layers 4", "--hidden and --vocabulary"),
+    wrong(
+        "plan --parameters 1e3 --layers 4 --hidden 512 --vocabulary 1000 --nvme-bandwidth 1e9/1e9 --gpu h100",
+        "too few for 4 layers of width 512",
+    ),
+    *(
+        plan(f"--{name} {value}", f"--{name}", f"'{value}'")
+        for name, values in {
+            "parameters": "0 -1 nan many 70B",
+            "layers": "0 -1 1.5 x",
+            "hidden": "0 x",
+            "vocabulary": "0 x",
+            "lora": "0 x",
+            "trainable": "-1 2 nan x",
+            "batch-tokens": "0 -5 x",
+            "seq": "0 1 x",
+            "micro-batches": "0 x",
+            "ranks": "0 -1 x",
+            "nodes": "0 x",
+            "tflops": "0 -1 nan inf fast",
+            "nvme-count": "0 x",
+            "update-cores": "x 1.5",
+            "retained-commits": "0 x",
+        }.items()
+        for value in values.split()
+    ),
+    plan("--dtype fp16", "'fp16'", "bf16, fp32"),
+    plan("--optimizer adamv", "'adamv'", "did you mean adam"),
+    plan("--gpu h10", "'h10'", "did you mean h100?"),
+    plan("--gpu abacus", "'abacus'", "--gpu list"),
+    plan("--dtype fp32", "--tflops"),
+    plan("--link fast", "--link", "'fast'"),
+    plan("--link 5", "--link '5'", "55e9"),
+    plan("--interconnect -3", "--interconnect", "'-3'"),
+    plan("--gpu-memory lots", "--gpu-memory", "'lots'"),
+    plan("--nvme-bandwidth 7e9", "'7e9'", "7e9/5e9"),
+    plan("--nvme-bandwidth 7e9/5e9/6e9/1e9", "7e9/5e9"),
+    plan("--nvme-bandwidth fast/5e9", "'fast'", "7GB/5GB"),
+    plan("--nvme-bandwidth 7/5", "'7'", "1e6"),
+    plan("--nvme-bandwidth nan/5e9", "'nan'"),
+    plan("--nvme-size big", "--nvme-size", "'big'"),
+    plan("--nvme-endurance long", "--nvme-endurance", "'long'"),
+    plan("--nvme d", "--nvme and --nvme-bandwidth"),
+    wrong("plan --model tiny --nvme missing --tflops 1", "'missing'", "not a folder"),
+    wrong("plan --model tiny --nvme d --nvme d --tflops 1", "same folder twice"),
+    wrong("plan --model tiny --nvme d --nvme-count 2 --tflops 1", "--nvme-count 2", "--nvme-bandwidth"),
+    wrong("plan --model tiny --nvme d --link 5e9", "--link 5e9", "--gpu"),
+    plan("--lora 8 --trainable 0.5", "--lora and --trainable"),
+    plan("--loop", "--micro-batches"),
+    plan("--batch-tokens 512 --seq 1024", "--seq 1024", "512 tokens"),
+    plan("--batch-tokens 512 --seq 256 --micro-batches 3", "--micro-batches 3", "2 sequences"),
+    plan("--batch-tokens 8 --ranks 8", "--batch-tokens 8", "8 ranks"),
+    plan("--host-memory lots", "--host-memory", "'lots'"),
+    plan("--host-memory 64KiB", "too small", "memory.host_bytes"),
+    plan("--state-format fp16", "'fp16'", "'split'"),
+    plan("--clip --update in_backward", "in_backward", "clipping"),
+    plan("--config nothing.toml", "nothing.toml"),
+    plan("--out file", "'file' is not a folder"),
+    plan("more", "more", "infinity plan -h"),
+]
 SETTINGS = [
     toml("[memory]\nhost_byte = 1", "memory.host_byte", "did you mean memory.host_bytes?"),
     toml("[memry]\nhost_bytes = 1", "memry", "did you mean memory?"),
@@ -432,7 +505,7 @@ def said(done: Finished) -> list[str]:
 
 @pytest.mark.parametrize(
     "case",
-    [*NAMES, *NUMBERS, *EMPTY, *PATHS, *TOGETHER, *SETTINGS, *MODELS, *DEEPSPEED],
+    [*NAMES, *NUMBERS, *EMPTY, *PATHS, *TOGETHER, *SETTINGS, *MODELS, *DEEPSPEED, *PLANS],
     ids=lambda case: " ".join(case.words[-3:])[-60:].encode("unicode_escape").decode(),
 )
 def test_one_line_that_teaches(case: Wrong, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,16 +93,34 @@ def find_model(name: str) -> ModelSource:
         return ModelSource(name=name, config=getattr(transformers, preset.config)(**preset.values))
     path = Path(name)
     if not (os.path.isfile(path) or os.path.isdir(path)):
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"--model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a file or folder{hint}")
+        cached = _in_cache(name)
+        if cached is None:
+            near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"--model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a file or folder, nor in the "
+                f"cache of the Hub{hint}"
+            )
+        path = cached
     if path.is_file() and path.stat().st_size > _CONFIG_LIMIT:
         raise ConfigError(f"--model {name!r} is no config.json: it is longer than {format_size(_CONFIG_LIMIT)}")
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # whatever a file of any content makes of transformers
         raise ConfigError(f"--model {name!r} cannot be read as a config.json: {_one_line(error)}") from error
-    return ModelSource(name=path.resolve().name, config=config, weights=path if path.is_dir() else None)
+    known = name if path != Path(name) else path.resolve().name
+    return ModelSource(name=known, config=config, weights=path if path.is_dir() else None)
+
+
+def _in_cache(name: str) -> Path | None:
+    """Return the folder of a model in the local cache of the Hub, by its id, or None. Nothing is fetched."""
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(name, "config.json", local_files_only=True)
+    except (OSError, ValueError):  # not there, or no name that a model there could have
+        return None
+    return Path(found).parent if found else None
 
 
 def on_meta(source: ModelSource) -> nn.Module:

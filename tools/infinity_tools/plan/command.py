@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from infinity.access import replacing
 from infinity.command import Version, finite, setting
-from infinity.errors import ConfigError
+from infinity_tools.output import check_out, write_out
 
 _MODEL, _RUN, _MACHINE, _OUTPUT = "Model", "Training", "Machine", "Output"
 
@@ -220,6 +219,8 @@ def plan(
     if gpu == "list":
         _list_accelerators(json=json)
         return
+    if out is not None:
+        check_out(out)
     # What plans is imported now: help needs none of it.
     from infinity.estimate.advice import best_changes
     from infinity_tools.plan.inputs import Asked, assumptions_of, plan_of
@@ -281,7 +282,9 @@ def plan(
         shown = json_format.dumps(answer, indent=2)
         if out is not None:
             status.update("drawing")
-            _write(out, {"plan.json": shown + "\n", "infinity.toml": text}, found)
+            from infinity_tools.plan.plot import figure
+
+            write_out(out, {"plan.json": shown + "\n", "infinity.toml": text}, {"plan.png": figure(found)})
     if json:
         typer.echo(shown)
     else:
@@ -292,20 +295,6 @@ def plan(
         if out is not None:
             printed.print(f"wrote plan.json, plan.png and infinity.toml in {out}", markup=False)
     raise typer.Exit(1 if found.problems else 0)
-
-
-def _write(out: Path, texts: dict[str, str], found: object) -> None:
-    from infinity_tools.plan.plot import figure
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with replacing(out / name, 0o666) as file:
-                file.write(text.encode())
-        with replacing(out / "plan.png", 0o666) as file:
-            figure(found).savefig(file, format="png", dpi=120)  # type: ignore[arg-type]
-    except OSError as error:
-        raise ConfigError(f"--out {str(out)!r}: {error.strerror}; name another folder") from error
 
 
 def _list_accelerators(*, json: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -16,8 +15,9 @@ from infinity.errors import ConfigError
 from infinity.io.probe.points import Load, points_of
 from infinity.io.probe.sustained import MOST_BYTES, bytes_to_sustain
 from infinity.units import KIB, MIB, format_size, parse_size
+from infinity_tools.output import check_out, write_out
 from infinity_tools.probe.choice import usual_size
-from infinity_tools.probe.report import Ask, Report
+from infinity_tools.probe.report import Ask
 from infinity_tools.probe.shown import announce, open_view, show
 from infinity_tools.probe.work import check, probe_all
 
@@ -116,13 +116,19 @@ def probe(
     )
     check(ask)
     if out is not None:
-        _check_out(out)
+        check_out(out)
     if not json:
         announce(Console(stderr=True, highlight=False), ask)
     with open_view(ask, silent=json) as view:
         report = probe_all(ask, view)
     if out is not None:
-        _write(out, report)
+        from infinity_tools.probe.plot import figure
+
+        texts = {
+            "probe.json": json_format.dumps(report.document(), indent=2) + "\n",
+            "probe.toml": report.choice.toml(),
+        }
+        write_out(out, texts, {"probe.png": figure(report)})
     if json:
         typer.echo(json_format.dumps(report.document(), indent=2))
     else:
@@ -148,26 +154,3 @@ def _program(wanted: bool | None) -> str | None:
     if wanted and found is None:
         raise ConfigError("--fio: fio is not installed; install it (`apt-get install fio`) or leave --fio out")
     return None if wanted is False else found
-
-
-def _check_out(out: Path) -> None:
-    """Refuse a folder that cannot be made or written, before minutes are spent."""
-    place = out.absolute()
-    while not os.path.lexists(place):
-        place = place.parent
-    if not place.is_dir():
-        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not a folder; name another one")
-    if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
-        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not writable for this user; name another one")
-
-
-def _write(out: Path, report: Report) -> None:
-    from infinity_tools.probe.plot import figure
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "probe.json").write_text(json_format.dumps(report.document(), indent=2) + "\n")
-        (out / "probe.toml").write_text(report.choice.toml())
-        figure(report).savefig(out / "probe.png", dpi=120)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}") from error

@@ -1,0 +1,162 @@
+"""`infinity plan`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from infinity.content.format import Role
+from infinity.node import NodeDaemon
+from infinity_tools.toml import to_toml
+from support.command import run_here
+
+LARGE = (
+    "plan --parameters 70e9 --layers 80 --hidden 8192 --vocabulary 128256 --host-memory 256GiB "
+    "--nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --batch-tokens 32768"
+)
+QUICK = (
+    "plan --parameters 3e8 --layers 8 --hidden 1536 --vocabulary 16000 --host-memory 512MiB "
+    "--nvme-bandwidth 7e9/5e9 --gpu h100 --batch-tokens 8192"
+)
+
+
+def planned(line: str) -> dict[str, Any]:
+    """Return what it says as JSON."""
+    done = run_here(*shlex.split(line), "--json")
+    answer = json.loads(done.output)
+    assert done.status == (0 if answer["fits"] else 1)
+    return answer
+
+
+def test_the_line_of_the_help_works_as_it_is_printed() -> None:
+    """For 70e9 parameters, without anything of that size."""
+    text = " ".join(run_here("plan", "-h").output.replace("│", " ").split())
+    assert f"infinity {LARGE}" in text
+    found = planned(f"{LARGE} --no-changes")
+    assert found["fits"]
+    assert found["model"]["parameters"] == pytest.approx(70e9, rel=0.01)
+    assert found["arena"]["bytes"] <= 256 << 30
+    assert found["seconds"]["step"] >= max(found["seconds"]["computation"], found["seconds"]["reads"])
+    assert found["read_bytes_per_step"] == sum(found["read_bytes"].values())
+    assert found["bytes"].keys() == {role.value for role in Role}
+    infinity.load_config(tomllib.loads(found["toml"]))
+
+
+@pytest.mark.parametrize("width", ["60", "80", "120"])
+def test_a_terminal_of_any_width_has_all_figures(monkeypatch: pytest.MonkeyPatch, width: str) -> None:
+    """No line is longer, but those to paste; no number is cut."""
+    monkeypatch.setenv("COLUMNS", width)
+    done = run_here(*QUICK.split())
+    assert done.status == 0
+    report, _, toml = done.output.partition("# Settings of infinity")
+    assert max(map(len, report.splitlines())) <= int(width)
+    assert "…" not in report
+    words = " ".join(report.split())
+    for part in ("state of a rank", "arena: 512 MiB", "a step of a rank", "tokens per second", "what would help most"):
+        assert part in words
+    assert 'host_bytes = "512MiB"' in toml
+
+
+def test_what_is_written_is_what_is_said_and_a_run_takes_it(tmp_path: Path) -> None:
+    """JSON, picture and settings."""
+    out = tmp_path / "plan"
+    said = planned(f"plan --model tiny --host-memory 2MiB --nvme {tmp_path} --tflops 0.05 --batch-tokens 512 --seq 64 "
+                   f"--retained-commits 2 --update in_forward --out {out}")  # fmt: skip
+    assert json.loads((out / "plan.json").read_text()) == said
+    assert (out / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "infinity.toml").read_text() == said["toml"]
+    settings = tomllib.loads(said["toml"])
+    assert settings == {
+        "storage": {"paths": [str(tmp_path)]},
+        "memory": {"host_bytes": "2MiB"},
+        "update": {"placement": "in_forward"},
+        "run": {"retained_commits": 2},
+    }
+    again = planned(f"plan --model tiny --config {out / 'infinity.toml'} --nvme {tmp_path} --tflops 0.05 "
+                    "--batch-tokens 512 --seq 64")  # fmt: skip
+    assert again["toml"] == said["toml"]
+    train = ("train", "--model", "tiny", "--dtype", "bf16", "--batch-tokens", "512", "--seq", "64", "--steps", "3")
+    trained = run_here(*train, "--config", out / "infinity.toml", "--out", tmp_path / "o", "--keep", "never", "--json")
+    assert trained.summary["predicted_read_bytes_per_step"] == said["read_bytes_per_step"]
+    assert trained.summary["predicted_written_bytes_per_step"] == said["written_bytes_per_step"]
+    assert trained.summary["stored_bytes"] == said["drive_bytes"]
+
+
+def test_this_processor_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+    """Where no accelerator is named: by three layers, trained for a moment."""
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    said = planned(f"plan --model tiny --host-memory 4MiB --nvme {nvme} --batch-tokens 128 --seq 64 --no-changes")
+    assert said["seconds"]["computation"] > 0
+    assert said["seconds"]["updates"] > 0
+    assert any("three layers were measured" in line for line in said["assumptions"])
+    assert list(nvme.iterdir()) == []
+
+
+def test_the_profile_of_the_daemon_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it knows of wear; garbage is no profile."""
+    profile = {"device": "d", "read": 3e9, "write": 2e9, "mixed": None}
+    wear = {"device": "d", "rated_bytes": 10**15, "left_bytes": 5 * 10**14, "daily_share": 0}
+    answer: dict[str, Any] = {"bandwidth": {str(tmp_path): profile}, "together": None, "wear": {str(tmp_path): wear}}
+    monkeypatch.setattr(NodeDaemon, "ask", lambda self, op, **values: answer)
+    line = f"plan --model tiny --host-memory 2MiB --nvme {tmp_path} --tflops 0.05 --batch-tokens 512 --no-changes"
+    said = planned(line)
+    assert said["machine"]["drives"]["read"] == 3e9
+    assert said["machine"]["drives"]["endurance_bytes"] == 5e14
+    assert said["drive_days"] > 0
+    assert any("profile of infinityd" in line for line in said["assumptions"])
+    profile["read"] = "fast"
+    assert any("measured for two seconds" in line for line in planned(line)["assumptions"])
+
+
+def test_what_does_not_fit_ends_with_a_status(tmp_path: Path) -> None:
+    """1, after all that it has to say; an arena that is too small is an error of one table."""
+    done = run_here(*QUICK.split(), "--nvme-size", "1GB", "--no-changes")
+    assert done.status == 1
+    assert "does not fit: the drives have 954 MiB free" in " ".join(done.output.split())
+    small = run_here(*QUICK.replace("512MiB", "64KiB").split())
+    assert small.status == 2
+    assert "the host arena is too small for this model" in small.errors
+
+
+def test_micro_batches_are_as_many_as_the_memory_needs() -> None:
+    """Unless their number is given."""
+    assert planned(f"{QUICK} --no-changes")["workload"]["micro_batches"] == 1
+    assert planned(f"{QUICK} --no-changes --gpu-memory 2GiB")["workload"]["micro_batches"] == 2
+    assert not planned(f"{QUICK} --no-changes --gpu-memory 2GiB --micro-batches 1")["fits"]
+
+
+def test_accelerators_are_listed() -> None:
+    """By name, as a table and as JSON."""
+    names = [one["name"] for one in json.loads(run_here("plan", "--gpu", "list", "--json").output)]
+    assert "h100" in names
+    shown = run_here("plan", "--gpu", "list").output
+    assert all(name in shown for name in names)
+
+
+def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its id; nothing is fetched."""
+    from infinity_tools import presets
+
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
+        "num_attention_heads": 4, "vocab_size": 256,
+    }))  # fmt: skip
+    monkeypatch.setattr(presets, "_in_cache", lambda name: tmp_path if name == "org/small" else None)
+    said = planned("plan --model org/small --host-memory 2MiB --nvme-bandwidth 1e9/1e9 --tflops 1 --no-changes")
+    assert said["model"]["name"] == "org/small"
+    assert said["model"]["layers"] == 4
+
+
+def test_settings_are_written_as_toml_that_is_read_back() -> None:
+    """Whatever is in a name."""
+    tree = {"storage": {"paths": ['/a "b"', "/ä\\\x7f\t"]}, "run": {"retained_commits": 2}}
+    assert tomllib.loads(to_toml(tree, ["A comment."])) == tree
+    with pytest.raises(infinity.InfinityError, match="host_byte"):
+        to_toml({"memory": {"host_byte": 1}})

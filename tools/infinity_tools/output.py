@@ -1,0 +1,43 @@
+"""The folder of `--out`: looked at before work starts, written at its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infinity.access import replacing
+from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder that cannot be made or written. Raises `ConfigError`."""
+    place = out.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not a folder; name another one")
+    if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not writable for this user; name another one")
+
+
+def write_out(out: Path, texts: Mapping[str, str], pictures: Mapping[str, Figure]) -> None:
+    """Write files by name; each is there completely or as before.
+
+    Raises:
+        ConfigError: one cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            with replacing(out / name, 0o666) as file:
+                file.write(text.encode())
+        for name, picture in pictures.items():
+            with replacing(out / name, 0o666) as file:
+                picture.savefig(file, format="png", dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--out {str(out)!r}: {error.strerror}; name another folder") from error
