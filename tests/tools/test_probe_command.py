@@ -131,8 +131,9 @@ def test_it_fits_the_terminal(width: int, places: list[Path], monkeypatch: pytes
     assert f"paths = [{', '.join(json.dumps(str(place)) for place in places)}]" in done.stdout
 
 
-def test_how_long_and_how_much_is_said_before(places: list[Path]) -> None:
+def test_how_long_and_how_much_is_said_before(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is no more, whatever the drive."""
+    monkeypatch.setenv("COLUMNS", "500")
     done = run_here("probe", *places, *NO_FIO, "--sustained", "--sustained-bytes", "2MiB", "--sustained-seconds", "5")
     said = " ".join(done.errors.split())
     # 12 points together, 3 alone in each folder, 3 rounds of 2 to confirm the size, and the same for the engines.

@@ -1,0 +1,172 @@
+"""What `infinity plan` says before a run, and what the clock says with a run's own rates, against what runs take.
+
+For each set-up `infinity plan` is asked first: it measures the drive for two seconds and three layers of the model, and
+knows nothing of the run. Then `infinity train` takes steps, and says what its plan predicted at the bandwidth and the
+computation that it saw. Both are what a user would type. Nothing is fitted to any of these set-ups.
+
+    python benchmarks/bench_plan.py --nvme DIR --loop
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench_step import RESULTS, machine, publish
+
+MODELS = {"llama-100m": (256, 512, 1024), "gpt2-354m": (256, 512, 1024)}
+"""Tokens per step, by model."""
+ARENAS = ("256MiB", "1GiB")
+FORMATS = ("fp32", "split", "bf16-moments", "8bit")
+LOOP_BYTES = 14 << 30
+
+
+def command(*words: object) -> dict[str, Any]:
+    """Run `infinity` with ``--json`` in a process of its own; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "infinity_tools", *map(str, words), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, words))}: {done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def measure(model: str, tokens: int, arena: str, device: str, folder: Path, steps: int) -> dict[str, Any]:
+    """Plan a set-up, then run it."""
+    same = ("--model", model, "--batch-tokens", tokens, "--seq", 256, "--dtype", "bf16", "--host-memory", arena)
+    same += ("--no-activation-checkpointing", "--nvme", folder)
+    began = time.perf_counter()
+    planned = command("plan", *same, "--no-changes")
+    plan_seconds = time.perf_counter() - began
+    with tempfile.TemporaryDirectory() as out:
+        run = command("train", *same, "--steps", steps, "--keep", "never", "--out", Path(out, "run"))
+    moved = run["nvme_read_bytes_per_step"] + run["nvme_written_bytes_per_step"]
+    before = planned["read_bytes_per_step"] + planned["written_bytes_per_step"]
+    clock = run["predicted_step_seconds"] or run["step_seconds"] - run["stall_seconds_per_step"]
+    return {
+        "model": model, "tokens": tokens, "arena": arena, "device": device,
+        "step_seconds": run["step_seconds"], "bytes": moved, "stall_seconds": run["stall_seconds_per_step"],
+        "planned_seconds": planned["seconds"]["step"], "planned_bytes": before, "plan_took_seconds": plan_seconds,
+        "clock_seconds": clock, "parts": planned["seconds"], "drives": planned["machine"]["drives"],
+        "before_error": abs(planned["seconds"]["step"] / run["step_seconds"] - 1),
+        "time_error": abs(clock / run["step_seconds"] - 1),
+        "bytes_error": abs(before / moved - 1) if moved else float(before > 0),
+    }  # fmt: skip
+
+
+def update_nanoseconds(folder: Path) -> dict[str, float]:
+    """Return what one core takes to update one parameter, by format: `UPDATE_SECONDS` of infinity/estimate."""
+    cores = len(os.sched_getaffinity(0))
+    found = {}
+    for name in FORMATS:
+        said = command("plan", "--model", "llama-100m", "--batch-tokens", 256, "--seq", 256, "--host-memory", "2GiB",
+                       "--no-changes", "--nvme", folder, "--state-format", name)  # fmt: skip
+        found[name] = 1e9 * cores * said["machine"]["update_seconds"][name]
+    return found
+
+
+def errors(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return median and worst of each error."""
+    found = {}
+    for key, name in (("time_error", "time_error"), ("before_error", "before_error"), ("bytes_error", "bytes_error")):
+        values = [row[key] for row in rows]
+        found |= {f"{name}_median": statistics.median(values), f"{name}_worst": max(values)}
+    return found
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw seconds that were planned against those that runs took."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, key, title in zip(
+        figure.subplots(1, 2), ("planned_seconds", "clock_seconds"), ("before the run", "with the run's own rates"),
+        strict=True,
+    ):  # fmt: skip
+        rows = result["setups"]
+        most = 1.15 * max(max(row["step_seconds"], row[key]) for row in rows)
+        axes.plot([0, most], [0, most], color="#222222", linewidth=1)
+        axes.fill_between([0, most], [0, 0.85 * most], [0, 1.15 * most], color="#bbbbbb", alpha=0.4, label="15 %")
+        for device, marker in (("drive", "o"), ("loop device in memory", "s")):
+            for model, colour in zip(MODELS, ("#4477aa", "#ee6677"), strict=True):
+                of = [row for row in rows if row["device"] == device and row["model"] == model]
+                if of:
+                    axes.scatter([row["step_seconds"] for row in of], [row[key] for row in of], marker=marker,
+                                 color=colour, label=f"{model}, {device}")  # fmt: skip
+        axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured seconds per step", ylabel="planned", title=title)
+        axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(file, dpi=120)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the table and the errors."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("model", "tokens", "arena", "device", "s/step", "before", "clock", "bytes", box=None)
+    for row in result["setups"]:
+        table.add_row(
+            row["model"], str(row["tokens"]), row["arena"], row["device"].split()[0], f"{row['step_seconds']:.2f}",
+            f"{row['planned_seconds'] / row['step_seconds'] - 1:+.0%}",
+            f"{row['clock_seconds'] / row['step_seconds'] - 1:+.0%}", f"{100 * row['bytes_error']:.2f} %",
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    for name in ("before_error", "time_error", "bytes_error"):
+        console.print(f"{name}: median {result[f'{name}_median']:.1%}, worst {result[f'{name}_worst']:.1%}")
+    if "update_nanoseconds" in result:
+        console.print("ns of one core per update of a parameter:", result["update_nanoseconds"])
+
+
+def main() -> None:
+    """Measure and write results/plan.json and its picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nvme", type=Path, default=Path(), help="folder on the drive")
+    parser.add_argument("--loop", action=argparse.BooleanOptionalAction, default=True, help="a loop device, too")
+    parser.add_argument("--updates", action=argparse.BooleanOptionalAction, default=True, help="measure updates, too")
+    parser.add_argument("--steps", type=int, default=9, help="steps of each run; the first two do not count")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--out", type=Path, default=RESULTS / "plan.json")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    options = parser.parse_args()
+    from rich.progress import Progress
+
+    from benchmarks.loopdev import LoopDeviceError, loop_device
+
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        drive = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.nvme)))
+        devices = {"drive": drive}
+        if options.loop:
+            try:
+                devices["loop device in memory"] = stack.enter_context(loop_device(LOOP_BYTES))
+            except LoopDeviceError as error:
+                sys.exit(f"--loop: {error}; or --no-loop")
+        cases = [(model, tokens, arena) for model in options.models for tokens in MODELS[model] for arena in ARENAS]
+        progress = stack.enter_context(Progress(transient=True, disable=options.json))
+        for number, case in enumerate(progress.track(cases, description="plan, then run")):
+            # Every second model, number of tokens and arena on the other device: each meets both.
+            of = list(devices)[(number + number // len(ARENAS)) % len(devices)]
+            rows.append(measure(*case, of, devices[of], options.steps))
+        updates = {"update_nanoseconds": update_nanoseconds(drive)} if options.updates else {}
+    publish({**errors(rows), **updates, "setups": rows, **machine()}, options, draw, show)
+
+
+if __name__ == "__main__":
+    main()
