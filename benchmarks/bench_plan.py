@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench_step import RESULTS, machine, publish
+from bench_step import RESULTS, ROOT, machine, publish
 
 MODELS = {"llama-100m": (256, 512, 1024), "gpt2-354m": (256, 512, 1024)}
 """Tokens per step, by model."""
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "plan.json")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
     from rich.progress import Progress
 
     from benchmarks.loopdev import LoopDeviceError, loop_device
