@@ -17,7 +17,7 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
   tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan docs docs-site install clean
+.PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan docs docs-pictures docs-site install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -95,6 +95,10 @@ docs: install
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.wide_page > docs/compatibility.md
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.doctor_page > docs/doctor.md
 	$(BIN)/python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json
+
+# What commands look like, as pictures in docs/images; needs chromium. ARGS="plan top": those alone.
+docs-pictures: install
+	$(BIN)/python docs/pictures.py $(ARGS)
 
 # The documents and the reference of the public names, as build/site; a warning is an error. The test-suite builds it too.
 docs-site: install

@@ -13,7 +13,7 @@ from infinity.estimate.estimate import Estimate, Workload, estimate
 from infinity.estimate.machine import Machine
 from infinity.units import MIB, align_up, format_setting, format_size
 
-_LEAST_GAIN = 0.02
+LEAST_GAIN = 0.02
 """A change that saves less of the time per token is not worth a word."""
 
 
@@ -41,7 +41,7 @@ def best_changes(before: Estimate, number: int = 3) -> list[Change]:
         except InfinityError:  # it is not possible here
             continue
         saved = 1 - after.seconds.step / after.workload.batch_tokens / each
-        if saved >= _LEAST_GAIN and len(after.problems) <= len(before.problems):
+        if saved >= LEAST_GAIN and len(after.problems) <= len(before.problems):
             found.append(Change(what=what, price=price, result=after, saved=saved))
     return sorted(found, key=lambda change: -change.saved)[:number]
 

@@ -1,0 +1,163 @@
+"""`infinity plan` on set-ups that were published: does it fit, and how much of the computation is left?
+
+The models and nodes are those of Rajbhandari et al., "ZeRO-Infinity", 2021 (table 1; DGX-2 nodes of 16 V100 of 32 GB,
+1.5 TB of memory, 28 TB of NVMe at 25 GB/s, 100 GB/s between nodes), and of Liao et al., "LoHan", 2024 (one RTX 4090,
+256 GB of memory, twelve drives). A plan takes an accelerator to reach 40 % of its peak where nothing is waited for;
+that is an assumption, not a result. What is planned is what storage, updates and links leave of it.
+
+    python benchmarks/paper_plan.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench_step import RESULTS, ROOT, machine, publish
+
+DGX2 = {"device": "v100", "ranks": 16, "drives": (8, 25e9, 25e9, 28e12), "arena": 64 << 30, "exchange": 100e9 / 16}
+"""A node: ranks, drives (how many, read and written by all of them, bytes), bytes of arena for each rank (of 94 that it
+has), bytes per second between nodes for each rank."""
+RTX4090 = {"device": "rtx4090", "ranks": 1, "drives": (12, 32e9, 24e9, 46e12), "arena": 192 << 30, "exchange": 0.0}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A set-up, and what its authors say of it."""
+
+    name: str
+    layers: int
+    hidden: int
+    sequences: float
+    """Per rank and step, of 1024 tokens."""
+    nodes: int
+    node: dict[str, Any]
+    tflops: float | None = None
+    """Per accelerator, where it was published in words; None where only that it runs."""
+    source: str = "ZeRO-Infinity, table 1"
+
+
+SETUPS = (
+    Published("0.5T, 1 DGX-2", 124, 18432, 8, 1, DGX2),
+    Published("1T, 1 DGX-2", 128, 25600, 7, 1, DGX2),
+    Published("1T, 32 DGX-2", 128, 25600, 5, 32, DGX2, 49.0, "ZeRO-Infinity: 25 PFLOP/s of 512"),
+    Published("5T, 32 DGX-2", 174, 49152, 3, 32, DGX2),
+    Published("10T, 32 DGX-2", 200, 65536, 2, 32, DGX2),
+    Published("20T, 32 DGX-2", 205, 90112, 1.25, 32, DGX2),
+    Published("32T, 32 DGX-2", 205, 114048, 1, 32, DGX2),
+    Published("13B, 1 RTX 4090", 40, 5120, 64, 1, RTX4090, 156.0, "LoHan"),
+    Published("70B, 1 RTX 4090", 80, 8192, 32, 1, RTX4090),
+    Published("175B, 1 RTX 4090", 96, 12288, 16, 1, RTX4090, None, "LoHan"),
+)
+_VOCABULARY, _SEQUENCE = 50257, 1024
+
+
+def plan(setup: Published, cores: int) -> dict[str, Any]:
+    """Return what is planned."""
+    from infinity.config import Config
+    from infinity.estimate.estimate import Workload, estimate
+    from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Drives, Machine
+    from infinity.estimate.model import decoder
+
+    count, read, write, space = setup.node["drives"]
+    ranks = setup.node["ranks"] * setup.nodes
+    # A layer of GPT has 12 hidden² elements.
+    size = 12 * setup.layers * setup.hidden**2 + 2 * _VOCABULARY * setup.hidden
+    model = decoder(parameters=size, layers=setup.layers, hidden=setup.hidden, vocabulary=_VOCABULARY)
+    device = ACCELERATORS[setup.node["device"]]
+    rates = Machine(
+        drives=Drives(count=count, read=read, write=write, space_bytes=int(space)),
+        ranks_per_node=setup.node["ranks"],
+        device=device,
+        update_seconds=UPDATE_SECONDS,
+        update_cores=cores,
+        interconnect=setup.node["exchange"],
+    )
+    tokens = int(setup.sequences * _SEQUENCE) * ranks
+    work = Workload(batch_tokens=tokens, sequence=_SEQUENCE, world_size=ranks, checkpointing=True)
+    found = estimate(model, work, rates, Config().with_values(**{"memory.host_bytes": setup.node["arena"]}))
+    # As published figures count them: each layer's forward twice.
+    reached = work.flops(model) / found.seconds.step / 1e12
+    alone = device.flops / 1e12
+    return {
+        "name": setup.name,
+        "parameters": model.parameters,
+        "tokens_per_rank": tokens // ranks,
+        "space_per_node_bytes": found.drive_bytes * setup.node["ranks"],
+        "space_there_bytes": int(space),
+        "fits": found.drive_bytes * setup.node["ranks"] <= space,
+        "step_seconds": found.seconds.step,
+        "storage_seconds": found.seconds.storage,
+        "bytes_per_parameter": found.traffic.total_bytes / found.layout.parameters,
+        "tflops": reached,
+        "of_assumed": reached / alone,
+        "published_tflops": setup.tflops,
+        "ratio": reached / setup.tflops if setup.tflops else None,
+        "source": setup.source,
+        "hidden_from_tokens_per_rank": (found.hidden_from_tokens or 0) // ranks,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the set-ups as Markdown: what docs/plan.md has."""
+    lines = [
+        "| set-up | space per node, of | bytes per parameter and step | a step | waits for storage | TFLOP/s per "
+        "accelerator | published | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["setups"]:
+        said = "runs" if row["published_tflops"] is None else f"{row['published_tflops']:.0f}"
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        lines.append(
+            f"| {row['name']} | {row['space_per_node_bytes'] / 1e12:.1f} of {row['space_there_bytes'] / 1e12:.0f} TB"
+            f"{'' if row['fits'] else ' (no)'} | {row['bytes_per_parameter']:.1f} | {row['step_seconds']:.0f} s | "
+            f"{row['storage_seconds'] / row['step_seconds']:.0%} | {row['tflops']:.1f} | {said} ({row['source']}) | "
+            f"{ratio} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw what is left of the computation."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    rows = result["setups"][::-1]
+    names = [row["name"] for row in rows]
+    axes.barh(names, [row["tflops"] for row in rows], color="#4477aa", label="planned")
+    axes.scatter([row["tflops"] / row["of_assumed"] for row in rows], names, marker="|", s=200, color="#222222",
+                 label="assumed where nothing is waited for")  # fmt: skip
+    said = [row for row in rows if row["published_tflops"]]
+    axes.scatter([row["published_tflops"] for row in said], [row["name"] for row in said], color="#ee6677",
+                 zorder=3, label="published")  # fmt: skip
+    axes.set_xlabel("TFLOP/s per accelerator")
+    axes.grid(alpha=0.3, axis="x")
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    """Plan and write results/plan-paper.json and its picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--update-cores", type=int, default=2, help="cores of each rank for updates")
+    parser.add_argument("--out", type=Path, default=RESULTS / "plan-paper.json")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    from rich.progress import track
+
+    rows = [plan(setup, options.update_cores) for setup in track(SETUPS, "planning", disable=options.json)]
+    result = {"update_cores": options.update_cores, "setups": rows, **machine()}
+    publish(json.loads(json.dumps(result)), options, draw, lambda found: print(table(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Pictures of commands in a terminal, for the documents: docs/images/command-*.png. `make docs-pictures`.
+
+A command runs with colours as in a terminal; what it prints is drawn by rich and photographed by chromium, which has to
+be installed (Debian's package of that name).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+IMAGES = Path(__file__).parent / "images"
+WIDTH = 96
+PLAN = (
+    "plan --parameters 70e9 --layers 80 --hidden 8192 --vocabulary 128256 --host-memory 256GiB "
+    "--nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --batch-tokens 32768"
+)
+DEEPSPEED = {
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True},
+    },
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+    "gradient_clipping": 1.0,
+    "train_batch_size": 64,
+}
+COMMANDS = {
+    "plan": PLAN,
+    "doctor": "doctor nvme",
+    "probe": "probe nvme --size 256MiB --seconds 0.3 --no-fio",
+    "migrate": "migrate ds_config.json",
+    "tune": "tune --model tiny --nvme nvme --host-memory 2MiB --batch-tokens 512 --seq 128 --minutes 1 --out tuned",
+    "top": "top --once --interval 2",
+}
+_SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg"><style>
+text {{ font-family: "DejaVu Sans Mono", monospace; font-size: {char_height}px; line-height: {line_height}px; }}
+{styles}</style><defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}"
+height="{terminal_height}"/></clipPath>{lines}</defs>{chrome}<g transform="translate({terminal_x}, {terminal_y})"
+clip-path="url(#{unique_id}-clip-terminal)">{backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g></svg>"""
+"""As rich has it, without the fonts that it would fetch."""
+
+
+def run(words: str, folder: Path) -> str:
+    """Return what a command prints, with colours."""
+    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "infinity_tools", *words.split()],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        check=False,
+    )
+    if done.returncode > 1:
+        sys.exit(f"infinity {words}: {done.stderr}")
+    return done.stdout.replace(str(folder), "")
+
+
+def photograph(title: str, text: str, file: Path) -> None:
+    """Draw text with colours as a terminal, and write it as PNG."""
+    console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console.print(Text.from_ansi(text), soft_wrap=True)
+    svg = console.export_svg(title=title, code_format=_SVG)
+    with tempfile.TemporaryDirectory() as place:
+        drawn = Path(place, "terminal.svg")
+        drawn.write_text(svg)
+        width, height = (float(part) for part in svg.split('viewBox="0 0 ')[1].split('"')[0].split())
+        chromium = shutil.which("chromium") or sys.exit("chromium is not installed")
+        subprocess.run(
+            [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+            
+             "--hide-scrollbars",
+             f"--user-data-dir={place}/profile", f"--window-size={int(width)},{int(height)}",
+             f"--screenshot={file}", f"file://{drawn}"],
+            capture_output=True,
+            check=True,
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Write the pictures of the commands that are named, or of all."""
+    with tempfile.TemporaryDirectory(prefix="infinity-") as place:
+        folder = Path(place)
+        (folder / "nvme").mkdir()
+        (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED))
+        training = None
+        for name in sys.argv[1:] or COMMANDS:
+            if name == "top":
+                line = "train --model llama-100m --steps 100 --host-memory 256MiB --nvme nvme --keep never --out run"
+                training = subprocess.Popen(
+                    [sys.executable, "-W", "ignore", "-m", "infinity_tools", *line.split()],
+                    cwd=folder,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+                subprocess.run(["sleep", "25"], check=True)  # until some steps have been taken
+            photograph(f"infinity {name}", run(COMMANDS[name], folder), IMAGES / f"command-{name}.png")
+        if training is not None:
+            training.kill()
+            training.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""docs/plan.md: its sample is what the command prints, its tables are what the benchmarks have stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infinity.estimate import advice, machine
+from infinity.estimate.model import OPTIMIZERS
+from support.command import run_here
+from support.plan_page import SAMPLE, errors, paper
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "plan.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def block(name: str) -> str:
+    """Return what stands behind a comment of that name, up to the next blank line behind a line of text."""
+    text = PAGE.split(f"<!-- {name} -->\n")[1]
+    return text.split("\n```\n")[0].removeprefix("```\n") if text.startswith("```") else text.strip().split("\n\n")[0]
+
+
+def test_the_sample_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run_here(*SAMPLE)
+    assert done.status == 0
+    assert [line.rstrip() for line in done.output.splitlines()] == block("sample").splitlines()
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    """`PYTHONPATH=tests .venv/bin/python -m support.plan_page` prints them."""
+    assert block("errors") == errors(json.loads((RESULTS / "plan.json").read_text()))
+    assert block("paper") == paper(json.loads((RESULTS / "plan-paper.json").read_text()))
+
+
+def test_goals_of_the_prediction_are_met() -> None:
+    """In the results that are stored: twelve set-ups or more, of two models, batches, arenas and devices."""
+    found = json.loads((RESULTS / "plan.json").read_text())
+    for key, number in (("model", 2), ("tokens", 3), ("arena", 2), ("device", 2)):
+        assert len({row[key] for row in found["setups"]}) == number
+    assert len(found["setups"]) >= 12
+    assert found["bytes_error_worst"] <= 0.01
+    assert found["time_error_median"] <= 0.10
+    assert found["time_error_worst"] <= 0.20
+
+
+def test_numbers_in_the_text_are_those_of_the_code() -> None:
+    """Whoever changes one changes the page."""
+    words = " ".join(PAGE.split())
+    assert f"{machine.REACHED:.0%}".replace("%", " %") in words
+    assert f"at least {advice.LEAST_GAIN:.0%}".replace("%", " %") in words
+    text = " ".join(run_here("plan", "-h").output.replace("│", " ").split())
+    assert all(name in text for name in OPTIMIZERS)

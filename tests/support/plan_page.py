@@ -1,0 +1,68 @@
+"""What docs/plan.md has of results, made from them; as a program it prints all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = shlex.split(
+    "plan --parameters 70e9 --layers 80 --hidden 8192 --vocabulary 128256 --host-memory 256GiB "
+    "--nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --batch-tokens 32768"
+)
+
+
+def errors(result: dict[str, Any]) -> str:
+    """Return the table of how far predictions were off."""
+    rows = [
+        ("bytes per step, planned before the run", "bytes_error"),
+        ("seconds per step, by the clock with the bandwidth and the computation that the run saw", "time_error"),
+        (
+            "seconds per step, before the run: from two seconds of the drive and an excerpt of three layers",
+            "before_error",
+        ),
+    ]
+    lines = [f"| off by, of {len(result['setups'])} set-ups | median | worst |", "|---|---|---|"]
+    lines += [f"| {what} | {result[f'{key}_median']:.1%} | {result[f'{key}_worst']:.1%} |" for what, key in rows]
+    return "\n".join(lines)
+
+
+def paper(result: dict[str, Any]) -> str:
+    """Return the table of published set-ups, as the benchmark prints it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("paper_plan", ROOT / "benchmarks" / "paper_plan.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["paper_plan"] = module
+    spec.loader.exec_module(module)
+    return module.table(result)
+
+
+def main() -> None:
+    """Write the blocks of docs/plan.md anew."""
+    import os
+    import re
+
+    os.environ["COLUMNS"] = "80"
+    from support.command import run_here
+
+    page = ROOT / "docs" / "plan.md"
+    results = ROOT / "benchmarks" / "results"
+    sample = "\n".join(line.rstrip() for line in run_here(*SAMPLE).output.splitlines())
+    blocks = {
+        "sample": f"```\n{sample}\n```",
+        "errors": errors(json.loads((results / "plan.json").read_text())),
+        "paper": paper(json.loads((results / "plan-paper.json").read_text())),
+    }
+    text = page.read_text()
+    for name, block in blocks.items():
+        pattern = rf"(<!-- {name} -->\n).*?(?=\n\n[A-Z!#])"
+        text = re.sub(pattern, lambda found, block=block: found[1] + block, text, count=1, flags=re.DOTALL)
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
