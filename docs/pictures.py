@@ -77,14 +77,15 @@ def photograph(title: str, text: str, file: Path) -> None:
         width, height = (float(part) for part in svg.split('viewBox="0 0 ')[1].split('"')[0].split())
         chromium = shutil.which("chromium") or sys.exit("chromium is not installed")
         subprocess.run(
-            [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-            
-             "--hide-scrollbars",
-             f"--user-data-dir={place}/profile", f"--window-size={int(width)},{int(height)}",
-             f"--screenshot={file}", f"file://{drawn}"],
+            [
+                chromium,
+                *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+                *("--hide-scrollbars", f"--window-size={int(width)},{int(height)}"),
+                *(f"--user-data-dir={place}/profile", f"--screenshot={file}", f"file://{drawn}"),
+            ],
             capture_output=True,
             check=True,
-        )  # fmt: skip
+        )
 
 
 def main() -> None:
