@@ -18,6 +18,7 @@ from infinity_tools.messages import lasting_streams, open_missing_streams
 from infinity_tools.probe import probe
 from infinity_tools.status import status
 from infinity_tools.train import TrainCommand, train
+from infinity_tools.tune.command import tune
 
 app = typer.Typer(
     name="infinity",
@@ -38,6 +39,7 @@ app.command(cls=TrainCommand)(train)
 app.command()(export)
 app.command()(probe)
 app.command()(status)
+app.command()(tune)
 app.add_typer(store.app, name="store")
 
 
