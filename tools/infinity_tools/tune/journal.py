@@ -7,6 +7,7 @@ again and gets the answers of the journal, in no time, until it asks something e
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -34,32 +35,39 @@ class Entry:
     """Seconds since the search began, without interruptions."""
 
 
+def check_file(file: Path, *, resume: bool) -> None:
+    """Refuse to go on from what is not there, and to write over what is. Raises `ConfigError`."""
+    if resume and not file.exists():
+        raise ConfigError(f"--resume: there is no {file} to go on from; leave --resume out")
+    if not resume and os.path.lexists(file):
+        raise ConfigError(
+            f"--out {file.parent} has the trials of another search; go on from them with --resume, or name another folder"
+        )
+
+
 class Journal:
     """The file, and the clock of the search, which stands still while nothing runs."""
 
-    def __init__(self, file: Path, about: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(self, file: Path, about: Mapping[str, Any], began: float, *, resume: bool) -> None:
         """Begin a journal, or read one. Nothing is written before the first trial has ended.
 
         Args:
             about: what is tuned where: a journal of something else is not gone on from.
+            began: when all this began, of `time.monotonic`; a search that is resumed goes on from its last trial.
 
         Raises:
             ConfigError: there is one already and it is not to be resumed; or there is none, it cannot be read, or is
                 about something else.
         """
         self._file, self._about = file, dict(about)
+        check_file(file, resume=resume)
         entries = _read(file, self._about) if resume else []
-        if not resume and file.exists():
-            raise ConfigError(
-                f"--out {file.parent} has the trials of another search; go on from them with --resume, or name another "
-                "folder"
-            )
         self._entries: list[Entry] = []
         self._ahead = deque(entries)
         self.found = len(entries)
         """How many trials there were."""
         self._is_whole = False  # whether the file is what `_entries` are
-        self._offset, self._began = 0.0, time.monotonic()
+        self._offset, self._began = 0.0, began
 
     def clock(self) -> float:
         """Return the seconds since the search began."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["measured", "slow", "skipped", "failed"]
-"""`slow`: broken off after the first counted step; `skipped`: before it, since the plan predicts more; `failed`: refused.
-"""
+"""`slow`: broken off after the first counted step; `skipped`: before it, since the plan predicts much more; `failed`:
+cannot be trained with."""
 
 
 @dataclass(frozen=True, kw_only=True)

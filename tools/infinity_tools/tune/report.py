@@ -112,25 +112,26 @@ def effects(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
 
 def result_lines(summary: Mapping[str, Any], out: Path) -> list[str]:
     """Return what is said at the end."""
-    noise, gain = summary["noise"], summary["gain"]
+    gain, trials = summary["gain"], summary["trials"]
     before, after = summary["step_seconds"]["start"], summary["step_seconds"]["best"]
-    start = "the defaults are" if summary["start_is_defaults"] else "the start is"
+    start, verb = ("the defaults", "are") if summary["start_is_defaults"] else ("the start", "is")
     if summary["faster"]:
-        spread = f"{gain['min']:.3f} to {gain['max']:.3f} in {gain['rounds']} rounds"
+        rounds = f"{gain['rounds']} round{'s' if gain['rounds'] > 1 else ''}"
         lines = [
-            f"{before:.3g} → {after:.3g} s per step: {gain['over_start']:.2f} times as fast as {start.split()[0]} "
-            f"{start.split()[1]} ({spread})",
+            f"{gain['over_start']:.2f} times as fast as {start} ({gain['min']:.2f} to {gain['max']:.2f} in {rounds}): "
+            f"{before:.3g} → {after:.3g} s per step",
             f"with {describe(summary['changes'])}",
         ]
     else:
-        lines = [f"no gain: {start} as fast as anything tried (± {noise:.1%}), {before:.3g} s per step"]
-    lines.append(
-        f"{summary['candidates']} settings in {sum(summary['trials'].values())} trials, {summary['seconds']:.0f} s; the "
-        f"slowest takes {gain['over_worst']:.2f} times as long; {format_size(summary['written_bytes'])} were written"
-    )
-    left_out = summary["trials"]["failed"]
-    if left_out:
-        lines.append(f"{left_out} could not be trained with; {out / 'tune.json'} says why")
+        noise = f"± {summary['noise']:.1%}"
+        lines = [f"no gain: {start} {verb} as fast as anything tried ({noise}), {before:.3g} s per step"]
+    lines += [
+        f"the slowest of {summary['candidates']} combinations takes {gain['over_worst']:.2f} times as long",
+        f"{sum(trials.values())} trials in {summary['seconds']:.0f} s have written "
+        f"{format_size(summary['written_bytes'])} to the drives",
+    ]
+    if trials["failed"]:
+        lines.append(f"{trials['failed']} could not be trained with; {out / 'tune.json'} says why")
     return lines
 
 
@@ -169,14 +170,14 @@ def draw(file: Path, summary: Mapping[str, Any], trials: Sequence[Trial]) -> Non
 
 
 def _draw_time(axes: Axes, trials: Sequence[Trial]) -> None:
-    counted = [trial for trial in trials if trial.outcome.counts and trial.relative]
-    axes.plot([trial.at for trial in counted], [trial.relative for trial in counted], "o", color="#bbbbbb", markersize=4,
-              label="a trial")  # fmt: skip
+    counted = [trial for trial in trials if trial.outcome.counts and trial.relative is not None]
+    times, ratios = [trial.at for trial in counted], [trial.relative or 0.0 for trial in counted]
+    axes.plot(times, ratios, "o", color="#bbbbbb", markersize=4, label="a trial")
     bests, best = [], 1.0
     for trial in counted:
         best = min(best, trial.best_relative)
         bests.append(best)
-    axes.step([trial.at for trial in counted], bests, where="post", color="#4477aa", label="best so far")
+    axes.step(times, bests, where="post", color="#4477aa", label="best so far")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")

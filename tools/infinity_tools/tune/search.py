@@ -4,8 +4,8 @@
 a few dozen trials, and each counts as a ratio to what was measured next to it.
 
 1. The start (the defaults, or the settings of a file) is measured twice: the first trial of a session is a cold one,
-   and how far two of the same differ is the first estimate of the noise. Where the start is not the defaults, these come
-   next: they are good settings on most machines, and one trial may replace many.
+   and how far two of the same differ is the first estimate of the noise. Where the start is not the defaults, these
+   come next: they are good settings on most machines, and one trial may replace many.
 2. From the best so far one setting is changed at a time (`Proposals`): first the neighbours of its value, then values
    further away; those that have been tried the least, or with the least loss, come first, and the direction that has
    just helped goes on. When all single changes have been tried, pairs of those that lost the least are drawn.

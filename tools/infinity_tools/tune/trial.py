@@ -1,4 +1,4 @@
-"""Trials, as the worker makes them: a model, offloaded anew with the settings of a candidate, trained for some steps."""
+"""Trials, as the worker makes them: a model, offloaded anew with a candidate's settings and trained for some steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The process that makes trials, and its end of the pipe: what breaks or blows up there ends a trial, not the search.
 
-The worker ends in order when it is told so (SIGTERM), and when the process that started it is gone: a run that is open is
-closed, which removes what it has on the drives, and the folders of the trials are removed. Ctrl-C in a terminal is for
-both processes; the worker leaves it to the other one.
+The worker ends in order when it is told so (SIGTERM), and when the process that started it is gone: a run that is open
+is closed, which removes what it has on the drives, and the folders of the trials are removed. Ctrl-C in a terminal is
+for both processes; the worker leaves it to the other one.
 """
 
 from __future__ import annotations
