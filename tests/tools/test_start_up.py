@@ -24,7 +24,9 @@ def imported(*words: str) -> list[str]:
     return done.stderr.splitlines()[-1].split()
 
 
-@pytest.mark.parametrize("words", ["-h", "train -h", "store ls -h", "version", "store ls .", "status"])
+@pytest.mark.parametrize(
+    "words", ["-h", "train -h", "store ls -h", "version", "store ls .", "status", "tune -h", "tune --nvme /nowhere/x"]
+)
 def test_what_needs_no_torch_does_not_import_it(words: str) -> None:
     """`make bench-commands` has the seconds."""
     assert imported(*words.split()) == []

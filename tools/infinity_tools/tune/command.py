@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,7 +117,7 @@ def tune(
         seed=seed,
     )
     changes: dict[str, Any] = {
-        "storage.paths": [os.path.abspath(path) for path in nvme] if nvme else None,
+        "storage.paths": [str(path) for path in nvme] if nvme else None,
         "memory.host_bytes": host_memory,
     }
     settings = load_config(config).with_values(**{name: value for name, value in changes.items() if value is not None})
@@ -128,7 +127,7 @@ def tune(
         typer.echo(json_format.dumps(summary))
         return
     console = Console()
-    for line in (*result_lines(summary, out), *_next_lines(out, workload)):
+    for line in ("", *result_lines(summary, out), *_next_lines(out, workload)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

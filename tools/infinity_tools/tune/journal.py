@@ -41,7 +41,8 @@ def check_file(file: Path, *, resume: bool) -> None:
         raise ConfigError(f"--resume: there is no {file} to go on from; leave --resume out")
     if not resume and os.path.lexists(file):
         raise ConfigError(
-            f"--out {file.parent} has the trials of another search; go on from them with --resume, or name another folder"
+            f"--out {file.parent} has the trials of another search; go on from them with --resume, or name another "
+            "folder"
         )
 
 

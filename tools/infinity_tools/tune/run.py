@@ -1,4 +1,4 @@
-"""A search of `infinity tune` from its checks to its files: folders, the process for trials, the journal, what is shown."""
+"""A search of `infinity tune`, from its checks to its files."""
 
 from __future__ import annotations
 
@@ -81,6 +81,8 @@ def make_plan(workload: Workload, settings: Config, allow_format: str, *, minute
     host = settings.memory.host_bytes or align_down(available_memory() // 4, MIB)
     settings = settings.with_values(**{"memory.host_bytes": host})
     check_config(settings)
+    paths = [os.path.abspath(path) for path in settings.storage.paths]  # the file is to be of use in any folder
+    settings = settings.with_values(**{"storage.paths": paths})
     limits = Limits(
         host_bytes=host, cores=len(os.sched_getaffinity(0)), formats=allow_format, clipping=norm is not None
     )
@@ -169,8 +171,8 @@ class Tuning:
         plan, facts = self._plan, worker.facts
         view.say(
             f"{facts['model']}, {facts['dtype']}, {facts['parameters'] / 1e6:.4g} M parameters, "
-            f"{plan.workload.batch_tokens} tokens per step, on {facts['device']}; arena up to "
-            f"{format_size(plan.limits.host_bytes)}, {', '.join(plan.settings.storage.paths)}"
+            f"{plan.workload.batch_tokens} tokens per step, on {facts['device']}\n"
+            f"host arena up to {format_size(plan.limits.host_bytes)}, folders {', '.join(plan.settings.storage.paths)}"
         )
 
     def _about(self, worker: Worker) -> dict[str, Any]:

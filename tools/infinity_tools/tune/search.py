@@ -3,9 +3,9 @@
 [Note: the search] A trial costs seconds and is noisy, and machines get slower and faster while one looks; so there are
 a few dozen trials, and each counts as a ratio to what was measured next to it.
 
-1. The start (the defaults, or the settings of a file) is measured twice: the first trial of a session is a cold one,
-   and how far two of the same differ is the first estimate of the noise. Where the start is not the defaults, these
-   come next: they are good settings on most machines, and one trial may replace many.
+1. The start (the defaults, or the settings of a file) is measured first. Where it is the defaults, it is measured once
+   more, as the first trial is a cold one, and two of the same show how noisy the machine is. Else the defaults come
+   next: they are good settings on most machines, and one trial may replace many.
 2. From the best so far one setting is changed at a time (`Proposals`): first the neighbours of its value, then values
    further away; those that have been tried the least, or with the least loss, come first, and the direction that has
    just helped goes on. When all single changes have been tried, pairs of those that lost the least are drawn.
@@ -141,9 +141,11 @@ class Search:
         if not outcome.counts:
             raise SearchFailed(outcome)
         self._shown = outcome
-        if self._has_time(1):
+        if not self._has_time(1):
+            return
+        if self._space.defaults == self._space.start:
             self._measure_best("start")
-        if self._space.defaults != self._space.start and self._has_time(1):
+        else:
             self._challenge(dict(self._space.defaults), "defaults")
             self._home = self.best
         self._space = self._proposals.space = self._make_space(self._effective)

@@ -54,7 +54,7 @@ class View:
     def say(self, text: str) -> None:
         """Print a line that stays."""
         if not self._silent:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def begin(self, clock: Callable[[], float]) -> None:
         """The search begins; `clock` says how long it has been going on."""
@@ -69,7 +69,7 @@ class View:
     def tried(self, trial: Trial) -> None:
         """Show what has been measured."""
         self._trials = trial.number
-        if trial.number == 1:
+        if trial.number == 1 and trial.outcome.counts:
             self._first = trial.outcome.seconds
             self.say(f"start: {self._first:.3g} s per step")
 
