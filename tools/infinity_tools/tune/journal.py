@@ -129,10 +129,12 @@ def _read(file: Path, about: Mapping[str, Any]) -> list[Entry]:
         raise ConfigError(f"--resume: {file} is no journal of `infinity tune`: {error}") from error
     try:
         head = json.loads(lines[0])
-        if head.pop("format") != _FORMAT:
-            raise ValueError("it is of another version")
-    except (ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"--resume: {file} is no journal of `infinity tune`: {error}") from error
+    except (ValueError, LookupError, RecursionError):
+        head = None
+    if not isinstance(head, dict) or head.pop("format", None) != _FORMAT:
+        raise ConfigError(
+            f"--resume: {file} is no journal of `infinity tune`: its first line does not say what it is of"
+        )
     here = json.loads(json.dumps(about))
     if other := [f"{name} {here.get(name)} (was {head[name]})" for name in head if head[name] != here.get(name)]:
         raise ConfigError(

@@ -185,7 +185,7 @@ class Tuning:
             "nvme": list(plan.settings.storage.paths),
             "host-memory": plan.limits.host_bytes,
             "allow-format": plan.limits.formats,
-            "start": plan.start,
+            **plan.start,
             "machine": _machine(),
         }
 
