@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,8 @@ def trial(number: int, changes: dict[str, Any], ratio: float) -> Trial:
 def test_effects_are_medians_by_value() -> None:
     """Of single changes; what was changed together says nothing about one."""
     depth, both = {"storage.queue_depth": 8}, {"storage.queue_depth": 8, "storage.engine": "threads"}
-    rows = list(effects([trial(1, depth, 1.1), trial(2, depth, 1.3), trial(3, both, 9.0), trial(4, depth, 1.2)]))
+    again = replace(trial(4, depth, 1.2), role="again")
+    rows = list(effects([trial(1, depth, 1.1), trial(2, depth, 1.3), trial(3, both, 9.0), again, trial(5, {}, 1.0)]))
     assert rows == [{"setting": "storage.queue_depth", "value": 8, "ratio": 1.2, "trials": 3}]
 
 

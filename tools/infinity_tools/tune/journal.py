@@ -132,9 +132,7 @@ def _read(file: Path, about: Mapping[str, Any]) -> list[Entry]:
     except (ValueError, LookupError, RecursionError):
         head = None
     if not isinstance(head, dict) or head.pop("format", None) != _FORMAT:
-        raise ConfigError(
-            f"--resume: {file} is no journal of `infinity tune`: its first line does not say what it is of"
-        )
+        raise ConfigError(f"--resume: {file} is no journal of `infinity tune`: its first line is of none")
     here = json.loads(json.dumps(about))
     if other := [f"{name} {here.get(name)} (was {head[name]})" for name in head if head[name] != here.get(name)]:
         raise ConfigError(

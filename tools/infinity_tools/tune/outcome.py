@@ -78,7 +78,7 @@ class Trial:
     candidate: dict[str, Any]
     """Its settings."""
     changes: dict[str, Any]
-    """Those that differ from the best so far at that time, or, of that, from the start."""
+    """Those that differ from the best so far at that time; none for that itself."""
     outcome: Outcome
     ratio: float | None
     """Seconds over those of the best so far next to it; None where there are none."""

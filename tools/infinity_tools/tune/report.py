@@ -104,7 +104,8 @@ def effects(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
     """Yield what every value did, as single changes have shown it: seconds over those without; the median, by value."""
     found: dict[tuple[str, Any], list[float]] = {}
     for trial in trials:
-        if trial.role == "change" and len(trial.changes) == 1 and trial.ratio is not None and trial.outcome.counts:
+        single = trial.role in ("change", "again") and len(trial.changes) == 1
+        if single and trial.ratio is not None and trial.outcome.counts:
             found.setdefault(next(iter(trial.changes.items())), []).append(trial.ratio)
     for (name, value), ratios in sorted(found.items(), key=lambda row: row[0][0]):
         yield {"setting": name, "value": value, "ratio": statistics.median(ratios), "trials": len(ratios)}

@@ -181,14 +181,19 @@ class Search:
 
     def _put_settings_back(self) -> None:
         """Put back what does not help any more; of a single change that is what the comparison shows."""
-        for name in self._space.changes(self.best, self._home):
-            if len(self._space.changes(self.best, self._space.start)) < 2 or not self._has_time(1, reserve=1.0):
+        for name in self._changes_to_put_back():
+            if not self._changes_to_put_back() or not self._has_time(1, self._comparing_seconds()):
                 return
             candidate = {**self.best, name: self._home[name]}
             outcome = self._try(candidate, "put back", self._bounds(skip=False))
             if outcome.kind == "measured" and (ratio := outcome.seconds / self._shown.seconds) < 1 + GAIN:
                 self.best, self.relative, self._shown = candidate, self.relative * ratio, outcome
                 self._put_back[name] = ratio
+
+    def _changes_to_put_back(self) -> dict[str, Any]:
+        if len(self._space.changes(self.best, self._space.start)) < 2:
+            return {}
+        return self._space.changes(self.best, self._home)
 
     def _compare(self) -> tuple[float, ...]:
         """Measure start and best in turn; the start is the best again where there is no gain."""
@@ -198,7 +203,7 @@ class Search:
             return ()
         winner = self._shown
         for number in range(self._repeats):
-            if number and not self._has_time(2, reserve=0.0):
+            if number and not self._has_time(2, 0.0):
                 break
             before = self._try(start, "compare", Bounds())
             after = self._try(self.best, "compare", Bounds())
@@ -224,14 +229,13 @@ class Search:
                 for name, value in outcome.effective.items()
                 if name in AUTOMATIC and candidate[name] == AUTOMATIC[name]
             }
-        base = self.best if candidate != self.best else self._space.start
         ratio = self._ratio(outcome)
         start = 1.0 if candidate == self._space.start else None
         trial = Trial(
             number=len(self.trials) + 1,
             role=role,
             candidate=dict(candidate),
-            changes=self._space.changes(candidate, base),
+            changes=self._space.changes(candidate, self.best),
             outcome=outcome,
             ratio=ratio,
             relative=start or (None if ratio is None else ratio * self.relative),
@@ -268,16 +272,17 @@ class Search:
 
     # Time #
 
-    def _has_time(self, trials: int, *, reserve: float | None = None) -> bool:
-        """Whether so many trials fit before what is kept for the end; `reserve`: a part of that instead of all."""
-        kept = self._kept_seconds() * (1.0 if reserve is None else reserve)
+    def _has_time(self, trials: int, kept: float | None = None) -> bool:
+        """Whether so many trials fit before what is kept: by default for all that comes at the end."""
+        if kept is None:
+            kept = self._comparing_seconds() + len(self._changes_to_put_back()) * self._trial_seconds()
         return self._clock() + trials * self._trial_seconds() + kept <= self._seconds
 
     def _trial_seconds(self) -> float:
         walls = [trial.outcome.wall for trial in self.trials[-8:] if trial.outcome.kind == "measured"]
         return statistics.median(walls) if walls else 0.0
 
-    def _kept_seconds(self) -> float:
+    def _comparing_seconds(self) -> float:
         """Return what the comparison at the end takes, at most a part of all."""
         if self.best == self._space.start:
             return 0.0

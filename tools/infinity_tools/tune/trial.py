@@ -70,12 +70,12 @@ class Trials:
 
         from infinity_tools.presets import count_parameters, on_meta
 
-        cuda = self._mesh.device_type == "cuda"
+        cuda, threads = self._mesh.device_type == "cuda", torch.get_num_threads()
         return {
             "model": self._source.name,
             "parameters": count_parameters(on_meta(self._source)),
             "dtype": self._dtype,
-            "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
+            "device": torch.cuda.get_device_name() if cuda else f"cpu, {threads} thread{'s' if threads > 1 else ''}",
             "torch": torch.__version__,
         }
 
@@ -84,9 +84,8 @@ class Trials:
         began = time.perf_counter()
         try:
             outcome = self._run(settings, candidate, folders, bounds)
-        except (InfinityError, RuntimeError, MemoryError) as error:
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            outcome = Outcome(kind="failed", reason=reason, usage=is_usage(error))
+        except Exception as error:  # whatever numbers that do not fit together, or too little memory, make of it
+            outcome = Outcome(kind="failed", reason=_reason(error), usage=is_usage(error))
         finally:
             gc.collect()
             for folder in folders:
@@ -176,6 +175,11 @@ def _trial(settings: Config, candidate: Mapping[str, Any], folders: Sequence[str
 
 def _written(paged: PagedOptimizer) -> int:
     return paged.run.ledger.total_bytes["write"]
+
+
+def _reason(error: Exception) -> str:
+    first = str(error).partition("\n")[0]
+    return first if isinstance(error, InfinityError) else f"{type(error).__name__}: {first}"
 
 
 def is_usage(error: Exception) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 
 from infinity.config import Config
 from infinity.errors import ConfigError, InfinityError
-from infinity_tools.tune.folders import remove
+from infinity_tools.tune.folders import empty, remove
 from infinity_tools.tune.outcome import Bounds, Outcome
 from infinity_tools.tune.space import Candidate
 from infinity_tools.tune.trial import Trials, Workload, is_usage
@@ -87,6 +87,9 @@ class Worker:
             outcome: Outcome = self._pipe.recv()
         except (EOFError, OSError):
             reason = f"the process for trials {self._ending()}"
+            _, settings, folders = self._arguments
+            for folder in folders:
+                empty(Path(folder), settings.telemetry)
             return Outcome(kind="failed", reason=reason, wall=time.perf_counter() - began)
         return outcome
 
@@ -103,7 +106,7 @@ class Worker:
     def close(self) -> None:
         """End the process, in order if it can."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and process.pid is not None:  # it was started
             process.terminate()
             process.join(_PATIENCE)
             if process.exitcode is None:
