@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,8 +42,8 @@ class Workload:
 class Trials:
     """A workload that can be trained with any settings."""
 
-    def __init__(self, workload: Workload) -> None:
-        """Check it.
+    def __init__(self, workload: Workload, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Check it; `stopped` is asked before every step.
 
         Raises:
             ConfigError: the model, or tokens that it cannot be trained on.
@@ -57,7 +57,7 @@ class Trials:
 
         if workload.threads:
             torch.set_num_threads(workload.threads)
-        self._workload = workload
+        self._workload, self._stopped = workload, stopped
         self._runs: list[str] = []  # ids of the runs of all trials
         self._source = find_model(workload.model)
         self._mesh = infinity.mesh()
@@ -151,6 +151,8 @@ class Trials:
     def _step(self, model: Any, paged: PagedOptimizer) -> None:
         import torch
 
+        if self._stopped():
+            raise SystemExit
         workload = self._workload
         shape = (workload.batch_tokens // workload.seq, workload.seq)
         tokens = torch.randint(0, self._source.config.vocab_size, shape, device=self._mesh.device_type)

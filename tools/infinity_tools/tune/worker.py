@@ -14,13 +14,12 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from infinity.config import Config
@@ -31,6 +30,7 @@ from infinity_tools.tune.space import Candidate
 from infinity_tools.tune.trial import Trials, Workload, is_usage
 
 _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGHUP)
+_LOOK_SECONDS = 0.2
 _PATIENCE = 30.0
 """Seconds that a worker may take to end in order before it is ended at once."""
 
@@ -38,7 +38,11 @@ _PATIENCE = 30.0
 class Worker:
     """A process with a model. A context manager; it starts at the first use, and anew when it has died."""
 
-    def __init__(self, workload: Workload, settings: Config, folders: Sequence[str]) -> None:
+    def __init__(
+        self, workload: Workload, settings: Config, folders: Sequence[str], stopped: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Start nothing yet; `stopped` returns the number of a signal that ends all, or 0."""
+        self._stopped = stopped
         self._arguments = workload, settings, tuple(folders)
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
@@ -68,7 +72,7 @@ class Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         try:
-            kind, answer = self._pipe.recv()
+            kind, answer = self._receive()
         except EOFError:
             raise InfinityError(f"the process for trials {self._ending()} before the first one") from None
         if kind != "ready":
@@ -84,7 +88,7 @@ class Worker:
         began = time.perf_counter()
         try:
             self._pipe.send((dict(candidate), bounds))
-            outcome: Outcome = self._pipe.recv()
+            outcome: Outcome = self._receive()
         except (EOFError, OSError):
             reason = f"the process for trials {self._ending()}"
             _, settings, folders = self._arguments
@@ -92,6 +96,14 @@ class Worker:
                 empty(Path(folder), settings.telemetry)
             return Outcome(kind="failed", reason=reason, wall=time.perf_counter() - began)
         return outcome
+
+    def _receive(self) -> Any:
+        """Return what the process sends next. Raises `SystemExit`: a signal has come; `EOFError`: it has died."""
+        assert self._pipe is not None
+        while not self._pipe.poll(_LOOK_SECONDS):
+            if number := self._stopped():
+                raise SystemExit(128 + number)
+        return self._pipe.recv()
 
     def _ending(self) -> str:
         """Return how the process has ended; there is none afterwards."""
@@ -119,44 +131,39 @@ class Worker:
 
 
 def serve(pipe: Connection, workload: Workload, settings: Config, folders: Sequence[str]) -> None:
-    """Make the trials that are asked for, until the pipe ends. Runs in the worker."""
-    signal.signal(signal.SIGTERM, _end_in_order)
-    orphaned = threading.Event()
-    threading.Thread(target=_end_with_parent, args=(orphaned, settings, folders), daemon=True).start()
+    """Make the trials that are asked for, until the pipe ends or this process is to end. Runs in the worker."""
+    ending, orphaned = threading.Event(), threading.Event()
+    threading.Thread(target=_end_with_parent, args=(ending, orphaned, settings, folders), daemon=True).start()
     warnings.simplefilter("ignore")
     logging.getLogger("infinity").setLevel(logging.CRITICAL)
     try:
-        _answer(pipe, workload, settings, folders)
+        trials = Trials(workload, ending.is_set)
+        pipe.send(("ready", trials.facts()))
+    except Exception as error:  # whatever a model of any content makes of transformers
+        pipe.send(("usage" if is_usage(error) else "failed", str(error) or type(error).__name__))
+        return
+    # Not raised by the handler: in a callback of the interpreter it would get lost.
+    signal.signal(signal.SIGTERM, lambda number, frame: ending.set())
+    try:
+        with suppress(EOFError, ConnectionError):
+            while not ending.is_set():
+                if pipe.poll(_LOOK_SECONDS):
+                    candidate, bounds = pipe.recv()
+                    pipe.send(trials.run(settings, candidate, folders, bounds))
     finally:
         if orphaned.is_set():
             _remove_all(settings, folders)
 
 
-def _answer(pipe: Connection, workload: Workload, settings: Config, folders: Sequence[str]) -> None:
-    try:
-        trials = Trials(workload)
-        pipe.send(("ready", trials.facts()))
-    except Exception as error:  # whatever a model of any content makes of transformers
-        pipe.send(("usage" if is_usage(error) else "failed", str(error) or type(error).__name__))
-        return
-    with suppress(EOFError, ConnectionError):
-        while True:
-            candidate, bounds = pipe.recv()
-            pipe.send(trials.run(settings, candidate, folders, bounds))
-
-
-def _end_in_order(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what is being closed is not interrupted
-    raise SystemExit(128 + number)
-
-
-def _end_with_parent(orphaned: threading.Event, settings: Config, folders: Sequence[str]) -> None:
+def _end_with_parent(
+    ending: threading.Event, orphaned: threading.Event, settings: Config, folders: Sequence[str]
+) -> None:
     """Wait for the end of the process that started this one, and end then, with nothing left behind."""
     parent = mp.parent_process()
     assert parent is not None
     wait([parent.sentinel])
     orphaned.set()
-    os.kill(os.getpid(), signal.SIGTERM)
+    ending.set()
     time.sleep(_PATIENCE)  # the main thread ends the process; unless it hangs
     _remove_all(settings, folders)
     os._exit(1)
