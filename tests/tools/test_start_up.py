@@ -38,6 +38,8 @@ COMMANDS = (
     "migrate ds.json",
     "doctor -h",
     "top --once --interval 0.1",
+    "tune -h",
+    "tune --nvme /nowhere/x",
     "plan -h",
     f"{PLAN} --host-memory 8GiB",
 )

@@ -40,6 +40,13 @@ def train(line: str, *says: str) -> Wrong:
     return Wrong((*SMALL, "--steps", "1", "--out", "o", *rest.words), says)
 
 
+def tune(line: str, *says: str) -> Wrong:
+    """The same of `infinity tune`."""
+    rest = wrong(line, *says)
+    base = ("tune", *SMALL[1:], "--nvme", "d", "--out", "o", "--minutes", "0.1")
+    return Wrong((*base, *rest.words), says)
+
+
 def toml(text: str, *says: str) -> Wrong:
     """`infinity train` with this file of settings."""
     return Wrong((*SMALL, "--steps", "1", "--out", "o", "--config", f"TOML:{text}"), says)
@@ -159,6 +166,42 @@ NUMBERS = [
     train("--micro-tokens 48", "48", "possible: 32, 64, 128"),
     train("--micro-tokens 256", "256", "possible: 32, 64, 128"),
     train("--seq 8192 --batch-tokens 8192", "8192", "4096 positions"),
+]  # fmt: skip
+TUNE = [
+    *(tune(f"--{name} {value}", f"--{name}", f"'{value}'")
+      for name, values in {
+          "minutes": "0 -1 nan inf soon 1441",
+          "repeats": "0 -1 1.5 x 101",
+          "batch-tokens": "0 -512 many",
+          "micro-tokens": "0 half",
+          "seq": "0 1 long",
+          "seed": "-1 x",
+          "threads": "-1 100000 all",
+          "host-memory": "-1 lots 1XB nan",
+          "allow-format": "fp32 SPLIT",
+          "dtype": "float32",
+      }.items() for value in values.split()),
+    tune("--model tinny", "'tinny'", "did you mean tiny?"),
+    tune("--model ~", "--model"),
+    tune("--max-grad-norm 0", "--max-grad-norm 0", "above 0"),
+    tune("--max-grad-norm nan", "--max-grad-norm nan", "above 0"),
+    tune("--batch-tokens 100", "100", "--seq 32", "try 96"),
+    tune("--micro-tokens 48", "--micro-tokens 48", "possible: 32, 64, 128"),
+    tune("--seq 8192 --batch-tokens 8192", "--seq 8192", "4096 positions"),
+    tune("--nvme missing/deeper", "'missing/deeper'", "cannot be made"),
+    tune("--nvme file", "file", "is not a folder"),
+    tune("--nvme d", "same folder twice"),
+    tune("--out file", "--out 'file'", "cannot be made"),
+    tune("--resume", "--resume", "o/trials.jsonl", "leave --resume out"),
+    tune("--config missing.toml", "missing.toml", "cannot be read"),
+    tune("--config file", "'file'", "not valid TOML"),
+    tune("--host-memory 64KiB", "the start cannot be trained with", "the host arena is too small"),
+    tune("more", "more", "infinity tune -h"),
+    wrong("tune --host-memory 2MiB", "--nvme is missing"),
+    Wrong(("tune", *SMALL[1:], "--nvme", "d", "--out", "o", "--max-grad-norm", "1", "--config",
+           "TOML:[update]\nplacement = 'in_backward'"), ("update.placement", "--max-grad-norm")),
+    Wrong(("tune", *SMALL[1:], "--nvme", "d", "--out", "o", "--config", "TOML:[storage]\nqueue_depth = 0"),
+          ("storage.queue_depth = 0", "minimum of 1")),
 ]  # fmt: skip
 EMPTY = [
     train(f"--{name} ''", f"--{name}", "empty")
@@ -500,12 +543,13 @@ def seen(folder: Path) -> dict[str, tuple[int, int]]:
 
 def said(done: Finished) -> list[str]:
     """The lines of stderr without those that show progress."""
-    return [line for line in done.errors.splitlines() if line and not line.startswith(("placing ", "metrics: "))]
+    progress = ("placing ", "metrics: ", "tiny, bf16", "tiny, fp32", "host arena up to ")
+    return [line for line in done.errors.splitlines() if line and not line.startswith(progress)]
 
 
 @pytest.mark.parametrize(
     "case",
-    [*NAMES, *NUMBERS, *EMPTY, *PATHS, *TOGETHER, *SETTINGS, *MODELS, *DEEPSPEED, *PLANS],
+    [*NAMES, *NUMBERS, *EMPTY, *PATHS, *TOGETHER, *SETTINGS, *MODELS, *DEEPSPEED, *PLANS, *TUNE],
     ids=lambda case: " ".join(case.words[-3:])[-60:].encode("unicode_escape").decode(),
 )
 def test_one_line_that_teaches(case: Wrong, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from infinity_tools.probe.command import probe
 from infinity_tools.status import status
 from infinity_tools.top.command import top
 from infinity_tools.train import TrainCommand, train
+from infinity_tools.tune.command import tune
 
 app = typer.Typer(
     name="infinity",
@@ -40,6 +41,7 @@ def _infinity(version: Version = False) -> None:
 
 
 app.command()(plan)
+app.command()(tune)
 app.command(cls=TrainCommand)(train)
 app.command()(export)
 app.add_typer(store.app, name="store")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     source = find_model(options.model)
     mesh = infinity.mesh()
     ranks = Ranks.current()
-    _check_batch(options, source, ranks)
+    check_batch(options, source, ranks)
     out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
     made = [folder for folder in (out / "nvme", out, *out.parents) if not os.path.lexists(folder)]
     settings = ranks.together("making the output folder", lambda: _with_folders(out, settings, ranks))
@@ -157,7 +157,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         }
         recipe = _agreed_recipe(recipe, paged, facts, options, ranks)
         if recipe.max_grad_norm is not None:
-            _check_clipping(f"the commit's --max-grad-norm {recipe.max_grad_norm:g}", settings)
+            check_clipping(f"the commit's --max-grad-norm {recipe.max_grad_norm:g}", settings)
         training = Training(
             model, paged, recipe, facts, batches, options, ranks, view, stop, torch.device(mesh.device_type), out
         )
@@ -366,18 +366,17 @@ class Training:
 
 
 def _check(options: TrainOptions, settings: Config) -> None:
-    if options.batch_tokens % options.seq:
-        near = max(1, round(options.batch_tokens / options.seq)) * options.seq
-        raise ConfigError(f"--batch-tokens {options.batch_tokens} is not a multiple of --seq {options.seq}; try {near}")
+    check_sequences(options)
     if "max_grad_norm" in options.given:
-        _check_clipping("--max-grad-norm", settings)
+        check_clipping("--max-grad-norm", settings)
     if settings.storage.paths:
         check_config(settings)
     elif settings.run.resume and options.out is None:
         raise ConfigError("--resume needs --nvme, or the --out of the run that is to go on")
 
 
-def _check_clipping(by: str, settings: Config) -> None:
+def check_clipping(by: str, settings: Config) -> None:
+    """Refuse clipping where updates run in backward; `by` asks for it. Raises `ConfigError`."""
     if settings.update.placement == "in_backward":
         raise ConfigError(
             f"--update in_backward updates before the global norm is known, which {by} needs; "
@@ -385,7 +384,28 @@ def _check_clipping(by: str, settings: Config) -> None:
         )
 
 
-def _check_batch(options: TrainOptions, source: ModelSource, ranks: Ranks) -> None:
+class Batch(Protocol):
+    """The tokens of a step, as `TrainOptions` names them."""
+
+    @property
+    def batch_tokens(self) -> int: ...
+
+    @property
+    def micro_tokens(self) -> int | None: ...
+
+    @property
+    def seq(self) -> int: ...
+
+
+def check_sequences(options: Batch) -> None:
+    """Refuse a batch that is no whole number of sequences. Raises `ConfigError`."""
+    if options.batch_tokens % options.seq:
+        near = max(1, round(options.batch_tokens / options.seq)) * options.seq
+        raise ConfigError(f"--batch-tokens {options.batch_tokens} is not a multiple of --seq {options.seq}; try {near}")
+
+
+def check_batch(options: Batch, source: ModelSource, ranks: Ranks) -> None:
+    """Refuse a batch that the ranks cannot share, or a model that cannot be trained on it. Raises `ConfigError`."""
     sequences = options.batch_tokens // options.seq
     if sequences % ranks.world_size:
         raise ConfigError(

@@ -22,7 +22,9 @@ class StopRequest:
     A terminal that is closed tells so more than once and never ends the run at once; under nohup it is not heard.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: str = "ending after this step; once more ends it now") -> None:
+        """Hold nothing back yet; `notice` is what the first signal that is held back is answered with, if anything."""
+        self._notice = notice
         self.received = 0  # number of the signal; 0 if none has come
         self.patient = False  # whether the first signal is held back: the first step has begun
         self._since = 0.0  # when the first signal came, of `time.monotonic`
@@ -57,4 +59,4 @@ class StopRequest:
         self.received, self._since = number, now
         with contextlib.suppress(OSError):  # nobody reads it any more
             # Not through the console: it may be in the middle of a line.
-            os.write(2, b"\nending after this step; once more ends it now\n")
+            os.write(2, f"\n{self._notice}\n".encode() if self._notice else b"")

@@ -1,0 +1,86 @@
+"""docs/tune.md says what `infinity tune` does: settings, values, limits, options and files are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from infinity import Config
+from infinity.units import GIB, format_size
+from infinity_tools.cli import app
+from infinity_tools.tune import folders, search, trial
+from infinity_tools.tune.report import result_lines
+from infinity_tools.tune.run import FILES
+from infinity_tools.tune.space import ALLOWED, TUNED, Limits, candidate_of, is_size, make_space
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
+WORDS = " ".join(PAGE.split())
+SETTINGS = PAGE.partition("## What is tuned")[2].partition("##")[0]
+ROWS = dict(re.findall(r"^\| `(\w+\.\w+)` \| (.+) \|$", SETTINGS, re.MULTILINE))
+
+
+def tried(name: str, **limits: Any) -> tuple[Any, ...]:
+    """The values of a setting where there is a lot of everything."""
+    wide = Limits(**{"host_bytes": 64 * GIB, "cores": 64, "formats": "any", **limits})
+    space = make_space(candidate_of(Config(), wide.host_bytes), wide, {})
+    return next(setting.values for setting in space.settings if setting.name == name)
+
+
+def test_every_tuned_setting_has_its_values() -> None:
+    """In the order in which they are tried, and none is forgotten."""
+    assert tuple(ROWS) == TUNED
+    for name in TUNED[:-1]:
+        for value in tried(name):
+            said = format_size(value) if is_size(name) else str(value)
+            assert value in (0, -1, "auto") or re.search(rf"\b{re.escape(said)}\b", ROWS[name]), (name, value)
+    host = tried("memory.host_bytes")
+    assert host == (32 * GIB, 48 * GIB, 64 * GIB)
+    assert "half and three quarters of `--host-memory`" in ROWS["memory.host_bytes"]
+    assert max(tried("memory.page_bytes", host_bytes=8 << 20)) == 1 << 20
+    assert "an eighth of the arena" in ROWS["memory.page_bytes"]
+
+
+def test_options_and_values_of_options_exist() -> None:
+    """What the page names can be typed."""
+    known = {name for command in ("tune", "train") for name in _options(command)}
+    assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known
+    assert set(re.findall(r"--allow-format (\w+)", PAGE)) == set(ALLOWED) - {"same"}
+
+
+def _options(command: str) -> set[str]:
+    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    return {name for option in found.params for name in option.opts}
+
+
+def test_numbers_are_those_of_the_code() -> None:
+    """Steps of a trial, and what counts as a gain."""
+    assert (trial.WARM, trial._LEAST_STEPS, trial._LEAST_SECONDS, trial._MOST_STEPS) == (2, 3, 1.0, 20)
+    assert "two steps that do not count, then steps until there are three and a second has passed, or twenty" in WORDS
+    assert search.GAIN == 0.01
+    assert "unless that costs 1 % of a step" in WORDS
+    assert "A gain of less than 1 %, or less than its spread, is no gain" in WORDS
+    assert f"`{folders.PREFIX}…`" in PAGE
+
+
+def test_files_are_named() -> None:
+    """All that are written."""
+    table = PAGE.partition("## What it writes")[2].partition("##")[0]
+    assert tuple(re.findall(r"^\| `(\S+)` \|", table, re.MULTILINE)) == FILES
+
+
+def test_the_end_reads_as_shown() -> None:
+    """Both examples are what the code says of such figures."""
+    gain = {"over_start": 1.14, "min": 1.127, "max": 1.158, "rounds": 3, "over_worst": 1.76}
+    found = {
+        "gain": gain, "trials": {"measured": 11, "failed": 0}, "step_seconds": {"start": 0.0679, "best": 0.0603},
+        "start_is_defaults": True, "faster": True, "changes": {"memory.page_bytes": 256 << 10}, "candidates": 3,
+        "seconds": 22.0, "written_bytes": 1 << 30,
+    }  # fmt: skip
+    for line in result_lines(found, Path("tuned"))[:2]:
+        assert f"\n    {line}\n" in PAGE
+    none = {**found, "faster": False, "noise": 0.021, "step_seconds": {"start": 0.0513, "best": 0.0513}}
+    assert f"\n    {result_lines(none, Path('tuned'))[0]}\n" in PAGE
+    assert "the start is as fast" in result_lines({**none, "start_is_defaults": False}, Path("tuned"))[0]

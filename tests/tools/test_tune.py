@@ -1,0 +1,255 @@
+"""`infinity tune` with a real model: what it writes, how it goes on, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from infinity import load_config
+from infinity_tools.tune.folders import PREFIX, trial_folders
+from support.command import environment, run_here
+
+SMALL = ["tune", "--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--host-memory", "2MiB", "--threads", "1"]
+SMALL += ["--nvme", "nvme", "--out", "tuned"]
+
+
+def left(folder: Path) -> list[str]:
+    """What trials would leave: their folders, and stats pages of their runs."""
+    return [str(path) for path in folder.rglob("*") if path.name.startswith(PREFIX) or path.suffix == ".stats"]
+
+
+def workers(pid: int) -> list[psutil.Process]:
+    """The processes that a search has started."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def begin(folder: Path, *more: str, minutes: str = "10") -> subprocess.Popen[str]:
+    """Start a search that would take long, and wait until a trial has files on the drive."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infinity_tools", *SMALL, "--minutes", minutes, *more],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder, env=environment(folder / "tmp"), text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not list(folder.glob(f"nvme/{PREFIX}*/runs/*/*.pages")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+def ended(processes: list[psutil.Process]) -> bool:
+    """Whether all of them end, given time."""
+    return not psutil.wait_procs(processes, timeout=120)[1]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder in which a search has run, and what it printed."""
+    folder = tmp_path_factory.mktemp("tuned")
+    (folder / "tmp").mkdir()
+    (folder / "nvme").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "infinity_tools", *SMALL, "--minutes", "0.2", "--repeats", "1", "--json"],
+        capture_output=True, text=True, cwd=folder, env=environment(folder / "tmp"), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return folder, json.loads(done.stdout)
+
+
+def test_it_measures_and_says_what_it_found(tuned: tuple[Path, dict[str, Any]]) -> None:
+    """In the files and in what `--json` prints."""
+    folder, summary = tuned
+    stored = json.loads((folder / "tuned/tune.json").read_text())
+    journal = stored.pop("journal")
+    assert stored == summary
+    assert journal[0]["role"] == "start"
+    assert journal[0]["outcome"]["seconds"] > 0
+    assert sum(summary["trials"].values()) == len(journal)
+    assert summary["written_bytes"] > summary["parameters"] * 14, "every trial stores the model"
+    assert (folder / "tuned/tune.png").read_bytes().startswith(b"\x89PNG")
+    assert len((folder / "tuned/trials.jsonl").read_text().splitlines()) == 1 + len(journal)
+    assert summary["faster"] == (summary["best"] != summary["start"])
+    if not summary["faster"]:
+        assert summary["gain"]["over_start"] == 1.0
+
+
+def test_it_leaves_nothing_behind(tuned: tuple[Path, dict[str, Any]]) -> None:
+    """Neither on the drive nor for the daemon to show."""
+    folder, _ = tuned
+    assert left(folder) == []
+    assert list((folder / "nvme").iterdir()) == []
+
+
+def test_the_file_is_what_train_takes(tuned: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is: settings, folders and arena."""
+    folder, summary = tuned
+    monkeypatch.chdir(folder)
+    settings = load_config("tuned/infinity.toml")
+    assert settings.storage.paths == (str(folder / "nvme"),)
+    assert settings.memory.host_bytes == summary["best"]["memory.host_bytes"] <= 2 << 20
+    words = ["--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--threads", "1"]
+    done = run_here("train", "--config", "tuned/infinity.toml", *words, "--steps", "1", "--out", "out", "--json")
+    assert done.status == 0, done.errors
+    assert done.summary["nvme_paths"] == [str((folder / "nvme").resolve())]
+
+
+def test_resume_takes_the_trials_that_were_made(
+    tuned: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same time there is nothing left to do but what was done; a cut-off line is made again."""
+    folder, summary = tuned
+    monkeypatch.chdir(folder)
+    journal = folder / "tuned/trials.jsonl"
+    before = journal.read_text()
+    again = run_here(*SMALL, "--minutes", "0.2", "--repeats", "1", "--json", "--resume")
+    assert again.status == 0, again.errors
+    assert again.summary["trials"] == summary["trials"]
+    assert again.summary["best"] == summary["best"]
+    assert journal.read_text() == before
+    refused = run_here(*SMALL, "--minutes", "0.2")
+    assert refused.status == 2
+    assert "has the trials of another search; go on from them with --resume" in refused.errors
+    other = run_here(*SMALL, "--minutes", "0.2", "--resume", "--batch-tokens", "128", "--host-memory", "3MiB")
+    assert other.status == 2
+    assert "batch-tokens 128 (was 64)" in other.errors
+    assert "host-memory 3145728 (was 2097152)" in other.errors
+    assert journal.read_text() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_search_that_is_stopped_leaves_its_journal_only(number: int, tmp_path: Path) -> None:
+    """No process, no folder; and says how to go on."""
+    process = begin(tmp_path)
+    started = workers(process.pid)
+    assert started
+    os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, errors
+    assert "Traceback" not in errors
+    assert "stopped: " in errors
+    assert ended(started)
+    assert left(tmp_path) == []
+    assert not (tmp_path / "nvme").exists(), "it was made for the search"
+
+
+def test_a_terminal_sends_ctrl_c_to_all_of_its_processes(tmp_path: Path) -> None:
+    """The worker leaves it to the search, which ends it in order."""
+    process = begin(tmp_path)
+    started = workers(process.pid)
+    for one in (*started, psutil.Process(process.pid)):
+        one.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in errors
+    assert ended(started)
+    assert left(tmp_path) == []
+
+
+def test_a_search_that_is_killed_leaves_nothing_on_the_drives(tmp_path: Path) -> None:
+    """The process with the model notices, closes its run and removes the folders."""
+    process = begin(tmp_path)
+    started = workers(process.pid)
+    process.kill()
+    assert ended(started)
+    process.communicate(timeout=120)
+    assert left(tmp_path) == []
+
+
+def test_when_all_are_killed_the_next_search_removes_what_is_left(tmp_path: Path) -> None:
+    """But not what another one holds."""
+    process = begin(tmp_path)
+    started = workers(process.pid)
+    for one in (*started, psutil.Process(process.pid)):
+        one.kill()
+    process.communicate(timeout=120)
+    assert ended(started)
+    assert left(tmp_path / "nvme")
+    telemetry = load_config(None).telemetry
+    with trial_folders([str(tmp_path / "nvme")], telemetry) as first:
+        with trial_folders([str(tmp_path / "nvme")], telemetry):
+            assert len(list((tmp_path / "nvme").glob(f"{PREFIX}*"))) == 2
+        assert Path(first[0]).is_dir()
+        assert len(list((tmp_path / "nvme").iterdir())) == 1
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def test_a_trial_that_kills_its_process_is_a_failed_one(tmp_path: Path) -> None:
+    """The search goes on with a new process; the journal has the reason."""
+    process = begin(tmp_path)
+    assert len(until(process, tmp_path, lambda rows: len(rows) > 0)) == 1, "it is in the second trial"
+    (worker,) = [one for one in workers(process.pid) if "spawn_main" in " ".join(one.cmdline())]
+    worker.kill()
+    rows = until(process, tmp_path, lambda rows: len(rows) > 2)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=300)
+    assert [row["outcome"]["kind"] for row in rows[:3]] == ["measured", "failed", "measured"]
+    assert rows[1]["outcome"]["reason"] == "the process for trials was killed: out of memory?"
+    assert left(tmp_path) == []
+
+
+def until(
+    process: subprocess.Popen[str], folder: Path, done: Callable[[list[dict[str, Any]]], bool]
+) -> list[dict[str, Any]]:
+    """Wait for trials in the journal; return them."""
+    journal, deadline = folder / "tuned/trials.jsonl", time.monotonic() + 300
+    rows: list[dict[str, Any]] = []
+    while not done(rows):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        if journal.exists():
+            rows = [json.loads(line) for line in journal.read_text().splitlines(keepends=True)[1:] if line[-1] == "\n"]
+    return rows
+
+
+def test_a_start_that_cannot_be_trained_with_is_refused(tmp_path: Path) -> None:
+    """With the reason, and nothing left."""
+    done = run_here(*SMALL, "--host-memory", "64KiB")
+    assert done.status == 2
+    (line,) = [line for line in done.errors.splitlines() if line.startswith("error")]
+    assert "the start cannot be trained with: the host arena is too small" in line
+    assert left(tmp_path) == []
+    assert not (tmp_path / "nvme").exists()
+
+
+def test_a_start_from_a_file_is_kept_but_for_what_is_tuned(tmp_path: Path) -> None:
+    """Its other settings are in the result; clipping keeps updates out of backward; paths may be the file's."""
+    (tmp_path / "start.toml").write_text(
+        '[storage]\npaths = ["a", "b"]\nqueue_depth = 8\nretries = 5\n[run]\nretained_commits = 2\nresume = "latest"\n'
+        '[telemetry]\ntimeline = "trace.json"\n'
+    )
+    words = [*SMALL[: SMALL.index("--nvme")], "--out", "tuned", "--config", "start.toml", "--minutes", "0.15"]
+    done = run_here(*words, "--max-grad-norm", "1", "--micro-tokens", "32", "--allow-format", "split", "--repeats", "1")
+    assert done.status == 0, done.errors
+    found = load_config("tuned/infinity.toml")
+    assert found.storage.paths == (str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (found.storage.retries, found.run.retained_commits, found.run.resume) == (5, 2, "latest")
+    rows = [json.loads(line) for line in (tmp_path / "tuned/trials.jsonl").read_text().splitlines()[1:]]
+    assert ["start", "defaults"][: len(rows)] == [row["role"] for row in rows][:2], "the second if there was time"
+    assert rows[0]["candidate"]["storage.queue_depth"] == 8
+    measured = [row["outcome"] for row in rows if row["outcome"]["kind"] == "measured"]
+    assert {row["effective"]["update.placement"] for row in measured} == {"in_forward"}
+    assert not (tmp_path / "trace.json").exists(), "trials write no timeline"
+    assert not (tmp_path / "a").exists(), "it was made for the search"
+    assert "--max-grad-norm 1" in done.output.splitlines()[-1]
+    assert " the start" in done.output
+
+
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of several ranks would be several searches."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run_here(*SMALL)
+    assert done.status == 2
+    assert "WORLD_SIZE=2" in done.errors
+    assert not Path("tuned").exists()

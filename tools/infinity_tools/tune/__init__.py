@@ -1,0 +1,1 @@
+"""`infinity tune`: which settings train this model fastest on this machine? Found by short training with each."""

@@ -1,0 +1,191 @@
+"""Trials, as the worker makes them: a model, offloaded anew with a candidate's settings and trained for some steps."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.config import Config, RunConfig
+from infinity.errors import ConfigError, InfinityError
+from infinity_tools.tune.folders import empty
+from infinity_tools.tune.outcome import Bounds, Outcome
+
+if TYPE_CHECKING:
+    from infinity import PagedOptimizer
+
+WARM = 2
+"""Steps that do not count: in the first one infinity records, in the second it fills its arena."""
+_LEAST_STEPS, _LEAST_SECONDS, _MOST_STEPS = 3, 1.0, 20
+"""Counted steps: at least so many, and for so long, but not more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, as `infinity train` names it."""
+
+    model: str
+    dtype: str
+    activation_checkpointing: bool
+    batch_tokens: int
+    micro_tokens: int | None
+    seq: int
+    max_grad_norm: float | None
+    threads: int
+    seed: int
+
+
+class Trials:
+    """A workload that can be trained with any settings."""
+
+    def __init__(self, workload: Workload, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Check it; `stopped` is asked before every step.
+
+        Raises:
+            ConfigError: the model, or tokens that it cannot be trained on.
+        """
+        import torch
+
+        import infinity
+        from infinity.ranks import Ranks
+        from infinity_tools.loop import check_batch
+        from infinity_tools.presets import best_dtype, find_model
+
+        if workload.threads:
+            torch.set_num_threads(workload.threads)
+        self._workload, self._stopped = workload, stopped
+        self._runs: list[str] = []  # ids of the runs of all trials
+        self._source = find_model(workload.model)
+        self._mesh = infinity.mesh()
+        check_batch(workload, self._source, Ranks.current())
+        self._dtype = best_dtype() if workload.dtype == "auto" else workload.dtype
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the model and the device are."""
+        import torch
+
+        from infinity_tools.presets import count_parameters, on_meta
+
+        cuda, threads = self._mesh.device_type == "cuda", torch.get_num_threads()
+        return {
+            "model": self._source.name,
+            "parameters": count_parameters(on_meta(self._source)),
+            "dtype": self._dtype,
+            "device": torch.cuda.get_device_name() if cuda else f"cpu, {threads} thread{'s' if threads > 1 else ''}",
+            "torch": torch.__version__,
+        }
+
+    def run(self, settings: Config, candidate: Mapping[str, Any], folders: Sequence[str], bounds: Bounds) -> Outcome:
+        """Train with a candidate, in folders that are empty before and after; what cannot be is an outcome too."""
+        began = time.perf_counter()
+        try:
+            outcome = self._run(settings, candidate, folders, bounds)
+        except Exception as error:  # whatever numbers that do not fit together, or too little memory, make of it
+            outcome = Outcome(kind="failed", reason=_reason(error), usage=is_usage(error))
+        finally:
+            gc.collect()
+            for folder in folders:
+                empty(Path(folder), settings.telemetry, self._runs)
+        return replace(outcome, wall=time.perf_counter() - began)
+
+    def _run(self, settings: Config, candidate: Mapping[str, Any], folders: Sequence[str], bounds: Bounds) -> Outcome:
+        import torch
+
+        import infinity
+        from infinity_tools.presets import on_meta, shard
+
+        workload, sliced = self._workload, self._workload.micro_tokens is not None
+        model = on_meta(self._source)
+        checkpointing = workload.activation_checkpointing and not sliced  # slices compute activations again too
+        shard(model, self._mesh, bf16=self._dtype == "bf16", checkpointing=checkpointing)
+        if workload.micro_tokens is not None:
+            infinity.micro_batches(model, workload.batch_tokens // workload.micro_tokens)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        with infinity.offload(model, optimizer, _trial(settings, candidate, folders, workload.seed),
+                              weights=self._source.weights) as paged:  # fmt: skip
+            self._runs.append(paged.run.folder.run_id)
+            self._step(model, paged)
+            rates = (bounds.bandwidth, bounds.computation)
+            predicted = paged.predict_seconds(*rates) if bounds.skip_above and rates[0] else 0.0
+            if bounds.skip_above and predicted > bounds.skip_above:
+                return Outcome(kind="skipped", predicted=predicted, total_written=_written(paged))
+            return self._measure(model, paged, bounds)
+
+    def _measure(self, model: Any, paged: PagedOptimizer, bounds: Bounds) -> Outcome:
+        for _ in range(1, WARM):
+            self._step(model, paged)
+        slow = False
+        first = len(paged.records)
+        while not _are_enough(counted := paged.records[first:]) and not slow:
+            self._step(model, paged)
+            slow = bool(bounds.slow_above) and len(counted) == 0 and paged.records[-1].seconds > bounds.slow_above
+        counted = paged.records[first:]
+        moving = sum(record.transfer_seconds for record in counted)
+        nbytes = sum(record.read_bytes + record.written_bytes for record in counted)
+        computation = statistics.median(record.seconds - record.stall_seconds for record in counted)
+        bandwidth = nbytes / moving if moving else 0.0
+        run = paged.run
+        return Outcome(
+            kind="slow" if slow else "measured",
+            seconds=statistics.median(record.seconds for record in counted),
+            samples=tuple(record.seconds for record in counted),
+            stall_seconds=statistics.median(record.stall_seconds for record in counted),
+            read_bytes=round(statistics.median(record.read_bytes for record in counted)),
+            written_bytes=round(statistics.median(record.written_bytes for record in counted)),
+            predicted=paged.predict_seconds(bandwidth, computation) if bandwidth else 0.0,
+            bandwidth=bandwidth,
+            computation=computation,
+            total_written=_written(paged),
+            effective={
+                "update.placement": paged.update_placement,
+                "memory.page_bytes": run.layout.page_bytes,
+                "storage.engine": run.stats.header.info["io_engine"],
+                "update.cores": int(run.worker.threaded),
+            },
+        )
+
+    def _step(self, model: Any, paged: PagedOptimizer) -> None:
+        import torch
+
+        if self._stopped():
+            raise SystemExit
+        workload = self._workload
+        shape = (workload.batch_tokens // workload.seq, workload.seq)
+        tokens = torch.randint(0, self._source.config.vocab_size, shape, device=self._mesh.device_type)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        if workload.max_grad_norm is not None:
+            paged.clip_grad_norm_(workload.max_grad_norm)
+        paged.step()
+        paged.zero_grad()
+
+
+def _are_enough(records: Sequence[Any]) -> bool:
+    if len(records) >= _MOST_STEPS:
+        return True
+    return len(records) >= _LEAST_STEPS and sum(record.seconds for record in records) >= _LEAST_SECONDS
+
+
+def _trial(settings: Config, candidate: Mapping[str, Any], folders: Sequence[str], seed: int) -> Config:
+    """Return the settings of a trial: nothing is resumed, committed or kept, and no timeline is written."""
+    changed = settings.with_values(**candidate, **{"storage.paths": list(folders), "telemetry.timeline": ""})
+    return replace(changed, run=RunConfig(keep="never", seed=seed))
+
+
+def _written(paged: PagedOptimizer) -> int:
+    return paged.run.ledger.total_bytes["write"]
+
+
+def _reason(error: Exception) -> str:
+    first = str(error).partition("\n")[0]
+    return first if isinstance(error, InfinityError) else f"{type(error).__name__}: {first}"
+
+
+def is_usage(error: Exception) -> bool:
+    """Whether something else has to be asked for, and nothing is broken."""
+    from infinity.errors import BudgetError, FolderBusyError, UnsupportedError
+
+    return isinstance(error, ConfigError | BudgetError | FolderBusyError | UnsupportedError)
