@@ -17,7 +17,7 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
   tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune docs docs-pictures docs-site install clean
+.PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands docs docs-pictures docs-site install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -80,6 +80,9 @@ bench-commit: install
 
 bench-daemon: install
 	$(BIN)/python -W ignore benchmarks/bench_daemon.py $(ARGS)
+
+bench-commands: install
+	$(BIN)/python benchmarks/bench_commands.py $(ARGS)
 
 bench-plan: install
 	$(BIN)/python -W ignore benchmarks/bench_plan.py $(ARGS)
