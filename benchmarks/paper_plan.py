@@ -19,10 +19,25 @@ from typing import Any
 
 from bench_step import RESULTS, ROOT, machine, publish
 
-DGX2 = {"device": "v100", "ranks": 16, "drives": (8, 25e9, 25e9, 28e12), "arena": 64 << 30, "exchange": 100e9 / 16}
+DGX2 = {
+    "device": "v100",
+    "ranks": 16,
+    "drives": (8, 25e9, 25e9, 28e12),
+    "arena": 64 << 30,
+    "exchange": 100e9,
+    "cores": 3,
+}
 """A node: ranks, drives (how many, read and written by all of them, bytes), bytes of arena for each rank (of 94 that it
-has), bytes per second between nodes for each rank."""
-RTX4090 = {"device": "rtx4090", "ranks": 1, "drives": (12, 32e9, 24e9, 46e12), "arena": 192 << 30, "exchange": 0.0}
+has), bytes per second between nodes (a ring goes through each node once, so that all its ranks get what crosses the
+network once), cores of each rank for updates."""
+RTX4090 = {
+    "device": "rtx4090",
+    "ranks": 1,
+    "drives": (12, 32e9, 24e9, 46e12),
+    "arena": 192 << 30,
+    "exchange": 0.0,
+    "cores": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -50,13 +65,13 @@ SETUPS = (
     Published("20T, 32 DGX-2", 205, 90112, 1.25, 32, DGX2),
     Published("32T, 32 DGX-2", 205, 114048, 1, 32, DGX2),
     Published("13B, 1 RTX 4090", 40, 5120, 64, 1, RTX4090, 156.0, "LoHan"),
-    Published("70B, 1 RTX 4090", 80, 8192, 32, 1, RTX4090),
+    Published("70B, 1 RTX 4090", 80, 8192, 32, 1, RTX4090, None, ""),
     Published("175B, 1 RTX 4090", 96, 12288, 16, 1, RTX4090, None, "LoHan"),
 )
 _VOCABULARY, _SEQUENCE = 50257, 1024
 
 
-def plan(setup: Published, cores: int) -> dict[str, Any]:
+def plan(setup: Published) -> dict[str, Any]:
     """Return what is planned."""
     from infinity.config import Config
     from infinity.estimate.estimate import Workload, estimate
@@ -74,7 +89,7 @@ def plan(setup: Published, cores: int) -> dict[str, Any]:
         ranks_per_node=setup.node["ranks"],
         device=device,
         update_seconds=UPDATE_SECONDS,
-        update_cores=cores,
+        update_cores=setup.node["cores"],
         interconnect=setup.node["exchange"],
     )
     tokens = int(setup.sequences * _SEQUENCE) * ranks
@@ -111,11 +126,12 @@ def table(result: dict[str, Any]) -> str:
     ]
     for row in result["setups"]:
         said = "runs" if row["published_tflops"] is None else f"{row['published_tflops']:.0f}"
+        said = f"{said} ({row['source']})" if row["source"] else "-"
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         lines.append(
             f"| {row['name']} | {row['space_per_node_bytes'] / 1e12:.1f} of {row['space_there_bytes'] / 1e12:.0f} TB"
             f"{'' if row['fits'] else ' (no)'} | {row['bytes_per_parameter']:.1f} | {row['step_seconds']:.0f} s | "
-            f"{row['storage_seconds'] / row['step_seconds']:.0%} | {row['tflops']:.1f} | {said} ({row['source']}) | "
+            f"{row['storage_seconds'] / row['step_seconds']:.0%} | {row['tflops']:.1f} | {said} | "
             f"{ratio} |"
         )
     return "\n".join(lines)
@@ -147,15 +163,14 @@ def draw(result: dict[str, Any], file: Path) -> None:
 def main() -> None:
     """Plan and write results/plan-paper.json and its picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--update-cores", type=int, default=2, help="cores of each rank for updates")
     parser.add_argument("--out", type=Path, default=RESULTS / "plan-paper.json")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from rich.progress import track
 
-    rows = [plan(setup, options.update_cores) for setup in track(SETUPS, "planning", disable=options.json)]
-    result = {"update_cores": options.update_cores, "setups": rows, **machine()}
+    rows = [plan(setup) for setup in track(SETUPS, "planning", disable=options.json)]
+    result = {"setups": rows, **machine()}
     publish(json.loads(json.dumps(result)), options, draw, lambda found: print(table(found)))
 
 

@@ -81,10 +81,9 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 }
 """What `infinity plan --gpu` knows."""
 
-UPDATE_SECONDS: Mapping[str, float] = {
-    "fp32": 0.64e-9, "split": 1.3e-9, "bf16-moments": 5.0e-9, "8bit": 9.0e-9,
-}  # fmt: skip
-"""Seconds of one core to update one parameter with AdamW, by `state.format`: measured by `make bench-plan`."""
+UPDATE_SECONDS: Mapping[str, float] = {"fp32": 2.9e-9, "split": 8.9e-9, "bf16-moments": 24e-9, "8bit": 34e-9}
+"""Seconds in which one core updates one parameter with AdamW, by `state.format`: of the benchmarks' machine, from
+benchmarks/results/plan.json (`make bench-plan`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,14 @@ def test_goals_of_the_prediction_are_met() -> None:
     assert found["time_error_worst"] <= 0.20
 
 
+def test_the_speed_of_updates_is_what_was_measured() -> None:
+    """In two digits."""
+    measured = json.loads((RESULTS / "plan.json").read_text())["update_nanoseconds"]
+    assert {name: float(f"{value:.2g}") for name, value in measured.items()} == {
+        name: pytest.approx(1e9 * each) for name, each in machine.UPDATE_SECONDS.items()
+    }
+
+
 def test_numbers_in_the_text_are_those_of_the_code() -> None:
     """Whoever changes one changes the page."""
     words = " ".join(PAGE.split())

@@ -330,7 +330,7 @@ def _fitted(asked: Asked, model: ModelShape, work: Workload, device: Accelerator
 def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) -> list[str]:
     """Return what an estimate rests on, a line for each."""
     machine, work = found.machine, found.workload
-    drives, device = machine.drives, machine.device
+    drives, device, cores = machine.drives, machine.device, machine.update_cores
     speeds = f"{drives.read / 1e9:.3g} GB/s read, {drives.write / 1e9:.3g} GB/s written"
     mixed = f", {drives.mixed / 1e9:.3g} GB/s mixed" if drives.mixed else ", reads and writes take turns"
     lines = [
@@ -338,7 +338,7 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
         f"computation: {device.flops / 1e12:.3g} TFLOP/s reached by each rank on {device.name} "
         f"({sources.get('computation') or _how_fast(asked)})",
         f"updates: {1e9 * machine.update(found.settings.state.format):.2g} ns per parameter"
-        + (f", on {machine.update_cores} cores beside computation" if machine.threaded else ""),
+        + (f", on {cores} core{'s' * (cores > 1)} beside computation" if cores else ""),
     ]
     if work.micro_batches > 1:
         how = "a loop over" if not work.layer_major else "each layer runs all of"

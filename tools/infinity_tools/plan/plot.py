@@ -77,7 +77,7 @@ def _state(axes: Axes, found: Estimate) -> None:
     colours = ("#bbbbbb", _COLOURS["stays"], _COLOURS["read"], _COLOURS["written"])
     for number, ((label, heights), colour) in enumerate(zip(columns.items(), colours, strict=True)):
         axes.bar([x + (number - 1.5) * 0.2 for x in range(len(names))], heights, 0.2, label=label, color=colour)
-    axes.set_xticks(range(len(names)), [name.replace(" and ", "\nand ") for name in names])
+    axes.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
     axes.set_title("GB of a rank")
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)

@@ -16,7 +16,7 @@ from infinity.estimate.estimate import DAY, HIDDEN, Estimate
 from infinity.units import format_setting, format_size
 from infinity_tools.tables import table
 
-ROLES = {Role.PARAM: "weights", Role.UPDATE: "master and moments", Role.GRAD: "gradients"}
+ROLES = {Role.PARAM: "weights", Role.UPDATE: "master, moments", Role.GRAD: "gradients"}
 """What the pages of each role are called."""
 _UNITS = (("years", 365 * DAY), ("days", DAY), ("hours", 3600.0))
 
@@ -77,8 +77,8 @@ def _places(found: Estimate) -> Table:
     }
     sizes["all"] = tuple(map(sum, zip(*sizes.values(), strict=True)))  # type: ignore[assignment]
     return table(
-        "state of a rank",
-        ("", ">size", ">stays in host memory", ">read per step", ">written"),
+        "state of a rank: size, what stays in host memory, moved per step",
+        ("", ">size", ">stays", ">read", ">written"),
         [(name, *map(format_size, row)) for name, row in sizes.items()],
     )
 
