@@ -13,7 +13,6 @@ import pytest
 import infinity
 from infinity.content.format import Role
 from infinity.node import NodeDaemon
-from infinity_tools.toml import to_toml
 from support.command import run_here
 
 LARGE = (
@@ -152,11 +151,3 @@ def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
     said = planned("plan --model org/small --host-memory 2MiB --nvme-bandwidth 1e9/1e9 --tflops 1 --no-changes")
     assert said["model"]["name"] == "org/small"
     assert said["model"]["layers"] == 4
-
-
-def test_settings_are_written_as_toml_that_is_read_back() -> None:
-    """Whatever is in a name."""
-    tree = {"storage": {"paths": ['/a "b"', "/ä\\\x7f\t"]}, "run": {"retained_commits": 2}}
-    assert tomllib.loads(to_toml(tree, ["A comment."])) == tree
-    with pytest.raises(infinity.InfinityError, match="host_byte"):
-        to_toml({"memory": {"host_byte": 1}})

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from infinity import Config, load_config
+from infinity import Config
 from infinity.errors import ConfigError, InfinityError
 from infinity_tools.tune import folders, worker
 from infinity_tools.tune.journal import Journal
 from infinity_tools.tune.outcome import Bounds, Outcome, Trial
-from infinity_tools.tune.report import effects, toml, write_settings
+from infinity_tools.tune.report import effects, write_settings
 from infinity_tools.tune.space import candidate_of, describe
 from infinity_tools.tune.trial import Workload
 from infinity_tools.tune.view import View
@@ -30,32 +30,11 @@ ABOUT = {"model": "tiny", **START, "nvme": ["/nvme0/run"]}
 OUTCOME = Outcome(kind="measured", seconds=0.5, samples=(0.4, 0.5, 0.6), effective={"update.cores": 1}, wall=2.0)
 
 
-def test_a_file_of_settings_is_read_back_whatever_is_in_it(tmp_path: Path) -> None:
-    """Odd folders, flags, sizes that are no round number; only what differs from the defaults is in it."""
-    odd = ('/nvme "0"/a\\b', "/nvme\t[1]/ü\x7f", "/nvme'2'/#")
-    settings = Config().with_values(
-        **{"storage.paths": odd, "storage.balance": False, "storage.queue_depth": 64, "memory.host_bytes": 3 << 30,
-           "memory.page_bytes": 65536 * 3, "storage.request_bytes": 12288, "run.seed": 7, "update.cores": 0}
-    )  # fmt: skip
-    write_settings(tmp_path / "infinity.toml", settings, ["how it was found", 'with "quotes"'])
-    text = (tmp_path / "infinity.toml").read_text()
-    assert load_config(tmp_path / "infinity.toml") == settings
-    assert text.startswith("# how it was found\n# with ")
-    assert 'host_bytes = "3GiB"' in text
-    assert "timeout_seconds" not in text
-    assert load_config(_written(tmp_path, toml(Config(), []))) == Config()
-
-
 def test_a_folder_that_takes_no_file_is_said(tmp_path: Path) -> None:
     """With the fix."""
     (tmp_path / "infinity.toml").mkdir()
     with pytest.raises(ConfigError, match="name another folder with --out"):
         write_settings(tmp_path / "infinity.toml", Config(), [])
-
-
-def _written(folder: Path, text: str) -> Path:
-    (folder / "x.toml").write_text(text)
-    return folder / "x.toml"
 
 
 def journal(folder: Path, *, resume: bool, about: dict[str, Any] = ABOUT) -> Journal:

@@ -3,26 +3,79 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
-from infinity.config import load_config
+from infinity.config import Config, load_config
+from infinity.errors import ConfigError
+from infinity.units import GIB, KIB, MIB
+
+Tree = Mapping[str, Mapping[str, Any]]
+"""Settings by section and name."""
 
 
-def to_toml(tree: Mapping[str, Mapping[str, Any]], comments: Sequence[str] = ()) -> str:
-    """Return sections of settings as TOML, behind lines of comment.
+def settings_toml(settings: Config, comments: Sequence[str] = ()) -> str:
+    """Return the settings that differ from the defaults, below lines of comment.
 
     Raises:
-        ConfigError: these are no settings; nothing is printed then that nobody would take.
+        ConfigError: a value cannot be written in TOML.
     """
-    load_config(tree)
-    return "\n".join([*(f"# {line}" for line in comments), *_lines(tree)]) + "\n"
+    defaults = Config()
+    tree: dict[str, dict[str, Any]] = {}
+    for section in fields(settings):
+        found, usual = getattr(settings, section.name), getattr(defaults, section.name)
+        changed = {one.name: getattr(found, one.name) for one in fields(found)}
+        changed = {name: value for name, value in changed.items() if value != getattr(usual, name)}
+        if changed:
+            tree[section.name] = changed
+    return tree_toml(tree, comments)
 
 
-def _lines(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def tree_toml(tree: Tree, comments: Sequence[str] = ()) -> str:
+    """Return sections of settings; what is read back is what was given.
+
+    Raises:
+        ConfigError: it is not: these are no settings, or a name is no text.
+    """
+    text = "\n".join([*(f"# {line}" for line in comments), *_lines(tree)]).lstrip("\n") + "\n"
+    try:
+        text.encode()
+        read = load_config(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, UnicodeError) as error:
+        raise ConfigError(f"these settings cannot be written as TOML: {error}") from error
+    if read != load_config({section: dict(values) for section, values in tree.items()}):
+        raise ConfigError("settings are read back otherwise: a mistake in infinity, please report it")
+    return text
+
+
+def quoted(text: str) -> str:
+    """Return a basic string of TOML: that of JSON, but for a character that TOML wants escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _lines(tree: Tree) -> Iterator[str]:
     for section, values in tree.items():
         yield ""
         yield f"[{section}]"
         for name, value in values.items():
-            # JSON's text, numbers, booleans and lists of them are TOML's too; other characters than ASCII stay.
-            yield f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+            yield f"{name} = {_literal(name, value)}"
+
+
+def _literal(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_literal(name, one) for one in value)}]"
+    if isinstance(value, int):
+        return _size(value) if name.endswith("_bytes") else str(value)
+    return quoted(str(value))
+
+
+def _size(size: int) -> str:
+    """Return a size with a unit, exact; else in bytes."""
+    for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size and size % factor == 0:
+            return f'"{size // factor}{unit}"'
+    return str(size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from infinity.config import load_config
 from infinity.units import GIB, KIB, LARGEST, format_setting, parse_size
 from infinity_tools.migrate.read import AUTO, Found
+from infinity_tools.toml import quoted
 
 _PARAM, _OPTIMIZER = "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 _BUFFERS = {"max_in_cpu": 10**9, "buffer_count": 5, "buffer_size": 10**8}
@@ -112,7 +112,7 @@ def to_toml(lines: Sequence[Line], source: str) -> tuple[str, dict[str, Any]]:
         ConfigError: `infinity.load_config` does not take it.
     """
 
-    text = [f"# Settings of infinity, from {_quoted(source)}."]
+    text = [f"# Settings of infinity, from {quoted(source)}."]
     for section in dict.fromkeys(line.name.partition(".")[0] for line in lines):
         text += ["", f"[{section}]"]
         for line in lines:
@@ -129,8 +129,4 @@ def to_toml(lines: Sequence[Line], source: str) -> tuple[str, dict[str, Any]]:
 def _value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"
-    return _quoted(value) if isinstance(value, str) else str(value)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return quoted(value) if isinstance(value, str) else str(value)

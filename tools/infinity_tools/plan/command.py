@@ -224,8 +224,8 @@ def plan(
     # What plans is imported now: help needs none of it.
     from infinity.estimate.advice import best_changes
     from infinity_tools.plan.inputs import Asked, assumptions_of, plan_of
-    from infinity_tools.plan.report import document, settings_of, show
-    from infinity_tools.toml import to_toml
+    from infinity_tools.plan.report import document, show
+    from infinity_tools.toml import settings_toml
 
     asked = Asked(
         model=model,
@@ -276,9 +276,9 @@ def plan(
         assumptions = assumptions_of(found, asked, sources)
         status.update("planning what would help")
         best = best_changes(found) if changes else []
-        paths = asked.paths
-        text = to_toml(settings_of(found, paths), ["Settings of infinity, from `infinity plan`."])
-        answer = {**document(found, best, assumptions, paths), "toml": text}
+        settings = found.settings.with_values(**{"storage.paths": asked.paths})
+        text = settings_toml(settings, ["Settings of infinity, from `infinity plan`."])
+        answer = {**document(found, best, assumptions), "toml": text}
         shown = json_format.dumps(answer, indent=2)
         if out is not None:
             status.update("drawing")

@@ -15,7 +15,7 @@ from infinity.estimate.estimate import Estimate, Workload, estimate, working_byt
 from infinity.estimate.machine import ACCELERATORS, REACHED, UPDATE_SECONDS, Accelerator, Drives, Machine
 from infinity.estimate.model import OPTIMIZERS, ModelShape, decoder, with_lora, with_trainable_share
 from infinity.memory.limits import default_arena
-from infinity.units import format_size, parse_size
+from infinity.units import MIB, align_down, format_size, parse_size
 from infinity_tools.plan.drives import drives_at, typed_drives
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _check(asked: Asked) -> None:
 def _settings(asked: Asked) -> Config:
     settings = load_config(asked.config).with_values(**asked.settings)
     if not settings.memory.host_bytes:
-        settings = settings.with_values(**{"memory.host_bytes": default_arena(asked.ranks)})
+        settings = settings.with_values(**{"memory.host_bytes": align_down(default_arena(asked.ranks), MIB)})
     return settings
 
 

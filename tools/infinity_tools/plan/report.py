@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -13,7 +13,7 @@ from rich.text import Text
 from infinity.content.format import Role
 from infinity.estimate.advice import Change
 from infinity.estimate.estimate import DAY, HIDDEN, Estimate
-from infinity.units import format_setting, format_size
+from infinity.units import format_size
 from infinity_tools.tables import table
 
 ROLES = {Role.PARAM: "weights", Role.UPDATE: "master, moments", Role.GRAD: "gradients"}
@@ -146,35 +146,7 @@ def _commits(found: Estimate) -> str:
     return f"with {number} retained commit{'s' if number > 1 else ''}"
 
 
-def settings_of(found: Estimate, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the settings that make a run what was planned, as a tree that `infinity.offload` takes."""
-    chosen = found.settings
-    sections: dict[str, dict[str, Any]] = {
-        "storage": {"paths": list(paths)},
-        "memory": {
-            name: format_setting(size)
-            for name, size in (("host_bytes", chosen.memory.host_bytes), ("page_bytes", chosen.memory.page_bytes))
-            if size
-        },
-        "state": _changed(chosen.state),
-        "update": _changed(chosen.update),
-        "run": {name: value for name, value in _changed(chosen.run).items() if name == "retained_commits"},
-    }
-    return {name: values for name, values in sections.items() if values}
-
-
-def _changed(section: Any) -> dict[str, Any]:
-    """Return the settings of a section that are not the defaults."""
-    return {
-        field.name: value
-        for field in fields(section)
-        if (value := getattr(section, field.name)) != getattr(type(section)(), field.name)
-    }
-
-
-def document(
-    found: Estimate, changes: Sequence[Change], assumptions: Sequence[str], paths: Sequence[str]
-) -> dict[str, Any]:
+def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str]) -> dict[str, Any]:
     """Return the estimate as JSON."""
     model, work, machine = found.model, found.workload, found.machine
 
@@ -225,5 +197,4 @@ def document(
             }
             for change in changes
         ],
-        "settings": settings_of(found, paths),
     }

@@ -8,18 +8,16 @@ many points is partly luck.
 
 from __future__ import annotations
 
-import json
 import os
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from infinity.config import StorageConfig, check_config, load_config
-from infinity.errors import ConfigError
 from infinity.io.probe.points import Load, Measurement
-from infinity.units import GIB, KIB, MIB, format_size
+from infinity.units import format_size
 from infinity_tools.probe.turns import MARGIN, Turns
+from infinity_tools.toml import tree_toml
 
 Size = tuple[int, int]
 """Bytes per request, and requests in flight."""
@@ -124,37 +122,6 @@ def settings_block(paths: Sequence[str], block_bytes: int, depth: int, engine: s
     Raises:
         ConfigError: infinity would not take it, such as for a folder whose name is no text.
     """
-    text = (
-        "[storage]\n"
-        f"paths = [{', '.join(map(_quoted, paths))}]\n"
-        f"request_bytes = {_size(block_bytes)}\n"
-        f"queue_depth = {depth}\n"
-        f'engine = "{engine}"\n'
-    )
-    try:
-        text.encode()
-        config = load_config(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, UnicodeError) as error:
-        raise ConfigError(f"the folders {list(paths)} cannot be named in TOML: {error}") from error
-    check_config(config)
-    found = config.storage
-    if (found.paths, found.request_bytes, found.queue_depth, found.engine) != (
-        tuple(paths),
-        block_bytes,
-        depth,
-        engine,
-    ):
-        raise ConfigError(f"infinity reads other settings than were measured: {found}")
-    return text
-
-
-def _quoted(text: str) -> str:
-    """Return a basic string of TOML: that of JSON, but for one character."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _size(size: int) -> str:
-    """Return a size as settings have it, exact."""
-    fitting = ((factor, unit) for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if size % factor == 0)
-    factor, unit = next(fitting, (1, "B"))
-    return f'"{size // factor}{unit}"'
+    storage = {"paths": list(paths), "request_bytes": block_bytes, "queue_depth": depth, "engine": engine}
+    check_config(load_config({"storage": storage}))
+    return tree_toml({"storage": storage})

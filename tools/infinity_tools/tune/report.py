@@ -5,64 +5,34 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.access import replacing
-from infinity.config import Config, load_config
+from infinity.config import Config
 from infinity.errors import ConfigError
-from infinity.units import format_setting, format_size
+from infinity.units import format_size
+from infinity_tools.toml import settings_toml
 from infinity_tools.tune.outcome import Result, Trial
-from infinity_tools.tune.space import describe, is_size
+from infinity_tools.tune.space import describe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def toml(settings: Config, heading: Sequence[str]) -> str:
-    """Return settings as a file: those that differ from the defaults, below a comment."""
-    lines = [f"# {line}" for line in heading]
-    defaults = Config()
-    for section in fields(settings):
-        found = getattr(settings, section.name)
-        default = getattr(defaults, section.name)
-        changed = [one.name for one in fields(found) if getattr(found, one.name) != getattr(default, one.name)]
-        if changed:
-            lines += ["", f"[{section.name}]"]
-            lines += [f"{name} = {_literal(name, getattr(found, name))}" for name in changed]
-    return "\n".join(lines) + "\n"
-
-
-def _literal(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return f"[{', '.join(_literal(name, one) for one in value)}]"
-    if isinstance(value, int):
-        exact = format_setting(value) if is_size(name) and value % 1024 == 0 else str(value)
-        return json.dumps(exact) if not exact.isdecimal() else exact
-    return _quoted(str(value))
-
-
-def _quoted(text: str) -> str:
-    """Return a basic string of TOML; JSON's, but for a character that TOML wants escaped."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def write_settings(file: Path, settings: Config, heading: Sequence[str]) -> None:
-    """Write the file, and read it back as `infinity train --config` does.
+    """Write the settings that differ from the defaults.
 
     Raises:
         ConfigError: it cannot be written.
     """
+    text = settings_toml(settings, heading)
     try:
         with replacing(file, 0o666) as out:
-            out.write(toml(settings, heading).encode())
+            out.write(text.encode())
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}; name another folder with --out") from error
-    if load_config(file) != settings:
-        raise ConfigError(f"{file} does not say what was found; this is a mistake in infinity, please report it")
 
 
 def summarise(result: Result, trials: Sequence[Trial], facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:

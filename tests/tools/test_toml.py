@@ -1,0 +1,36 @@
+"""Settings that commands write are read back as they were."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from infinity import Config, load_config
+from infinity.errors import ConfigError
+from infinity_tools.toml import settings_toml, tree_toml
+
+
+def test_settings_are_read_back_whatever_is_in_them() -> None:
+    """Odd folders, flags, sizes that are no round number; only what differs from the defaults is there."""
+    odd = ('/nvme "0"/a\\b', "/nvme\t[1]/ü\x7f", "/nvme'2'/#")
+    settings = Config().with_values(
+        **{"storage.paths": odd, "storage.balance": False, "storage.queue_depth": 64, "memory.host_bytes": 3 << 30,
+           "memory.page_bytes": 65536 * 3, "storage.request_bytes": 12288, "run.seed": 7, "update.cores": 0}
+    )  # fmt: skip
+    text = settings_toml(settings, ["how it was found", 'with "quotes"'])
+    assert load_config(tomllib.loads(text)) == settings
+    assert text.startswith("# how it was found\n# with ")
+    assert 'host_bytes = "3GiB"' in text
+    assert "timeout_seconds" not in text
+    assert load_config(tomllib.loads(settings_toml(Config()))) == Config()
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [({"memory": {"host_byte": 1}}, "host_byte"), ({"storage": {"paths": ["/a\udcff"]}}, "cannot be written as TOML")],
+)
+def test_what_nobody_would_read_back_is_refused(tree: dict[str, dict[str, object]], words: str) -> None:
+    """Before it is printed."""
+    with pytest.raises(ConfigError, match=words):
+        tree_toml(tree)
