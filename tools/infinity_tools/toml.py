@@ -44,7 +44,7 @@ def tree_toml(tree: Tree, comments: Sequence[str] = ()) -> str:
         text.encode()
         read = load_config(tomllib.loads(text))
     except (tomllib.TOMLDecodeError, UnicodeError) as error:
-        raise ConfigError(f"these settings cannot be written as TOML: {error}") from error
+        raise ConfigError(f"a value of these settings cannot be named in TOML: {error}") from error
     if read != load_config({section: dict(values) for section, values in tree.items()}):
         raise ConfigError("settings are read back otherwise: a mistake in infinity, please report it")
     return text
