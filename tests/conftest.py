@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -13,6 +14,9 @@ from support.ranks import RankPool
 settings.register_profile("default", settings.get_profile("default"), deadline=None)  # a busy machine is no failure
 settings.load_profile("default")
 settings.register_profile("fuzz", max_examples=5000, deadline=None)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A job in the background of a script ignores Ctrl-C, and so would all processes that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -310,7 +310,8 @@ def test_a_daemon_measures_by_the_counters_of_the_kernel(drive_of_its_own: tuple
     with daemon(runtime, "--config", str(config)) as process:
         for _ in range(40):  # four times as long as an idle drive has to wait
             time.sleep(0.1)
-            assert "I/O engine" not in process.log.read_text()
+            # Looks at ranks come a little later on a busy machine: one that has begun is ended then.
+            assert "measure.done" not in process.log.read_text()
     rank.close()
     with daemon(runtime, "--config", str(config)) as process:
         until(lambda: f'infinity_device_free_bytes{{device="{name}"}}' in get(process.port, "/metrics")

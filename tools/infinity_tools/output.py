@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def check_out(out: Path) -> None:
     """Refuse a folder that cannot be made or written. Raises `ConfigError`."""
-    place = out.absolute()
+    place = out
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir():

@@ -17,7 +17,7 @@ from rich.console import Console
 from infinity.access import why_not_written
 from infinity.config import Config, check_config
 from infinity.errors import ConfigError, InfinityError
-from infinity.memory.limits import available_memory
+from infinity.memory.limits import default_arena
 from infinity.units import MIB, align_down, format_size
 from infinity_tools.signals import StopRequest
 from infinity_tools.tune.folders import trial_folders
@@ -78,7 +78,7 @@ def make_plan(workload: Workload, settings: Config, allow_format: str, *, minute
         raise ConfigError(
             f"--batch-tokens {workload.batch_tokens} is not a multiple of --seq {workload.seq}; try {near}"
         )
-    host = settings.memory.host_bytes or align_down(available_memory() // 4, MIB)
+    host = settings.memory.host_bytes or align_down(default_arena(1), MIB)
     settings = settings.with_values(**{"memory.host_bytes": host})
     check_config(settings)
     paths = [os.path.abspath(path) for path in settings.storage.paths]  # the file is to be of use in any folder
@@ -165,6 +165,7 @@ class Tuning:
         try:
             return search.run(), journal.clock()
         except SearchFailed as error:
+            (self._out / JOURNAL).unlink(missing_ok=True)  # there is nothing to go on from
             reason = f"the start cannot be trained with: {error.outcome.reason}"
             raise (ConfigError if error.outcome.usage else InfinityError)(reason) from None
 
