@@ -94,10 +94,10 @@ def sweep(worker: Any, options: argparse.Namespace, start: dict[str, Any]) -> tu
 
 def run_tune(options: argparse.Namespace, model: Path, folder: Path, home: Path, seconds: float) -> tuple[Any, float]:
     """Run `infinity tune` from the bad settings; return what it prints, and its seconds from start to end."""
-    from infinity_tools.tune.report import toml
+    from infinity_tools.toml import settings_toml
 
     config = folder / "bad.toml"
-    config.write_text(toml(bad_settings(options), ["bad on purpose"]))
+    config.write_text(settings_toml(bad_settings(options), ["bad on purpose"]))
     _, tokens, seq, host = SIZES[options.size]
     words = ["tune", "--model", str(model), "--nvme", str(home), "--host-memory", host, "--batch-tokens", str(tokens),
              "--seq", str(seq), "--config", str(config), "--minutes", str(max(0.05, seconds / 60)), "--json",

@@ -79,6 +79,21 @@ def test_the_daemon() -> None:
     assert f"{stored('daemon')['series']} series" in RESULTS
 
 
+def test_planning_and_tuning() -> None:
+    """How far predictions are off, and how near to the best the settings are that are found."""
+    plan, tune = stored("plan"), stored("tune")
+    median, worst, before, worst_before, moved = (
+        100 * plan[name]
+        for name in ("time_error_median", "time_error_worst", "before_error_median", "before_error_worst",
+                     "bytes_error_worst")
+    )  # fmt: skip
+    assert (
+        f"{moved:.1f} %; {median:.1f} % and {worst:.1f} %; {before:.1f} % and {worst_before:.0f} % ([plan.json]"
+        in RESULTS
+    )
+    assert f"{tune['of_best']:.2f}; {tune['time_share']:.3f} ([tune.json]" in RESULTS
+
+
 def test_step_times() -> None:
     """The table is that of step.json and of the two runs with the larger model."""
     assert [row for row in RESULTS.splitlines() if row.startswith(("| 355M, ", "| 114M, "))] == step_rows()
