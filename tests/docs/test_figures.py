@@ -91,7 +91,7 @@ def test_planning_and_tuning() -> None:
         f"{moved:.1f} %; {median:.1f} % and {worst:.1f} %; {before:.1f} % and {worst_before:.0f} % ([plan.json]"
         in RESULTS
     )
-    assert f"{tune['of_best']:.2f}; {tune['time_share']:.3f} ([tune.json]" in RESULTS
+    assert f"{tune['of_best']['median']:.2f}; {tune['time_share']:.3f} ([tune.json]" in RESULTS
 
 
 def test_step_times() -> None:

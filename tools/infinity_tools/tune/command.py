@@ -5,16 +5,16 @@ from __future__ import annotations
 import json as json_format
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from infinity.command import Version, finite, setting
 from infinity.config import load_config
-from infinity_tools.tune.report import result_lines
-from infinity_tools.tune.run import FILES, SETTINGS, Tuning, make_plan
-from infinity_tools.tune.trial import Workload
+
+if TYPE_CHECKING:
+    from infinity_tools.tune.trial import Workload
 
 _MODEL, _STATE, _SEARCH = "What is trained", "State on NVMe", "Search"
 
@@ -105,6 +105,11 @@ def tune(
     and leave nothing there. Ends with 0 also where nothing is faster than the start; with 2 where something has to be
     asked for differently, with 1 where something broke.
     """
+    # What tunes is imported now: help needs none of it.
+    from infinity_tools.tune.report import result_lines
+    from infinity_tools.tune.run import Tuning, make_plan
+    from infinity_tools.tune.trial import Workload
+
     workload = Workload(
         model=model,
         dtype=dtype,
@@ -133,6 +138,8 @@ def tune(
 
 def _next_lines(out: Path, workload: Workload) -> list[str]:
     """Return how to train with what was found."""
+    from infinity_tools.tune.run import FILES, SETTINGS
+
     words = ["infinity", "train", "--config", str(out / SETTINGS), "--model", workload.model]
     words += ["--batch-tokens", str(workload.batch_tokens), "--seq", str(workload.seq)]
     if workload.micro_tokens is not None:
