@@ -26,7 +26,6 @@ from bench_step import RESULTS, ROOT, machine, publish
 MODELS = {"llama-100m": (256, 512, 1024), "gpt2-354m": (256, 512, 1024)}
 """Tokens per step, by model."""
 ARENAS = ("256MiB", "1GiB")
-FORMATS = ("fp32", "split", "bf16-moments", "8bit")
 LOOP_BYTES = 14 << 30
 
 
@@ -69,6 +68,8 @@ def measure(model: str, tokens: int, arena: str, device: str, folder: Path, step
 
 def update_nanoseconds(folder: Path) -> dict[str, float]:
     """Return what one core takes to update one parameter, by format: `UPDATE_SECONDS` of infinity/estimate."""
+    from infinity.content.format import FORMATS
+
     cores = len(os.sched_getaffinity(0))
     found = {}
     for name in FORMATS:
@@ -81,8 +82,8 @@ def update_nanoseconds(folder: Path) -> dict[str, float]:
 def errors(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return median and worst of each error."""
     found = {}
-    for key, name in (("time_error", "time_error"), ("before_error", "before_error"), ("bytes_error", "bytes_error")):
-        values = [row[key] for row in rows]
+    for name in ("time_error", "before_error", "bytes_error"):
+        values = [row[name] for row in rows]
         found |= {f"{name}_median": statistics.median(values), f"{name}_worst": max(values)}
     return found
 

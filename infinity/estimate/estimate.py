@@ -68,6 +68,11 @@ class Workload:
         return self.batch_tokens / self.world_size
 
     @property
+    def passes(self) -> int:
+        """Forwards and backwards through the whole model in a step."""
+        return 1 if self.layer_major else self.micro_batches
+
+    @property
     def recomputes(self) -> bool:
         """Whether layers are computed again in backward."""
         return self.checkpointing or (self.micro_batches > 1 and self.layer_major)
@@ -142,9 +147,8 @@ class Estimate:
     @cached_property
     def gathered_bytes(self) -> int:
         """Bytes of weights that are gathered in a step, as often as they are."""
-        pages = self.layout.pages
         by_unit: Counter[int] = Counter()
-        for page in pages:
+        for page in self.layout.pages:
             by_unit[page.unit] += page.nbytes if page.role is Role.PARAM else 0
         return sum(by_unit[event.unit] for event in self.events if event.kind is EventKind.GATHER)
 
@@ -192,7 +196,7 @@ class Estimate:
     @property
     def passes(self) -> int:
         """Forwards and backwards through the whole model in a step."""
-        return 1 if self.workload.layer_major else self.workload.micro_batches
+        return self.workload.passes
 
     @property
     def _trained(self) -> float:
@@ -324,8 +328,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     if settings.state.format != "fp32" and not any(one.encodings for one in formats.values()):
         raise ConfigError(f'state.format = "{settings.state.format}" would change nothing here; set "fp32"')
     budget = choose_budget(units, formats, settings.memory.host_bytes, settings.memory.page_bytes)
-    passes = 1 if workload.layer_major else workload.micro_batches
-    events = step_events(model, passes=passes, alone=workload.world_size == 1)
+    events = step_events(model, passes=workload.passes, alone=workload.world_size == 1)
     wanted = settings.update.placement
     name = placed(wanted, events, late=workload.clipping)
     if wanted == "in_backward" != name:
