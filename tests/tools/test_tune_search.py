@@ -291,3 +291,14 @@ def test_what_comes_to_the_same_is_tried_once() -> None:
     small = {**DEFAULTS, "memory.page_bytes": 256 * KIB}
     assert space.key({**small, "storage.request_bytes": MIB}) == space.key({**small, "storage.request_bytes": 2 * MIB})
     assert space.key({**DEFAULTS, "storage.request_bytes": MIB}) == space.key(DEFAULTS)
+
+
+def test_a_start_that_is_off_by_one_setting_may_lose_to_the_defaults() -> None:
+    """That is a single change like any other: the search goes on from the defaults."""
+    space = grid(1)
+    start = {**space.defaults, "storage.queue_depth": 1}
+    land = Landscape(Space(space.settings, start, space.defaults), 3, noise=0.0)
+    land.peaks, land.weights = dict(space.defaults), dict.fromkeys(space.defaults, 0.25)
+    found = land.search(40 * TRIAL, repeats=1)
+    assert found.best == space.defaults
+    assert land.asked[1][0] == "defaults"

@@ -18,9 +18,9 @@ distances; and how much earlier the next value in a direction that has just help
 class Proposals:
     """Chooses candidates that have not been tried, in an order that what was seen decides."""
 
-    def __init__(self, seed: int) -> None:
-        self.space = Space((), {}, {})
-        """Where to look; set before anything is proposed."""
+    def __init__(self, space: Space, seed: int) -> None:
+        self.space = space
+        """Where to look; replaced when the search knows what automatic values come to."""
         self.tried: list[dict[str, Any]] = []
         """Every candidate that was measured."""
         self._random = random.Random(seed)

@@ -105,7 +105,7 @@ class Search:
         self._shown = Outcome(kind="failed")  # what the last measurement of the best so far has shown
         self._age = 0  # trials since then
         self._spread = [_NOISE]  # |log| of ratios of the same candidate
-        self._proposals = Proposals(seed)
+        self._proposals = Proposals(self._space, seed)
         self._put_back: dict[str, float] = {}
 
     @property
