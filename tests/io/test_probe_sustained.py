@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import pytest
 from infinity.config import StorageConfig
 from infinity.errors import BudgetError, ConfigError
 from infinity.io import Engine, ThreadEngine
-from infinity.io.engine import Op
-from infinity.io.probe import sustained, targets
+from infinity.io import engine as io_engine
+from infinity.io.engine import DataFile, Op, Ticket
+from infinity.io.probe import stream, sustained, targets
 from infinity.io.probe.points import ProbeStoppedError
 from infinity.io.probe.sustained import MOST_BYTES, Fall, bytes_to_sustain, fall_of, sustain
 from support.engines import open_descriptors
-from support.fault_engine import Fault, FaultEngine, FaultKind
+from support.wrapped_engine import WrappedEngine
 
 MIB = 1 << 20
 
@@ -73,25 +75,62 @@ def test_it_ends_when_the_time_is_over(tmp_path: Path) -> None:
     assert one.fall is None
 
 
+class _Falling(WrappedEngine):
+    """Writes that take a millisecond each, from the 8000th on ten, by a clock that only they advance."""
+
+    kind = "falling"
+
+    def __init__(self, settings: StorageConfig) -> None:
+        super().__init__(ThreadEngine(settings.queue_depth, settings.request_bytes))
+        self._written = 0
+        self._seconds = 1.0
+        self._waiting: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write)
+        self._thread.start()
+
+    def perf_counter(self) -> float:
+        """Return the time."""
+        return self._seconds
+
+    def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
+        """Write, one request after the other."""
+        ticket = Ticket(op, file.path, offset, len(memory), submitted=self._seconds)
+        self._waiting.put(ticket)
+        return ticket
+
+    def close(self) -> None:
+        """End the thread."""
+        self._waiting.put(None)
+        self._thread.join()
+        super().close()
+
+    def _write(self) -> None:
+        while ticket := self._waiting.get():
+            self._seconds += 0.001 if self._written < 8000 else 0.01
+            self._written += 1
+            ticket.complete()
+
+
 def test_it_ends_behind_a_cliff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drive that is slow from its 8000th write on is found, and not worn out further."""
 
-    def slowing(settings: StorageConfig) -> tuple[Engine, str]:
-        inner = ThreadEngine(settings.queue_depth, settings.request_bytes)
-        late = range(8000, 400_000)
-        return FaultEngine(inner, 1, [Fault(kind=FaultKind.SLOW, op=Op.WRITE, at=late, seconds=0.2)]), "for the test"
+    def falling(settings: StorageConfig) -> tuple[Engine, str]:
+        engine = _Falling(settings)
+        monkeypatch.setattr(stream, "time", engine)
+        monkeypatch.setattr(io_engine, "time", engine)
+        return engine, "for the test"
 
-    monkeypatch.setattr(targets, "open_engine", slowing)
-    monkeypatch.setattr(sustained, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(targets, "open_engine", falling)
+    monkeypatch.setattr(sustained, "_LOOK_SECONDS", 0.02)
     told: list[dict[str, int]] = []
     (one,) = sustain(
-        [tmp_path], 4096, 4, most_bytes=256 * MIB, most_seconds=600, slice_seconds=0.02,
+        [tmp_path], 4096, 4, most_bytes=256 * MIB, most_seconds=600,
         on_progress=lambda written, _: told.append(written),
     ).values()  # fmt: skip
     assert one.written < 256 * MIB
     assert one.fall is not None
-    assert one.fall.after < one.fall.before / 2
-    assert one.fall.written <= 8004 * 4096
+    assert (one.fall.before, one.fall.after) == (4096 * 1000, 4096 * 100)
+    assert 7900 * 4096 <= one.fall.written <= 8004 * 4096
     assert told[-1][str(tmp_path)] > 0
     assert os.listdir(tmp_path) == []
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import infinity
+from infinity_tools.cli import COMMANDS
 from support.modules import MODULES, ROOT, imported, modules
 
 LEVELS = {
@@ -152,6 +153,7 @@ def test_the_package_has_nothing_for_tests_alone() -> None:
     }
     homes = {getattr(infinity, name).__module__ for name in infinity.__all__}
     started = {"infinity_tools.__main__", "infinity_tools.cli", "infinity_daemon.__main__", "infinity_daemon.main"}
+    started |= {place.partition(":")[0] for place in COMMANDS.values()}
     started |= {"infinity_tools.migrate.page"}  # by `make docs`
     reached, left = set(packages), [*homes, *started]
     while left:

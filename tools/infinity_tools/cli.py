@@ -3,31 +3,69 @@
 from __future__ import annotations
 
 import errno
-import json as json_format
-import platform
 import sys
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any, Final
 
 import typer
-from rich.console import Console
 
 from infinity.command import HELP, Commands, Version, complain
-from infinity_tools import store
-from infinity_tools.doctor.command import doctor
-from infinity_tools.doctor.software import installed
-from infinity_tools.export import export
 from infinity_tools.messages import lasting_streams, open_missing_streams
-from infinity_tools.migrate.command import migrate
-from infinity_tools.plan.command import plan
-from infinity_tools.probe.command import probe
-from infinity_tools.status import status
-from infinity_tools.top.command import top
-from infinity_tools.train import TrainCommand, train
-from infinity_tools.tune.command import tune
+
+COMMANDS: Final = {
+    "plan": "infinity_tools.plan.command:plan",
+    "tune": "infinity_tools.tune.command:tune",
+    "train": "infinity_tools.train:app",
+    "export": "infinity_tools.export:export",
+    "store": "infinity_tools.store:app",
+    "probe": "infinity_tools.probe.command:probe",
+    "doctor": "infinity_tools.doctor.command:doctor",
+    "status": "infinity_tools.status:status",
+    "top": "infinity_tools.top.command:top",
+    "migrate": "infinity_tools.migrate.command:migrate",
+    "version": "infinity_tools.version:version",
+}
+"""Where each command is, in the order in which help shows them: a function, or a `Typer` where it is more than that."""
+
+
+@cache
+def _command(name: str) -> Any:
+    """Import a command."""
+    module, _, attribute = COMMANDS[name].partition(":")
+    found = getattr(import_module(module), attribute)
+    if not isinstance(found, typer.Typer):
+        app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        app.command(name)(found)
+        found = app
+    return typer.main.get_command(found)
+
+
+class _Imported(Mapping[str, Any]):
+    """The commands by name. A module is imported when its command is asked for: none waits for the others' imports."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _command(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _Infinity(Commands):
+    """The group of all commands."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = _Imported()
+
 
 app = typer.Typer(
     name="infinity",
-    cls=Commands,
+    cls=_Infinity,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -38,41 +76,6 @@ app = typer.Typer(
 @app.callback()
 def _infinity(version: Version = False) -> None:
     """Train models larger than memory: the storage tier for PyTorch FSDP2."""
-
-
-app.command()(plan)
-app.command()(tune)
-app.command(cls=TrainCommand)(train)
-app.command()(export)
-app.add_typer(store.app, name="store")
-app.command()(probe)
-app.command()(doctor)
-app.command()(status)
-app.command()(top)
-app.command()(migrate)
-
-
-@app.command("version")
-def versions(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
-    version: Version = False,
-) -> None:
-    """Print the version, and those of what it runs on."""
-    import infinity
-
-    found = {
-        "infinity": infinity.__version__,
-        "python": platform.python_version(),
-        "torch": installed("torch") or "not installed",
-        "transformers": installed("transformers") or "not installed",
-        "kernel": platform.release(),
-    }
-    if json:
-        typer.echo(json_format.dumps(found))
-        return
-    console = Console(highlight=False)
-    for name, value in found.items():
-        console.print(f"{name:<14}{value}", style="bold" if name == "infinity" else None)
 
 
 def main() -> None:

@@ -347,6 +347,10 @@ class TrainCommand(TyperCommand):
         return super().parse_args(ctx, ["--resume=latest" if it else arg for arg, it in zip(args, alone, strict=True)])
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+app.command(cls=TrainCommand)(train)
+
+
 _ANEW = {
     "resume", "resume_path", "resume_step", "override", "steps", "out", "trace", "json", "debug",
     "lr", "lr_steps", "warmup_steps", "weight_decay", "max_grad_norm",
