@@ -37,6 +37,7 @@ from benchmarks.loopdev import LoopDeviceError, loop_device  # noqa: E402
 from infinity.errors import InfinityError  # noqa: E402
 from infinity.io import Engine, Op, ThreadEngine, Ticket, UringEngine  # noqa: E402
 from infinity.memory.arena import Arena  # noqa: E402
+from infinity.memory.device import open_device  # noqa: E402
 from infinity.units import KIB, MIB, format_size, parse_size  # noqa: E402
 
 
@@ -152,7 +153,7 @@ def run_engine(name: str, path: Path, shape: Shape, op: Op, seconds: float, size
         "threads": ThreadEngine,
     }
     engine = kinds[name](shape.depth, shape.request_bytes)
-    arena = Arena(shape.tickets, shape.ticket_bytes, device=torch.device("cpu"))
+    arena = Arena(shape.tickets, shape.ticket_bytes, device=open_device(torch.device("cpu")))
     arena.memory[:] = os.urandom(arena.nbytes)
     engine.register(arena.memory)
     result = Load(engine, path, op, shape, arena.memory, size).run(RAMP_SECONDS, seconds)

@@ -408,10 +408,11 @@ class _Trial:
         return returned, drawn
 
     def _random_states(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices())]
+        return [torch.get_rng_state(), *map(_random_state, self._devices())]
 
     def _devices(self) -> list[torch.device]:
-        return list({leaf.device for leaf in self._call.leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda})
+        devices = {leaf.device for leaf in self._call.leaves if isinstance(leaf, torch.Tensor)}
+        return [device for device in devices if device.type not in ("cpu", "meta")]
 
     def _is_coarse(self, returned: Sequence[Any]) -> bool:
         """Whether the layer computes in less than fp32, by its arguments, parameters, outputs, or autocast."""
@@ -607,3 +608,9 @@ def _beyond(a: torch.Tensor, b: torch.Tensor, limit: torch.Tensor) -> torch.Tens
     """Where two differ by more than a limit; of infinities and NaN the same are no difference."""
     same = (a == b) | (a.isnan() & b.isnan())
     return ~same & ~((a - b).abs() <= limit)
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of a device's generator."""
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state

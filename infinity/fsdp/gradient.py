@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.errors import UnsupportedError
 from infinity.fsdp.paged_tensor import WithoutMemory, changes_memory, make_view, makes_views, written
+from infinity.memory.device import open_device
 
 aten = torch.ops.aten
 
@@ -265,11 +266,16 @@ class _Number:
 
     def __init__(self, value: torch.Tensor) -> None:
         self._copies = {value.device: value.detach().clone()}  # the first is where it came from
+        self._device = open_device(value.device)
+        self._made = self._device.mark(self._device.current())  # behind the first
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return it on a device; that it comes from is waited for when it is first needed on the host."""
         if device not in self._copies:
-            self._copies[device] = next(iter(self._copies.values())).to(device)
+            stream = self._device.stream("numbers")  # whatever this thread's own stream waits for, it is not needed
+            self._made.before(stream)
+            with self._device.on(stream):
+                self._copies[device] = next(iter(self._copies.values())).to(device)
         return self._copies[device]
 
 

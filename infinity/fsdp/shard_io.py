@@ -16,15 +16,11 @@ from infinity.content.format import MASTER
 from infinity.content.layout import Layout, Page, Placed, overlapping
 from infinity.content.views import put, read_section, section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
+from infinity.memory.device import Device
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
 from infinity.telemetry.ledger import Ledger
 from infinity.units import format_size
-
-
-def _copies_issued(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event behind the copies that the current stream has been given; None where copies are done at once."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class GatherListener(Protocol):
@@ -48,14 +44,22 @@ class ShardIO:
     """
 
     def __init__(
-        self, layout: Layout, pager: Pager, listener: GatherListener, ledger: Ledger, *, load_limit: int
+        self,
+        layout: Layout,
+        pager: Pager,
+        device: Device,
+        listener: GatherListener,
+        ledger: Ledger,
+        *,
+        load_limit: int,
     ) -> None:
         """Listen.
 
         Args:
+            device: what computes.
             load_limit: most bytes that `load` may have given away at any moment: memory outside of the arena.
         """
-        self._layout, self._load_limit = layout, load_limit
+        self._layout, self._device, self._load_limit = layout, device, load_limit
         self._open: tuple[Pager, GatherListener, Ledger] | None = pager, listener, ledger  # None once closed
         # What errors say once it is closed.
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
@@ -105,13 +109,14 @@ class ShardIO:
 
     def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
         segment = self._layout.segments[placed.segment]
+        stream = self._device.current()
+        copied = partial(self._device.mark, stream)
         for page, first, last in overlapping(segment.param_pages, placed.start, placed.start + placed.spec.padded):
             use = (Use(page.index, Mode.READ),)
-            leaves = partial(_copies_issued, destination.device)
-            with self._pager.access(use, planned=planned, leaves=leaves) as (content,):
+            with self._pager.access(use, planned=planned, copies=copied) as (content,):
                 source = section(content, page, self._layout, first, last)
                 with self._ledger.part("copy"):
-                    destination[first - placed.start : last - placed.start].copy_(source, non_blocking=True)
+                    self._device.copy(destination[first - placed.start : last - placed.start], source, stream)
 
     def load(self, shard: int) -> torch.Tensor:
         """Return a copy of the real elements of a shard in the dtype it is trained in, shape (numel,).

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 import torch
 
 from infinity.errors import BudgetError
 from infinity.hugepages import transfer_memory
+from infinity.memory.device import Device
 from infinity.units import format_size
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
 class Arena:
-    """Page-aligned host memory of a fixed size, registered with CUDA when the compute device is a GPU.
+    """Page-aligned host memory of a fixed size, registered with the device that computes.
 
     Allocated once and touched at once, so that a budget that does not fit fails before training. Exact sizes:
     torch's own pinned allocator would round up to a power of two. Which page has which frame is not known here.
@@ -25,14 +19,14 @@ class Arena:
     Args:
         frames: their number.
         frame_bytes: size of each in bytes, a multiple of what direct transfers are aligned to.
-        device: what computes; memory is registered with CUDA where that is a GPU.
+        device: what computes.
 
     Raises:
         BudgetError: there is not so much memory.
     """
 
-    def __init__(self, frames: int, frame_bytes: int, *, device: torch.device) -> None:
-        self.frames, self.frame_bytes = frames, frame_bytes  # fixed, as all below but `registered`
+    def __init__(self, frames: int, frame_bytes: int, *, device: Device) -> None:
+        self.frames, self.frame_bytes = frames, frame_bytes  # fixed, as all below
         size = frames * frame_bytes
         try:
             self.memory = transfer_memory(size)  # all bytes of the arena
@@ -41,16 +35,12 @@ class Arena:
                 f"cannot allocate a host arena of {format_size(size)} (memory.host_bytes): {error}"
             ) from error
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)  # the same bytes as a tensor of one dimension
-        self.registered = False
-        """Whether CUDA has it registered; ends with `close`. One thread makes and closes an arena."""
-        if device.type == "cuda":
-            status = _cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
-            self.registered = int(status) == 0
-            if not self.registered:
-                warnings.warn(
-                    f"CUDA did not register the host arena ({status}); copies to the device will be slower",
-                    stacklevel=2,
-                )
+        self._pinned = device.pin(self.memory, frame_bytes)  # ends with `close`; one thread makes and closes an arena
+
+    @property
+    def registered(self) -> bool:
+        """Whether the device has it registered, so that copies run beside the host."""
+        return self._pinned.registered
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +54,4 @@ class Arena:
 
     def close(self) -> None:
         """Unregister. The memory itself goes when the last view of it does."""
-        if self.registered:
-            _cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self.registered = False
+        self._pinned.close()

@@ -10,18 +10,23 @@ arrives, in the next forward, and in `step()`. What the user does with `p.grad` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from mmap import PAGESIZE
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from infinity.content.encoding import halves
 from infinity.content.format import HALVES, MASTER
 from infinity.content.layout import Layout, Page, overlapping
 from infinity.content.views import gradient_components, gradient_of, section, torch_dtype
-from infinity.errors import InfinityError, UnsupportedError
+from infinity.errors import InfinityError, StallError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.gradient import Edit, PagedGradient
+from infinity.hugepages import transfer_memory
+from infinity.memory.device import Device, Mark, Pinned, Stream, wait
 from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
@@ -120,6 +125,7 @@ class Gradients:
         self,
         layout: Layout,
         pager: Pager,
+        device: Device,
         planner: StepPlanner,
         updates: Updates,
         recording: Recording,
@@ -129,9 +135,10 @@ class Gradients:
         """Begin without any.
 
         Args:
+            device: what computes.
             parameters: by shard.
         """
-        self._layout, self._pager, self._planner = layout, pager, planner
+        self._layout, self._pager, self._device, self._planner = layout, pager, device, planner
         self._updates, self._recording, self._ledger = updates, recording, ledger
         self._parameters = {
             shard: param for shard, param in enumerate(parameters) if layout.shards[shard].spec.trainable
@@ -142,7 +149,7 @@ class Gradients:
         """By unit, how many gradients it can have."""
         self._unit = -1  # whose gradients are coming in; -1: of none
         self._arrivals: dict[int, OneGradient] = {}  # by shard of `_unit`, what is held and neither stored nor used
-        self._arrived: torch.cuda.Event | None = None  # where the device has the gradients that came last
+        self._arrived: dict[Stream, Mark] = {}  # by stream, the last mark behind gradients of `_unit`
         self._current: dict[
             int, OneGradient
         ] = {}  # by shard, that of `p.grad`; used up by `step()` until it is another
@@ -152,6 +159,15 @@ class Gradients:
         """Whether anybody but the update needed a gradient since the last step."""
         self.changed = False
         """Whether there is something new since `reconcile`."""
+        self._summed = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in parameters)
+        """Whether gradients are sums over ranks, whose lower halves are hardly ever zero: nobody looks at them where
+        that would make the host wait for the reduction."""
+        self._pinned: Pinned | None = None  # the registration of `_on_host`
+        self._on_host: torch.Tensor | None = None  # memory of shape (1,) for numbers from the device; None on the CPU
+        if device.asynchronous:
+            memory = transfer_memory(PAGESIZE)
+            self._pinned = device.pin(memory, PAGESIZE)
+            self._on_host = torch.frombuffer(memory, dtype=torch.int64)[:1]
         self._closed = False  # set by `close`
 
     def close(self) -> None:
@@ -159,6 +175,8 @@ class Gradients:
         if self._closed:
             return
         self._closed = True
+        if self._pinned is not None:
+            self._pinned.close()
         for gradient in self._current.values():
             gradient.end(CLOSED)
         self._parameters, self._stored, self._current, self._arrivals = {}, {}, {}, {}
@@ -203,7 +221,7 @@ class Gradients:
             gradient = self._current[shard]
             gradient.arriving = False
             if gradient.held is not None:
-                self._note_event(gradient.held)  # behind what hooks of the user have done to it
+                self._mark_arrival()  # behind what hooks of the user have done to it
         else:
             found = self._begin(shard, local.clone() if isinstance(local, PagedGradient) else local)
         if self._arrivals and len(self._arrivals) == self._trainable[self._unit]:
@@ -217,11 +235,11 @@ class Gradients:
             self._unit = unit
         self._arrivals[gradient.shard] = gradient
         if gradient.held is not None:
-            self._note_event(gradient.held)
+            self._mark_arrival()
 
-    def _note_event(self, held: torch.Tensor) -> None:
-        if held.is_cuda:
-            self._arrived = torch.cuda.current_stream(held.device).record_event()
+    def _mark_arrival(self) -> None:
+        stream = self._device.current()
+        self._arrived[stream] = self._device.mark(stream)
 
     def close_arrivals(self) -> None:
         """Store or use the gradients of the unit whose gradients were coming in.
@@ -234,7 +252,8 @@ class Gradients:
         self._updates.run_reduced()
         unit = self._unit
         arrivals = {shard: gradient for shard, gradient in self._arrivals.items() if gradient.held is not None}
-        self._unit, self._arrivals = -1, {}
+        arrived = tuple(self._arrived.values())
+        self._unit, self._arrivals, self._arrived = -1, {}, {}
         if not arrivals:
             return
         name = self._layout.units[unit].name
@@ -243,16 +262,23 @@ class Gradients:
         # What was written into gradients before backward is stored; then the sum is too, and `step()` uses it.
         in_backward = unit in self._planner.placement.in_backward and unit not in self._stored
         with torch.no_grad(), record_function(f"infinity::gradients ({name})"):
-            if self._arrived is not None and not in_backward:
-                torch.cuda.current_stream().wait_event(self._arrived)
             grads = {shard: gradient.held.reshape(-1) for shard, gradient in arrivals.items()}  # type: ignore[union-attr]
             if in_backward:
                 self._recording.gradients(unit, self._components.get(unit, 1))
-                self._updates.begin_in_backward(unit, grads, self._arrived)  # may refuse: then nothing is used up
+                self._updates.begin_in_backward(unit, grads, arrived)  # may refuse: then nothing is used up
                 for gradient in arrivals.values():
                     gradient.end(USED_IN_BACKWARD)
             else:
+                self._take_over(arrived, grads.values())
                 self._store(unit, arrivals)
+
+    def _take_over(self, arrived: Iterable[Mark], grads: Iterable[torch.Tensor]) -> None:
+        """Let this thread's stream use gradients that came in on others."""
+        stream = self._device.current()
+        for mark in arrived:
+            mark.before(stream)
+        for grad in grads:
+            self._device.keep(grad, stream)
 
     # What is done to one #
 
@@ -499,18 +525,31 @@ class Gradients:
         ]
         if not divided:
             return 1
+        if added or (self._device.asynchronous and self._summed) or self._components.get(unit) == len(HALVES):
+            return len(HALVES)
         # Added up on the device: it is waited for once.
-        needed = added or bool(sum(torch.count_nonzero(halves(part)[1]) for part in divided))
-        return len(HALVES) if needed else 1
+        return len(HALVES) if self._number(sum(torch.count_nonzero(halves(part)[1]) for part in divided)) else 1
+
+    def _number(self, value: torch.Tensor | int) -> int:
+        """Return what the device has computed: it is waited for."""
+        if self._on_host is None or isinstance(value, int):
+            return int(value)
+        stream = self._device.current()
+        self._device.copy(self._on_host, value.reshape(1), stream)
+        if not wait(self._device.mark(stream), self._pager.timeout, lambda: self._pager.failure is not None):
+            late = StallError(f"waited {self._pager.timeout:.0f} s for the device to look at gradients")
+            raise self._pager.failure or late
+        return int(self._on_host.item())
 
     def _walk(
         self, accesses: Iterable[Access], stored: Mapping[int, OneGradient], totals: Mapping[int, torch.Tensor]
     ) -> None:
         """Add what is stored to the new gradients, then store the sums. Addition order as in memory: commutative."""
+        current, back = self._device.current(), self._device.stream("back")
         for access in accesses:
             pages = [self._layout.pages[use.page] for use in access]
             old = sum(use.mode.fetches for use in access)
-            with self._pager.access(access) as contents:
+            with self._pager.access(access, copies=partial(self._device.mark, back)) as contents:
                 components = [
                     section(content, page, self._layout, page.start, page.stop)
                     for content, page in zip(contents, pages, strict=True)
@@ -525,11 +564,20 @@ class Gradients:
                             before = before.clone()
                             for edit in stored[shard].edits:
                                 edit(before)
-                        part.add_(before.to(part.device))
-                    for component, values in zip(
-                        components, gradient_components(fmt, part), strict=False
-                    ):  # those that are stored
-                        component[at].copy_(values)
+                        part.add_(self._to_device(before, part))
+                    values = gradient_components(fmt, part)
+                    self._device.mark(current).before(back)
+                    for component, of_component in zip(components, values, strict=False):  # those that are stored
+                        self._device.copy(component[at], of_component, back)
+                        self._device.keep(of_component, back)
+
+    def _to_device(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return values where the computation is; they are read there before anything that is copied back now."""
+        if not self._device.asynchronous:
+            return values
+        copied = torch.empty(values.shape, dtype=like.dtype, device=like.device)
+        self._device.copy(copied, values, self._device.current())
+        return copied
 
     def _write(self, gradient: OneGradient, values: torch.Tensor) -> None:
         """Store the elements of one gradient, flat, in place of what is stored of it."""

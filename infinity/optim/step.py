@@ -16,6 +16,7 @@ from infinity.content.layout import Layout
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.gradient import Gradient
+from infinity.memory.device import Device
 from infinity.memory.heap import FreedMemory
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.gradients import Gradients
@@ -42,6 +43,7 @@ class StepRunner:
         self,
         layout: Layout,
         pager: Pager,
+        device: Device,
         planner: StepPlanner,
         worker: UpdateWorker,
         given: GivenOptimizer,
@@ -52,6 +54,7 @@ class StepRunner:
         """Make what a step consists of, from the bottom up.
 
         Args:
+            device: what computes.
             freed: is told when a unit begins.
             parameters: by shard.
         """
@@ -60,9 +63,9 @@ class StepRunner:
         self.planner = planner
         """Where updates run, and the plan."""
         self._recording = Recording()  # what this step shows
-        self.updates = Updates(layout, pager, planner, given, worker, ledger)
+        self.updates = Updates(layout, pager, device, planner, given, worker, ledger)
         """What is being updated."""
-        self._gradients = Gradients(layout, pager, planner, self.updates, self._recording, ledger, parameters)
+        self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, parameters)
         # By unit, the parameters that had no optimizer state when the model was offloaded.
         self._frozen = [
             [
@@ -291,4 +294,5 @@ class StepRunner:
     def close(self) -> None:
         """End the worker; updates that have not begun are dropped. Gradients are gone."""
         self._worker.close()
+        self.updates.close()
         self._gradients.close()

@@ -15,7 +15,9 @@ from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Segment
 from infinity.content.views import component_of, gradient_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import UnsupportedError
 from infinity.fsdp.gradient import Edit
+from infinity.memory.device import Mark
 from infinity.optim import copies
+from infinity.optim.fetch import Slices
 from infinity.optim.kernel import Own, Piece, Scalars, UpdateKernel
 from infinity.schedule.trace import Access
 from infinity.units import align_up
@@ -67,13 +69,20 @@ def same_setting(a: Any, b: Any) -> bool:
 class Opened:
     """One range of a segment's update, and the pages that it needs, in memory.
 
-    `access` is what `range_access` returns for it, `contents` are the bytes of the pages of the access.
+    `access` is what `range_access` returns for it, `contents` are the bytes of the pages of the access. `grads` are its
+    gradients; None where they are in GRAD pages.
     """
 
     def __init__(
-        self, layout: Layout, segment: Segment, item: Page, access: Access, contents: Sequence[memoryview]
+        self,
+        layout: Layout,
+        segment: Segment,
+        item: Page,
+        access: Access,
+        contents: Sequence[memoryview],
+        grads: Slices | None,
     ) -> None:
-        self.segment, self.item = segment, item
+        self.segment, self.item, self.grads = segment, item, grads
         self._layout = layout
         # Pages and their bytes.
         self._held = [(layout.pages[use.page], content) for use, content in zip(access, contents, strict=True)]
@@ -130,8 +139,8 @@ class Update:
     `settings` has those of its group for every shard that has a gradient; `before` is what `Updates` keeps of all
     shards: of these nothing changes there until this update has ended, as updates run one after the other and `after`
     is taken over last. The number of the step is `step`. Gradients are in `grads` by shard, flat, on the device, which
-    has them behind `arrived`; or else `components` of each are in GRAD pages, and `edits` are still to be done to them,
-    by shard. `own` is what the optimizer keeps on itself, as the step found it.
+    has them behind all of `arrived`; or else `components` of each are in GRAD pages, and `edits` are still to be done
+    to them, by shard. `own` is what the optimizer keeps on itself, as the step found it.
     """
 
     layout: Layout
@@ -140,7 +149,7 @@ class Update:
     before: Mapping[int, Scalars]
     step: int
     grads: Mapping[int, torch.Tensor] | None = None
-    arrived: torch.cuda.Event | None = None
+    arrived: Sequence[Mark] = ()
     edits: Mapping[int, Sequence[Edit]] = field(default_factory=dict)
     components: int = 0
     own: Own = field(default_factory=dict)
@@ -151,7 +160,6 @@ class Update:
 
     def run(self, ranges: Sequence[Opened]) -> None:
         """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""
-        self._fetch_gradients()
         plain = [opened for opened in ranges if not opened.segment.format.encoded]
         self._run([(opened, opened.item.start, opened.item.stop) for opened in plain])
         for opened in ranges:
@@ -193,15 +201,6 @@ class Update:
         for opened, low, name, values in decoded:
             opened.encode(name, low, values, self.step)
 
-    def _fetch_gradients(self) -> None:
-        """Bring gradients from the device, on a stream of their own: nobody but this thread waits for the copies."""
-        if self.grads and self.arrived is not None:
-            stream = torch.cuda.Stream(next(iter(self.grads.values())).device)  # type: ignore[no-untyped-call]
-            stream.wait_event(self.arrived)
-            with torch.cuda.stream(stream):
-                self.grads = {shard: grad.cpu() for shard, grad in self.grads.items()}
-            self.arrived = None
-
     def _cuts(self, opened: Opened, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (shard, first, last) for the slices in [start, stop) of shards with a gradient, in elements.
 
@@ -219,9 +218,9 @@ class Update:
         return found
 
     def _gradient(self, opened: Opened, shard: int, low: int, high: int) -> torch.Tensor:
-        if self.grads is not None:
-            start = self.layout.shards[shard].start
-            return self.grads[shard][low - start : high - start]
+        if opened.grads is not None:
+            start, flat = opened.grads[shard]
+            return flat[low - start : high - start]
         grad = opened.gradient(low, high)
         for edit in self.edits.get(shard, ()):
             edit(grad)

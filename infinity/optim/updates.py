@@ -24,6 +24,8 @@ from torch.profiler import record_function
 
 from infinity.content.layout import Layout, Page, Segment
 from infinity.fsdp.gradient import Edit
+from infinity.memory.device import Device, Mark
+from infinity.optim.fetch import TOGETHER, GradientFetcher
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.kernel import Scalars
 from infinity.optim.planning import StepPlanner
@@ -32,12 +34,6 @@ from infinity.optim.worker import UpdateWorker
 from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.trace import Event, range_access, update_order
 from infinity.telemetry.ledger import Ledger
-
-_TOGETHER = 4
-"""Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
-
-What has to be decoded takes several calls for each range, so there is nothing to share.
-"""
 
 
 class _Range(NamedTuple):
@@ -61,6 +57,7 @@ class Updates:
         self,
         layout: Layout,
         pager: Pager,
+        device: Device,
         planner: StepPlanner,
         given: GivenOptimizer,
         worker: UpdateWorker,
@@ -68,6 +65,7 @@ class Updates:
     ) -> None:
         self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
         self._given, self._worker = given, worker
+        self._fetcher = GradientFetcher(layout, device, pager)  # the worker's thread uses it
         self.scalars: dict[int, Scalars] = {}
         """By shard, what the optimizer keeps of it besides tensors of its size: step counts; none if never updated."""
         self.elements = 0
@@ -82,12 +80,12 @@ class Updates:
 
     # In backward #
 
-    def begin_in_backward(self, unit: int, grads: Mapping[int, torch.Tensor], arrived: torch.cuda.Event | None) -> None:
+    def begin_in_backward(self, unit: int, grads: Mapping[int, torch.Tensor], arrived: Sequence[Mark]) -> None:
         """Begin to update a unit with gradients that have just come in.
 
         Args:
             grads: by shard, flat, on the device.
-            arrived: where the device has them.
+            arrived: behind all of these the device has them.
         """
         self.begun[unit] = Update(
             self._layout,
@@ -179,6 +177,10 @@ class Updates:
             self.run_pending(unit)
         self.drain()
 
+    def close(self) -> None:
+        """Let go of the memory for gradients; the worker has ended."""
+        self._fetcher.close()
+
     def drain(self) -> None:
         """Wait until everything that was run has been updated."""
         self._worker.drain()
@@ -200,22 +202,30 @@ class Updates:
 
     def _update(self, update: Update, ranges: deque[_Range]) -> None:
         """Update ranges in order: one that is waited for, and with it those behind it that are there."""
+        fetcher = self._fetcher if update.grads is not None else None
+        if fetcher is not None and update.grads is not None:
+            fetcher.begin(update.grads, update.arrived, [found.item for found in ranges])
         while ranges:
+            grads = fetcher.take() if fetcher is not None else None  # before pages are held, which others may want
             with ExitStack() as held:
                 contents: list[memoryview] | None = held.enter_context(ranges[0].lease)
                 opened: list[Opened] = []
                 while contents is not None:
                     segment, item, lease = ranges.popleft()
-                    opened.append(Opened(self._layout, segment, item, lease.uses, contents))
-                    more = ranges and len(opened) < _TOGETHER and not segment.format.encoded
+                    opened.append(Opened(self._layout, segment, item, lease.uses, contents, grads))
+                    more = ranges and len(opened) < TOGETHER and not segment.format.encoded
+                    more = more and (fetcher is None or fetcher.ready)
                     contents = ranges[0].lease.hold_at_once() if more else None
                     if contents is not None:
                         held.push(ranges[0].lease)
+                        grads = fetcher.take() if fetcher is not None else None
                 try:
                     update.run(opened)
                 except Exception as error:
                     self._pager.fail(error)  # before the leases are returned: nobody is to use these pages
                     raise
+            if fetcher is not None:
+                fetcher.release()
         update.grads = None
         update.run_empty()
         self.scalars.update(update.after)

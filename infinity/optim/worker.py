@@ -13,16 +13,20 @@ from infinity.errors import InfinityError
 class UpdateWorker:
     """Runs updates one after the other, on a thread that takes `cores` of the CPU, or at once where that is 0.
 
+    The thread begins with `enter_thread`: those that it uses for copies are then of this rank's device.
+
     `failed` is told of errors, from that thread: a unit that is updated in part is nothing to go on from.
     """
 
-    def __init__(self, cores: int, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, cores: int, failed: Callable[[Exception], None], enter_thread: Callable[[], None] = lambda: None
+    ) -> None:
         self._failed = failed
         self._last: Future[None] | None = None  # the job that was submitted last
         self._thread: ThreadPoolExecutor | None = None
         if cores:
             self._thread = ThreadPoolExecutor(1, "infinity-update", torch.set_num_threads, (cores,))
-            self._thread.submit(lambda: None).result()
+            self._thread.submit(enter_thread).result()
             torch.set_num_threads(torch.get_num_threads())  # what threads of torch's own begin with, again
 
     @property

@@ -149,10 +149,12 @@ def _make_steps(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimize
     """Make what runs steps, from the bottom up."""
     parameters = [param for unit in sharded.parameters() for param in unit]
     given = GivenOptimizer(optimizer, parameters, kernel)
-    runner = StepRunner(run.layout, run.pager, run.planner, run.worker, given, run.ledger, run.freed, parameters)
+    runner = StepRunner(
+        run.layout, run.pager, run.device, run.planner, run.worker, given, run.ledger, run.freed, parameters
+    )
     run.undo.push(runner.close)
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
-    shards = ShardIO(run.layout, run.pager, runner, run.ledger, load_limit=load_limit)
+    shards = ShardIO(run.layout, run.pager, run.device, runner, run.ledger, load_limit=load_limit)
     run.undo.push(shards.close)
     run.refuse_in_child += [runner.end, shards.close]
     return _Steps(given, kernel.builds, parameters, runner, shards, make_committer(run, sharded, optimizer))

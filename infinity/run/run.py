@@ -24,6 +24,7 @@ from infinity.ending import Undo, end_all
 from infinity.errors import ConfigError, InfinityError, StallError
 from infinity.io import Engine, PacedEngine, Ticket, open_engine
 from infinity.memory.arena import Arena
+from infinity.memory.device import open_device
 from infinity.memory.heap import FreedMemory
 from infinity.node import NodeDaemon
 from infinity.optim.planning import StepPlanner
@@ -99,13 +100,15 @@ class Run:
         self.refuse_in_child: list[Callable[[str], object]] = []
         """What is told, in a child that was forked, why nothing can be done there."""
         self._process = os.getpid()  # the one that opened it
-        self._stalled = False  # a device does not answer: a write may still arrive, so memory and folders are kept
+        self._stalled = False  # a drive or device does not answer: what it may still write to or read is kept
+        self.device = open_device(device)
+        """What computes."""
         self.freed = FreedMemory()
         """Bounds what the C library keeps."""
         self.peers = Peers(ranks)
         """The other ranks: what ends one ends all."""
         try:
-            opened = ranks.together("opening the run", partial(self._open, budget, device))
+            opened = ranks.together("opening the run", partial(self._open, budget))
         except BaseException as error:
             told = isinstance(error, Exception)  # by `together`; an interrupt is known here only
             end_all(partial(self.peers.leave, None if told else error), *self.undo.take(), cause=error)
@@ -131,7 +134,7 @@ class Run:
         """Size of the host arena of this rank, in bytes."""
         return self.arena.nbytes
 
-    def _open(self, budget: Budget, device: torch.device) -> _Opened:
+    def _open(self, budget: Budget) -> _Opened:
         """Reserve the space, allocate the arena, open engine, counters and files."""
         settings, layout, folder, commits = self.settings, self.layout, self.folder, self.place.commits
         with _naming_limit():
@@ -143,7 +146,7 @@ class Run:
             daemon = NodeDaemon(runtime_dir(settings.telemetry))
             space = FileSpace(daemon, folder.run_id, files)
             space.allocate(slots)
-            arena = Arena(budget.frames, layout.page_bytes, device=device)
+            arena = Arena(budget.frames, layout.page_bytes, device=self.device)
             self.undo.push(partial(self._close_arena, arena))
             moving, _ = open_engine(settings.storage)
             engine = PacedEngine(moving)
@@ -187,9 +190,10 @@ class Run:
                 )
                 self.undo.push(balance.close)
             timeout = settings.storage.timeout_seconds
-            pager = Pager(layout, arena, store, ledger, timeout=timeout, failed=self.peers.report)
-            self.undo.push(pager.drain)
-            worker = UpdateWorker(settings.update.cores_beside(device.type, _idle_cores(self.ranks)), pager.fail)
+            pager = Pager(layout, arena, self.device, store, ledger, timeout=timeout, failed=self.peers.report)
+            self.undo.push(partial(self._drain, pager))
+            cores = settings.update.cores_beside(self.device.name.type, _idle_cores(self.ranks))
+            worker = UpdateWorker(cores, pager.fail, self.device.enter_thread)
             self.undo.push(worker.close)
             if self.ranks.local_rank == 0:
                 wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
@@ -241,6 +245,10 @@ class Run:
                 self.place.give_up(remove=remove, always=always)
 
         end_all(partial(self.peers.leave, cause), *self.undo.take(), self._write_timeline, give_up, cause=cause)
+
+    def _drain(self, pager: Pager) -> None:
+        if not pager.drain():
+            self._stalled = True
 
     def _close_engine(self, engine: Engine) -> None:
         try:

@@ -9,26 +9,18 @@ will have to read again: first those that stream, last those that are resident.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from infinity.errors import InfinityError
+from infinity.memory.device import Mark
+from infinity.schedule.copies import Copies
 from infinity.schedule.frames import Frames, PageState
 from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
 
 _WRITTEN_BACK = 4
 """Dirty pages that are written back at once where a frame is wanted: one would do, more keep the drive busy."""
-
-
-class DeviceEvent(Protocol):
-    """A point on a device stream, such as `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed it."""
 
 
 class Cache:
@@ -38,7 +30,22 @@ class Cache:
     `claim` and `release_claim` say what the window of a plan wants in memory; `prefetch` reads it.
     """
 
-    def __init__(self, frames: Frames, transfers: Transfers, store: PageReaderWriter, observer: PagerObserver) -> None:
+    def __init__(
+        self,
+        frames: Frames,
+        transfers: Transfers,
+        store: PageReaderWriter,
+        observer: PagerObserver,
+        *,
+        timeout: float,
+        enter_thread: Callable[[], None],
+    ) -> None:
+        """Begin with nothing in memory.
+
+        Args:
+            timeout: seconds after which a copy between a frame and a device is an error.
+            enter_thread: is called first in the thread that waits for those.
+        """
         self._frames, self._transfers, self._store, self._observer = frames, transfers, store, observer
         self.eager = False
         """Whether a page that nothing keeps is evicted when a write of it, or its copy to a device, has ended, as a
@@ -47,18 +54,18 @@ class Cache:
         self._held_leases = 0
         """Leases whose pages are pinned; their frames come back without anything that the training thread does."""
         self._returned = 0
-        """Transfers and held leases that have ended, ever: each may have left a frame."""
+        """Transfers, copies and held leases that have ended, ever: each may have left a frame."""
         self._wanted: deque[int] = deque()
         """Pages that the window wants and that had no frame, in the plan's order; `claim` adds, `prefetch` takes."""
         self._awaited = 0
         """Threads that wait for a frame in `acquire`: as many free frames are not for prefetches."""
-        self._copies: deque[tuple[DeviceEvent, Access]] = deque()
-        """Pages that are being copied to a device, in order, and the event behind each copy; pinned meanwhile."""
+        self.copies = Copies(transfers, self._end_copy, timeout=timeout, enter_thread=enter_thread)
+        """Pages that are being copied to a device or from it; pinned meanwhile."""
 
     # Uses #
 
     def acquire(self, uses: Access, *, threaded: bool) -> None:
-        """Pin pages in frames; wait until they are read, and those to be modified are not being written.
+        """Pin pages in frames; wait until they are read, and those to be modified are not being written or copied.
 
         Args:
             uses: distinct pages.
@@ -84,6 +91,7 @@ class Cache:
                 # training thread and waits for all leases first.
                 if state.writing and use.mode.modifies:
                     self._transfers.wait(partial(_is_written, state), "write", page, threaded=threaded)
+                self._transfers.wait(partial(_is_left_by_device, state, use.mode), "copy", page, threaded=threaded)
             self._transfers.check()  # a read that could not be started has ended before anybody waited for it
         except BaseException:
             for use in uses:
@@ -95,6 +103,8 @@ class Cache:
         for use in uses:
             state = self._frames.pages[use.page]
             if state.frame < 0 or state.reading or (state.writing and use.mode.modifies):
+                return False
+            if not _is_left_by_device(state, use.mode):
                 return False
         return True
 
@@ -111,22 +121,40 @@ class Cache:
             if reads:
                 self._read(page)
 
-    def release(self, uses: Access, event: DeviceEvent | None = None) -> None:
+    def release(self, uses: Access, mark: Mark | None = None) -> None:
         """Note what an access that has ended means for the content of its pages; unpin them.
 
         Args:
-            event: behind copies of the pages to a device; they stay pinned until it has passed.
+            mark: behind copies between the pages and a device: to it of those that are read, from it of those that are
+                modified. They stay pinned until it has been passed.
         """
-        if event is not None:
-            self._copies.append((event, uses))
+        pending = mark if mark is not None and not mark.passed() else None
         for use in uses:
             state = self._frames.pages[use.page]
-            state.pins -= event is None
+            if pending is not None:
+                state.landing += use.mode.modifies
+                state.leaving += not use.mode.modifies
+            else:
+                state.pins -= 1
             if use.mode.modifies:
                 state.dirty = True  # not before: until here the content was changing, and pinned
             elif use.mode is Mode.CONSUME:
                 state.dirty = False
                 self._store.discard(use.page)  # it may still be being written: see `PageStore._current`
+        if pending is not None:
+            self.copies.add(pending, uses)
+
+    def _end_copy(self, uses: Access) -> None:
+        """Unpin what has been copied."""
+        self._returned += 1
+        for use in uses:
+            state = self._frames.pages[use.page]
+            state.landing -= use.mode.modifies
+            state.leaving -= not use.mode.modifies
+            state.pins -= 1
+            if self.eager:
+                self.evict(use.page)
+        self.prefetch()
 
     def acquire_lease(self, uses: Access, *, threaded: bool) -> None:
         """Do as `acquire` for a lease, whose frames come back by themselves."""
@@ -138,25 +166,6 @@ class Cache:
         self._held_leases -= 1
         self._returned += 1
         self.release(uses)
-
-    def release_copied(self, *, wait: bool = False) -> bool:
-        """Unpin what has been copied to a device, oldest first; return whether there was anything.
-
-        The lock is kept while the device is waited for: a copy ends without anything that needs the lock.
-
-        Args:
-            wait: whether to wait for the oldest copy.
-        """
-        found = False
-        while self._copies and (self._copies[0][0].query() or (wait and not found)):
-            event, uses = self._copies.popleft()
-            event.synchronize()
-            found = True
-            for use in uses:
-                self._frames.pages[use.page].pins -= 1
-                if self.eager:
-                    self.evict(use.page)
-        return found
 
     def discard(self, page: int) -> None:
         """Drop the content of a page that nobody will read again. Nothing of it is in flight, and no lease needs it."""
@@ -233,8 +242,7 @@ class Cache:
 
     def flush(self) -> None:
         """Write every dirty page back, and wait until nothing is being written. Raises as `Transfers.wait` does."""
-        while self.release_copied(wait=True):
-            pass
+        self._transfers.wait(lambda: not self.copies.pending, "copy", -1)  # what lands in frames is not written before
         while True:
             self._transfers.check()
             for page in self._frames.holders():
@@ -244,11 +252,6 @@ class Cache:
             if not self._transfers.writes:
                 return
             self._transfers.wait(self._nothing_is_written, "write", -1)
-
-    def forget(self) -> None:
-        """Let go of what nobody will use any more: claims, and copies that will not be waited for."""
-        self.drop_claims()
-        self._copies.clear()
 
     def _nothing_is_written(self) -> bool:
         return not self._transfers.writes
@@ -293,11 +296,10 @@ class Cache:
         state = frames.pages[page]
         while state.frame < 0 and not frames.free and not self._evict_clean():
             transfers.check()
-            if self.release_copied(wait=not transfers.writes and not transfers.reads):
-                continue
             if not transfers.writes:
                 self._write_back_some()
-            idle = not (transfers.writes or self._held_leases)  # frames that come back by themselves are waited for
+            # Frames that come back by themselves are waited for.
+            idle = not (transfers.writes or self._held_leases or self.copies.pending)
             if idle and not self._evict_kept() and not transfers.reads:
                 raise InfinityError(
                     f"all {frames.count} frames of the arena are in use at once; set memory.host_bytes higher"
@@ -354,3 +356,8 @@ def _is_read(state: PageState) -> bool:
 
 def _is_written(state: PageState) -> bool:
     return not state.writing
+
+
+def _is_left_by_device(state: PageState, mode: Mode) -> bool:
+    """Whether no device is at a page in a way that a use has to wait for."""
+    return not state.landing and not (state.leaving and mode.modifies)

@@ -33,6 +33,10 @@ class PageState:
     """Whether the store is reading the frame: its bytes must not change."""
     dirty: bool = False
     """Whether the frame is newer than the store, and that is not on its way there."""
+    leaving: int = 0
+    """Copies of it to a device that have not ended: its bytes must not change."""
+    landing: int = 0
+    """Copies from a device into it that have not ended: its bytes mean nothing yet."""
     pins: int = 0
     """Accesses and held leases that use it at this moment, and copies to a device that have not ended."""
     claims: int = 0

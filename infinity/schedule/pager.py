@@ -5,6 +5,8 @@ It is made of parts, each with its own state, all under one lock (`transfers` sa
     Pager --> Cursor --> Cache --> Frames       which page has which frame, and what keeps it there
                            |
                            +-----> Transfers    what is in flight, what waits for it, the first error
+                           |
+                           +-----> Copies       what a device copies, and the thread that waits for it
 
 `Cache` acquires, releases, prefetches, writes back and evicts; `Cursor` says what the plan wants when; `Pager` is what
 others call: an access of the training thread, a lease for another one, and what happens between steps.
@@ -17,7 +19,8 @@ from contextlib import contextmanager
 
 from infinity.content.layout import Layout
 from infinity.memory.arena import Arena
-from infinity.schedule.cache import Cache, DeviceEvent
+from infinity.memory.device import Device, Mark
+from infinity.schedule.cache import Cache
 from infinity.schedule.cursor import Cursor, PlannedAccess
 from infinity.schedule.frames import Frames
 from infinity.schedule.planner import Plan
@@ -72,6 +75,7 @@ class Pager:
     Args:
         layout: pages of this rank.
         arena: frames for them.
+        device: what computes.
         store: where pages are read from and written to.
         observer: is told what happens, under the lock.
         timeout: seconds after which a wait is an error.
@@ -82,6 +86,7 @@ class Pager:
         self,
         layout: Layout,
         arena: Arena,
+        device: Device,
         store: PageReaderWriter,
         observer: PagerObserver,
         *,
@@ -89,9 +94,13 @@ class Pager:
         failed: Callable[[Exception], None],
     ) -> None:
         self._layout, self._observer = layout, observer
+        self.timeout = timeout
+        """Seconds after which a wait is an error."""
         self._transfers = Transfers(store, observer, timeout=timeout, failed=failed)
         self._frames = Frames(layout, arena)
-        self._cache = Cache(self._frames, self._transfers, store, observer)
+        self._cache = Cache(
+            self._frames, self._transfers, store, observer, timeout=timeout, enter_thread=device.enter_thread
+        )
         self._plan: Plan | None = None
         """The plan that was installed last; changed by `install`."""
         self._cursor: Cursor | None = None
@@ -104,14 +113,15 @@ class Pager:
 
     @contextmanager
     def access(
-        self, uses: Access, *, planned: bool = True, leaves: Callable[[], DeviceEvent | None] | None = None
+        self, uses: Access, *, planned: bool = True, copies: Callable[[], Mark] | None = None
     ) -> Iterator[list[memoryview]]:
         """Hold the pages of `uses` in memory, and return their bytes: one view per use, as long as its page.
 
         Args:
             uses: distinct pages that are needed at the same moment.
             planned: whether this access is part of a training step; else it is served on demand, and the plan goes on.
-            leaves: called at the end; an event that it returns keeps the frames until a device copy has left them.
+            copies: called at the end; returns a mark behind the copies between the pages and a device. They keep their
+                frames until it has been passed.
 
         Raises:
             CorruptPageError, StorageError: a page could not be read.
@@ -122,7 +132,7 @@ class Pager:
         try:
             yield self._contents(uses)
         finally:
-            self._release(uses, planned=planned, event=leaves() if leaves else None)
+            self._release(uses, planned=planned, mark=copies() if copies else None)
 
     def lease(self, uses: Access, *, threaded: bool) -> Lease:
         """Take the place of `uses` in the plan now, to hold the pages later; leases are held in order.
@@ -158,6 +168,11 @@ class Pager:
                 self._cursor.claim_window()  # before anything is evicted, so that what is here and wanted stays
             self._cache.evict_all()
             self._cache.prefetch()
+
+    @property
+    def failure(self) -> Exception | None:
+        """The first error, which every call raises; None while there is none."""
+        return self._transfers.failure
 
     @property
     def between_steps(self) -> bool:
@@ -206,12 +221,20 @@ class Pager:
         """In a child that was forked: let every call raise `error`, whatever threads of the parent were doing."""
         self._transfers.leave_to_parent(error)
 
-    def drain(self) -> None:
-        """Wait for all transfers without raising, after a failure a moment only; the pager is not used afterwards."""
+    def drain(self) -> bool:
+        """Wait for all transfers and copies without raising, after a failure a moment only; it is not used afterwards.
+
+        Returns:
+            Whether the device is done with the arena.
+        """
+        copies = self._cache.copies
         with self._transfers.lock:
             self._cursor = None
-            self._cache.forget()
-            self._transfers.drain()
+            self._cache.drop_claims()
+            self._transfers.drain(lambda: not copies.pending)
+            done = not copies.pending
+        copies.close()
+        return done
 
     def census(self) -> dict[str, int]:
         """Return the number of frames by status: free, resident, streaming, writing."""
@@ -234,7 +257,6 @@ class Pager:
         """Acquire pages for the training thread; return whether the plan expected them."""
         with self._transfers.lock:
             self._transfers.check()
-            self._cache.release_copied()
             cursor = self._follow(uses) if planned else None
             if cursor is not None and not cursor.claimed:  # leases are behind: they hold the window back
                 self._transfers.wait(lambda: cursor.claimed, "update", uses[0].page)
@@ -245,9 +267,9 @@ class Pager:
             self._cache.acquire(uses, threaded=False)
             return cursor is not None
 
-    def _release(self, uses: Access, *, planned: bool, event: DeviceEvent | None) -> None:
+    def _release(self, uses: Access, *, planned: bool, mark: Mark | None) -> None:
         with self._transfers.lock:
-            self._cache.release(uses, event)
+            self._cache.release(uses, mark)
             cursor = self._cursor if planned else None
             self._end(uses, cursor, cursor.take(uses) if cursor is not None else None)
 

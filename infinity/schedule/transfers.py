@@ -3,7 +3,7 @@
 [Note: the one lock] All that the pager knows (here and in `Frames`, `Cache`, `Cursor`, leases) is read and changed
 under one lock, `Transfers.lock`. Who takes it: the training thread, the thread of updates, and the store's threads when
 a transfer ends. A thread may take it again: a read may have ended before `read` of the store returns. Content is never
-copied under it; the end of a copy to a device may be waited for.
+copied under it, and no device is waited for: see `Copies`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _WAITS = {
     "write": "a page to be written",
     "arena": "a free frame of the arena",
     "update": "the update of a page",
+    "copy": "the device to copy a page",
 }
 
 
@@ -55,7 +56,7 @@ class PagerObserver(Protocol):
         """The training thread waited.
 
         Args:
-            cause: ``read``, ``write``, ``arena`` or ``update``.
+            cause: ``read``, ``write``, ``arena``, ``update`` or ``copy``.
             page: what it needed, or -1.
         """
 
@@ -106,8 +107,8 @@ class Transfers:
         """Pages that are being written."""
         self._moving_since = 0.0
         """When the time was last reported in which something is in flight, in seconds of `time.perf_counter`."""
-        self._failure: Exception | None = None
-        """The first error; never cleared."""
+        self.failure: Exception | None = None
+        """The first error; never cleared. Looked at without the lock, too."""
 
     def read(self, page: int, memory: memoryview, then: Callable[[Exception | None], None]) -> None:
         """Start reading a page; `then` is called under the lock when that has ended, with what went wrong."""
@@ -150,14 +151,14 @@ class Transfers:
 
     def check(self) -> None:
         """Raise the first error, if there was one."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def wait(self, ready: Callable[[], bool], cause: str, page: int, *, threaded: bool = False) -> None:
         """Wait until `ready()`, which is asked under the lock after every notification.
 
         Args:
-            cause: what is waited for: ``read``, ``write``, ``arena`` or ``update``.
+            cause: what is waited for: ``read``, ``write``, ``arena``, ``update`` or ``copy``.
             page: what is needed, or -1.
             threaded: whether this is not the training thread, so that it is no stall.
 
@@ -169,7 +170,7 @@ class Transfers:
         if ready():
             return
         started = time.perf_counter()
-        finished = self.lock.wait_for(lambda: ready() or self._failure is not None, self._timeout)
+        finished = self.lock.wait_for(lambda: ready() or self.failure is not None, self._timeout)
         if not threaded:
             self._observer.stalled(cause, page, time.perf_counter() - started)
         self.check()
@@ -182,18 +183,18 @@ class Transfers:
 
     def fail(self, error: Exception) -> None:
         """Note the first error, and let everything that waits raise it."""
-        if self._failure is None:
-            self._failure = error
+        if self.failure is None:
+            self.failure = error
             self._failed(error)
         self.lock.notify_all()
 
-    def drain(self) -> None:
-        """Wait until nothing is in flight, after a failure a moment only; raises nothing."""
-        timeout = self._timeout if self._failure is None else min(self._timeout, _LAST_SECONDS)
-        self.lock.wait_for(lambda: not self.writes and not self.reads, timeout)
+    def drain(self, ended: Callable[[], bool]) -> None:
+        """Wait until nothing is in flight and `ended()`, after a failure a moment only; raises nothing."""
+        timeout = self._timeout if self.failure is None else min(self._timeout, _LAST_SECONDS)
+        self.lock.wait_for(lambda: not self.writes and not self.reads and ended(), timeout)
 
     def leave_to_parent(self, error: Exception) -> None:
         """In a child that was forked: take a new lock, and let every call raise `error`. Not under the lock."""
         # A thread of the parent may have held the lock when it forked; it is not here to give it back.
         self.lock = Condition()
-        self._failure = error
+        self.failure = error

@@ -65,7 +65,7 @@ def test_a_failed_update_is_known_before_its_pages_are_given_back(
         returned = type(paged.run.pager)._release_lease
 
         def noted(self: Any, *arguments: Any) -> None:
-            known.append(self._transfers._failure is not None)
+            known.append(self.failure is not None)
             returned(self, *arguments)
 
         def fail(self: Any, opened: Any) -> None:

@@ -20,6 +20,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, StallError, StorageError
 from infinity.memory.arena import Arena
+from infinity.memory.device import open_device
 from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, least_frames, make_plan
@@ -126,8 +127,16 @@ class Bench:
 
     def __init__(self, layout: Layout, frames: int, seed: int = 0, timeout: float = 300) -> None:
         self.layout, self.store, self.observer = layout, SlowStore(seed), Silence()
-        arena = Arena(frames, layout.page_bytes, device=torch.device("cpu"))
-        self.pager = Pager(layout, arena, self.store, self.observer, timeout=timeout, failed=lambda _: None)
+        arena = Arena(frames, layout.page_bytes, device=open_device(torch.device("cpu")))
+        self.pager = Pager(
+            layout,
+            arena,
+            open_device(torch.device("cpu")),
+            self.store,
+            self.observer,
+            timeout=timeout,
+            failed=lambda _: None,
+        )
         self.frames = frames
         self.newest: dict[int, bytes] = {}
         self._number = 0

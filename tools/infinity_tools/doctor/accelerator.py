@@ -75,8 +75,9 @@ def host_registration(world: World) -> Verdict:
     if torch is None or not torch.cuda.is_available():
         return ok("not needed: no GPU")
     from infinity.memory.arena import Arena
+    from infinity.memory.device import open_device
 
-    arena = Arena(1, 2 * MIB, device=torch.device("cuda"))
+    arena = Arena(1, 2 * MIB, device=open_device(torch.device("cuda")))
     try:
         if not arena.registered:
             return warning(

@@ -1,0 +1,145 @@
+"""Gradients on their way from the device to the thread that updates with them, range by range."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from infinity.content.format import MASTER
+from infinity.content.layout import Layout, Page
+from infinity.content.views import torch_dtype
+from infinity.errors import StallError
+from infinity.hugepages import transfer_memory
+from infinity.memory.device import Device, Mark, wait
+from infinity.schedule.pager import Pager
+from infinity.units import align_up
+
+TOGETHER = 4
+"""Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
+
+What has to be decoded takes several calls for each range, so there is nothing to share.
+"""
+_AHEAD = 2
+"""Ranges whose gradients are copied while those before are updated."""
+_ALIGNMENT = 4096
+_LAST_SECONDS = 5.0
+"""How long `close` waits for each copy that nobody has taken."""
+Slices = Mapping[int, tuple[int, torch.Tensor]]
+"""Gradients of a range: by shard, the element of the segment at which what is there of it begins, and its elements."""
+
+
+class GradientFetcher:
+    """Copies gradients to the host ahead of their update, through a ring of registered memory.
+
+    The thread of updates calls everything, after it was made; it has one unit in hand at a time. On the CPU gradients
+    are taken as they are.
+
+    Args:
+        layout: pages of this rank.
+        device: that has the gradients.
+        pager: says whether all has failed, so that nothing is waited for, and how long anything may take.
+    """
+
+    def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
+        self._layout, self._device, self._pager = layout, device, pager
+        self._slot_bytes = slot_bytes(layout) if device.asynchronous else 0  # of one range
+        self._ring: list[torch.Tensor] = []  # the slots, in bytes
+        if self._slot_bytes:
+            slots = TOGETHER + _AHEAD
+            memory = transfer_memory(slots * self._slot_bytes)
+            self._pinned = device.pin(memory, self._slot_bytes)
+            self._ring = [*torch.frombuffer(memory, dtype=torch.uint8).view(slots, self._slot_bytes)]
+        self._next = 0  # slot that is filled next
+        self._held = 0  # slots whose gradients were taken and not released
+        self._grads: Mapping[int, torch.Tensor] = {}  # of the unit in hand: by shard, flat, on the device
+        self._waiting: deque[Page] = deque()  # ranges whose copies have not begun
+        self._coming: deque[tuple[Slices, Mark]] = deque()  # of ranges in order, and where their copies have ended
+
+    def begin(self, grads: Mapping[int, torch.Tensor], arrived: Sequence[Mark], ranges: Sequence[Page]) -> None:
+        """Take a unit in hand.
+
+        Args:
+            grads: by shard, flat.
+            arrived: where the device has them.
+            ranges: of its update, in the order in which they will be taken.
+        """
+        stream = self._device.stream("back")
+        for mark in arrived:
+            mark.before(stream)
+        self._grads, self._waiting = grads, deque(ranges)
+        self._copy_ahead()
+
+    def take(self) -> Slices:
+        """Wait for the gradients of the next range; they are there until `release`.
+
+        Raises:
+            StallError: the device does not answer.
+            Exception: the first error, if something has failed before.
+        """
+        slices, mark = self._coming[0]
+        if not wait(mark, self._pager.timeout, lambda: self._pager.failure is not None):
+            late = StallError(f"waited {self._pager.timeout:.0f} s for the device to copy gradients")
+            raise self._pager.failure or late
+        self._coming.popleft()
+        self._held += 1
+        return slices
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would not wait."""
+        return bool(self._coming) and self._coming[0][1].passed()
+
+    def release(self) -> None:
+        """Let go of what was taken."""
+        self._held = 0
+        self._copy_ahead()
+        if not self._coming:
+            self._grads = {}
+
+    def close(self) -> None:
+        """Unregister the ring; not where the device is still at it, which has not answered then."""
+        if self._ring and all(wait(mark, _LAST_SECONDS) for _, mark in self._coming):
+            self._ring = []
+            self._pinned.close()
+
+    def _copy_ahead(self) -> None:
+        """Begin copies as far as there are slots."""
+        while self._waiting and (not self._ring or len(self._coming) + self._held < len(self._ring)):
+            self._coming.append(self._copy(self._waiting.popleft()))
+
+    def _copy(self, item: Page) -> tuple[Slices, Mark]:
+        stream = self._device.stream("back")
+        slices: dict[int, tuple[int, torch.Tensor]] = {}
+        for shard in self._layout.page_shards[item.index]:
+            if shard not in self._grads:
+                continue
+            placed, grad = self._layout.shards[shard], self._grads[shard]
+            low, high = max(placed.start, item.start), min(placed.start + placed.spec.numel, item.stop)
+            source = grad[low - placed.start : high - placed.start]
+            if self._ring:
+                slot = self._ring[self._next].view(grad.dtype)
+                target = slot[low - item.start : high - item.start]
+                self._device.copy(target, source, stream)
+                source = target
+            slices[shard] = low, source
+        if self._ring:
+            self._next = (self._next + 1) % len(self._ring)
+        return slices, self._device.mark(stream)
+
+
+def slot_bytes(layout: Layout) -> int:
+    """Return the bytes of the gradients of the longest range; gradients have the dtype that is trained."""
+    return align_up(
+        max(
+            (
+                item.count * torch_dtype(segment.format.dtypes[MASTER]).itemsize
+                for segment in layout.segments
+                if segment.trainable
+                for item in segment.ranges
+            ),
+            default=0,
+        ),
+        _ALIGNMENT,
+    )
