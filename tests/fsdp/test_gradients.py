@@ -102,7 +102,7 @@ def test_an_update_leaves_stored_gradients_as_they_are(key: str, scale: float | 
         stored = [bytes(content) for page, content in zip(pages, contents, strict=True) if page.role is Role.GRAD]
         edits = {} if scale is None else {0: [lambda gradient: gradient.mul_(scale)]}
         update = Update(layout, kernel, settings, {}, 0, edits=edits)
-        update.run([Opened(layout, segment, item, access, contents)])
+        update.run([Opened(layout, segment, item, access, contents, None)])
         assert update.elements
         assert stored
         assert stored == [bytes(c) for page, c in zip(pages, contents, strict=True) if page.role is Role.GRAD]
