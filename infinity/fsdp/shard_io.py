@@ -16,6 +16,7 @@ from infinity.content.format import MASTER
 from infinity.content.layout import Layout, Page, Placed, overlapping
 from infinity.content.views import put, read_section, section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
+from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
@@ -48,6 +49,7 @@ class ShardIO:
         layout: Layout,
         pager: Pager,
         device: Device,
+        staging: Staging,
         listener: GatherListener,
         ledger: Ledger,
         *,
@@ -57,9 +59,10 @@ class ShardIO:
 
         Args:
             device: what computes.
+            staging: may have weights on it ahead of their gather.
             load_limit: most bytes that `load` may have given away at any moment: memory outside of the arena.
         """
-        self._layout, self._device, self._load_limit = layout, device, load_limit
+        self._layout, self._device, self._staging, self._load_limit = layout, device, staging, load_limit
         self._open: tuple[Pager, GatherListener, Ledger] | None = pager, listener, ledger  # None once closed
         # What errors say once it is closed.
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
@@ -102,7 +105,10 @@ class ShardIO:
         with self._ledger.part("python", name, name="gather"), record_function(f"infinity::gather ({name})"):
             planned = listener.gathering(shard)
             with torch.no_grad():
-                self._copy_param(placed, destination, planned=planned)
+                if planned and self._staging.has(placed.unit):
+                    self._staging.copy_out(shard, destination)
+                else:
+                    self._copy_param(placed, destination, planned=planned)
             self._ledger.copied(destination.numel() * destination.itemsize)
             if planned:
                 listener.gathered(shard)
@@ -181,6 +187,7 @@ class ShardIO:
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
             )
         self._listener.look(shard)
+        self._staging.drop(placed.unit)
         for component, items in stored(segment.format, name, content.detach().cpu()):
             for page, _, _ in overlapping(
                 segment.pages(component.role), placed.start, placed.start + placed.spec.numel

@@ -25,6 +25,8 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 1e-3
 """Seconds between two looks at a mark: twice as many after each, as few as a copy of a small page takes at first."""
 _LARGEST_PIECE: Final = 64 * GIB
 """Most bytes that are registered at once: newer drivers refuse single registrations of half a TiB."""
+_MARGIN_BYTES, _MARGIN_PARTS = 2 * GIB, 10
+"""What stays free of a device's memory: so much, or one of so many parts of all."""
 _PORTABLE: Final = 1
 """`cudaHostRegisterPortable`: pinned for every device of this process, whichever was current."""
 
@@ -78,6 +80,9 @@ class Device(Protocol):
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Let the memory of a tensor not be used again before a stream has done what it has been given so far."""
+
+    def spare_bytes(self) -> int:
+        """Return how much of its memory may be used for what only saves time: what is free but for a margin."""
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         """Register host memory, in parts that begin at multiples of `piece` bytes; warns where that fails."""
@@ -134,6 +139,10 @@ class CpuDevice:
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Do nothing."""
+
+    def spare_bytes(self) -> int:
+        """Return 0: it computes in the host's memory."""
+        return 0
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         """Do nothing."""
@@ -201,6 +210,11 @@ class AcceleratorDevice:
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Let the allocator wait for a stream."""
         tensor.record_stream(stream)
+
+    def spare_bytes(self) -> int:
+        """Return what the driver has free, which torch's allocator does not hold, less a margin for longer steps."""
+        free, total = self._module.mem_get_info(self.name)
+        return max(0, int(free) - max(_MARGIN_BYTES, int(total) // _MARGIN_PARTS))
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         """Do nothing: there is no call for it that all accelerators have."""

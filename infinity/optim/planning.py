@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError
 from infinity.schedule.choice import choose_plan, placed
 from infinity.schedule.pager import Pager
-from infinity.schedule.placement import Placement, expand, expand_pending
+from infinity.schedule.placement import Placement, expand, expand_pending, next_gather
 from infinity.schedule.planner import Plan, predict_seconds, prepend
 from infinity.schedule.trace import Event
 from infinity.telemetry.ledger import Ledger
@@ -42,6 +43,8 @@ class StepPlanner:
         """Where updates run in the step that is running; changes between steps only."""
         self.events: tuple[Event, ...] = ()
         """What the last step that was planned for looked like."""
+        self.device_bytes = 0
+        """Memory of the device for weights: a plan is made for so much. 0 on the CPU; set behind the first step."""
         self.plan: Plan | None = None
         """The plan of steps that look like it; None until the first step has been recorded."""
         self._plans: dict[Start, Plan] = {}  # for `events` and `placement`, made when they are first needed
@@ -75,7 +78,10 @@ class StepPlanner:
                     '"after_backward"'
                 )
         if events != self.events:
-            self.placement, plan = choose_plan(self.placed, events, self._layout, self._frames, threaded=self._threaded)
+            self.placement, plan = choose_plan(
+                self.placed, events, self._layout, self._frames,
+                threaded=self._threaded, device_bytes=self.device_bytes,
+            )  # fmt: skip
             self._plans = {"pending": plan}
 
     def follow(self, events: tuple[Event, ...], *, pending: bool) -> None:
@@ -93,6 +99,18 @@ class StepPlanner:
             self._pager.install(self._plan_from("nothing"))
         else:
             self._pager.begin_step()
+
+    def to_stage(self, events: Sequence[Event]) -> int:
+        """Return the unit whose weights are to be copied to the device now, or -1.
+
+        Args:
+            events: of the step that is running, so far.
+        """
+        last = len(events) - 1
+        if not self.placement.staged or last >= len(self.events) or events[last] != self.events[last]:
+            return -1
+        following = next_gather(self.events, last)
+        return self.events[following].unit if following >= 0 else -1
 
     def settling(self) -> None:
         """Have the pages of updates that wait read ahead, before they are run between two steps."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from infinity.schedule.trace import Event, EventKind
 
 
@@ -25,6 +27,11 @@ class Recording:
             event._replace(components=components) if event.kind is EventKind.GRADIENTS and event.unit == unit else event
             for event in self._events
         ]
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """What was noted so far."""
+        return self._events
 
     @property
     def has_gradients(self) -> bool:

@@ -6,6 +6,7 @@ shards when they are gathered or looked at, the hooks on gradients when they arr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from infinity.content.layout import Layout
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.gradient import Gradient
+from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device
 from infinity.memory.heap import FreedMemory
 from infinity.optim.given import GivenOptimizer
@@ -26,7 +28,10 @@ from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
 from infinity.optim.worker import UpdateWorker
 from infinity.schedule.pager import Pager
+from infinity.schedule.trace import Event
 from infinity.telemetry.ledger import Ledger, StepRecord
+
+_log = logging.getLogger("infinity")
 
 
 class StepRunner:
@@ -44,6 +49,8 @@ class StepRunner:
         layout: Layout,
         pager: Pager,
         device: Device,
+        staging: Staging,
+        device_bytes: int,
         planner: StepPlanner,
         worker: UpdateWorker,
         given: GivenOptimizer,
@@ -55,15 +62,18 @@ class StepRunner:
 
         Args:
             device: what computes.
+            staging: brings weights to it ahead of their gather.
+            device_bytes: memory of the device for that; 0: what it has free behind the first step, less a margin.
             freed: is told when a unit begins.
             parameters: by shard.
         """
         self._layout, self._pager, self._worker, self._given = layout, pager, worker, given
+        self._device, self._staging, self._device_bytes = device, staging, device_bytes
         self._ledger, self._freed = ledger, freed
         self.planner = planner
         """Where updates run, and the plan."""
         self._recording = Recording()  # what this step shows
-        self.updates = Updates(layout, pager, device, planner, given, worker, ledger)
+        self.updates = Updates(layout, pager, device, staging, planner, given, worker, ledger)
         """What is being updated."""
         self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, parameters)
         # By unit, the parameters that had no optimizer state when the model was offloaded.
@@ -125,6 +135,10 @@ class StepRunner:
         if self._layout.ends_unit(shard):
             self.updates.run_reduced()
             self.updates.run_due(self._layout.shards[shard].unit)
+            following = self.planner.to_stage(self._recording.events)
+            if following >= 0 and not self._staging.has(following) and following not in self.updates.begun:
+                self.updates.run_pending(following)
+                self._staging.stage(following)
 
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
         """Take over what is in `p.grad` after a reduction; see `Gradients.take`."""
@@ -244,7 +258,7 @@ class StepRunner:
             gradients.store_zeros()
             updates.run_reduced()
             events = self._recording.end()
-            self.planner.choose(events, late)
+            self._choose(events, late)
             updates.run_left()
             if self._skip:
                 gradients.discard()
@@ -259,8 +273,23 @@ class StepRunner:
         updated, self._counted = elements - self._counted, elements
         return self._ledger.end_step(updates.step, updated, pager.census(), pager.held_bytes(), pager.in_flight())
 
+    def _choose(self, events: tuple[Event, ...], late: bool) -> None:
+        """Choose placement and plan, and have the slots on the device that they need."""
+        planner = self.planner
+        if planner.recording or planner.plan is None:
+            planner.device_bytes = self._device_bytes or self._device.spare_bytes()
+        planner.choose(events, late)
+        try:
+            self._staging.provide(planner.placement, events)
+        except torch.OutOfMemoryError:
+            _log.warning("the device has no room for weights ahead of their use; set memory.device_bytes lower")
+            planner.device_bytes = 0
+            planner.choose(events, late)
+            self._staging.provide(planner.placement, events)
+
     def _begin(self) -> None:
         """Begin a step: nothing was gathered, and no gradients have arrived."""
+        self._staging.drop()
         self._recording.clear()
         self._given.forget_settings()
         self._backward = -1
@@ -289,10 +318,12 @@ class StepRunner:
         """
         self.updates.drain()
         self._worker.close()
+        self._staging.close()
         self._pager.drain()
 
     def close(self) -> None:
         """End the worker; updates that have not begun are dropped. Gradients are gone."""
         self._worker.close()
+        self._staging.close()
         self.updates.close()
         self._gradients.close()

@@ -24,6 +24,7 @@ from torch.profiler import record_function
 
 from infinity.content.layout import Layout, Page, Segment
 from infinity.fsdp.gradient import Edit
+from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device, Mark
 from infinity.optim.fetch import TOGETHER, GradientFetcher
 from infinity.optim.given import GivenOptimizer
@@ -58,13 +59,14 @@ class Updates:
         layout: Layout,
         pager: Pager,
         device: Device,
+        staging: Staging,
         planner: StepPlanner,
         given: GivenOptimizer,
         worker: UpdateWorker,
         ledger: Ledger,
     ) -> None:
         self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
-        self._given, self._worker = given, worker
+        self._given, self._worker, self._staging = given, worker, staging
         self._fetcher = GradientFetcher(layout, device, pager)  # the worker's thread uses it
         self.scalars: dict[int, Scalars] = {}
         """By shard, what the optimizer keeps of it besides tensors of its size: step counts; none if never updated."""
@@ -190,6 +192,7 @@ class Updates:
     def _run(self, unit: int, update: Update) -> None:
         """Give the worker a unit's ranges to update; their leases are taken here."""
         name = self._layout.units[unit].name
+        self._staging.drop(unit)
         ranges: deque[_Range] = deque()
         # In a profile this is the whole update, or, with a thread for updates, when it was handed over.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):

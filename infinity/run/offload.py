@@ -21,6 +21,7 @@ from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.sharded_model import ShardedModel
+from infinity.fsdp.staging import Staging
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import make_kernel
@@ -149,12 +150,14 @@ def _make_steps(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimize
     """Make what runs steps, from the bottom up."""
     parameters = [param for unit in sharded.parameters() for param in unit]
     given = GivenOptimizer(optimizer, parameters, kernel)
+    staging = Staging(run.layout, run.pager, run.device, run.ledger)
     runner = StepRunner(
-        run.layout, run.pager, run.device, run.planner, run.worker, given, run.ledger, run.freed, parameters
-    )
+        run.layout, run.pager, run.device, staging, run.settings.memory.device_bytes, run.planner, run.worker, given,
+        run.ledger, run.freed, parameters,
+    )  # fmt: skip
     run.undo.push(runner.close)
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
-    shards = ShardIO(run.layout, run.pager, run.device, runner, run.ledger, load_limit=load_limit)
+    shards = ShardIO(run.layout, run.pager, run.device, staging, runner, run.ledger, load_limit=load_limit)
     run.undo.push(shards.close)
     run.refuse_in_child += [runner.end, shards.close]
     return _Steps(given, kernel.builds, parameters, runner, shards, make_committer(run, sharded, optimizer))

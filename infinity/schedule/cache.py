@@ -161,11 +161,11 @@ class Cache:
         self.acquire(uses, threaded=threaded)
         self._held_leases += 1
 
-    def release_lease(self, uses: Access) -> None:
-        """Release what `acquire_lease` has acquired."""
+    def release_lease(self, uses: Access, mark: Mark | None) -> None:
+        """Release what `acquire_lease` has acquired, as `release`."""
         self._held_leases -= 1
         self._returned += 1
-        self.release(uses)
+        self.release(uses, mark)
 
     def discard(self, page: int) -> None:
         """Drop the content of a page that nobody will read again. Nothing of it is in flight, and no lease needs it."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from infinity.content.layout import Layout
-from infinity.schedule.placement import Placement, eligible_for_backward, expand
+from infinity.schedule.placement import Placement, eligible_for_backward, expand, with_device
 from infinity.schedule.planner import Plan, make_plan, preferred
 from infinity.schedule.trace import Access, Event
 
@@ -25,7 +25,7 @@ def placed(wanted: str, events: Sequence[Event], *, late: bool = False) -> str:
 
 
 def choose_plan(
-    name: str, events: Sequence[Event], layout: Layout, frames: int, *, threaded: bool
+    name: str, events: Sequence[Event], layout: Layout, frames: int, *, threaded: bool, device_bytes: int = 0
 ) -> tuple[Placement, Plan]:
     """Return the placement and the plan of steps that look like `events`.
 
@@ -33,6 +33,7 @@ def choose_plan(
         name: from `placed`.
         frames: of the arena.
         threaded: whether updates have a thread of their own.
+        device_bytes: memory of a device for weights ahead of their gather, and for those that stay; 0 on the CPU.
 
     Raises:
         BudgetError: there are too few frames.
@@ -41,6 +42,7 @@ def choose_plan(
     choices: dict[tuple[Access, ...], Placement] = {}
     for overlapped in (True, False) if threaded else (False,):
         choice = replace(Placement.of(name, events), overlapped=overlapped)
+        choice = with_device(choice, events, layout, device_bytes)
         choices.setdefault(expand(events, layout, choice), choice)
     plan = preferred(
         [make_plan(trace, layout, frames, threaded=threaded) for trace in choices], layout, threaded=threaded

@@ -45,6 +45,8 @@ class PageState:
     """Whether the plan keeps it always."""
     leases: int = 0
     """Leases that have been made and not returned; changed by `Pager`."""
+    returned: int = 0
+    """Leases that have been returned, ever; changed by `Pager`."""
 
 
 class Frames:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from infinity.content.layout import Layout
 from infinity.memory.arena import Arena
 from infinity.memory.device import Device, Mark
 from infinity.schedule.cache import Cache
 from infinity.schedule.cursor import Cursor, PlannedAccess
-from infinity.schedule.frames import Frames
+from infinity.schedule.frames import Frames, PageState
 from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
@@ -39,9 +40,17 @@ class Lease:
     """
 
     def __init__(
-        self, pager: Pager, uses: Access, cursor: Cursor | None, access: PlannedAccess | None, *, threaded: bool
+        self,
+        pager: Pager,
+        uses: Access,
+        cursor: Cursor | None,
+        access: PlannedAccess | None,
+        *,
+        behind: Sequence[int],
+        threaded: bool,
+        copies: Callable[[], Mark] | None,
     ) -> None:
-        self._pager, self._threaded = pager, threaded
+        self._pager, self._behind, self._threaded, self._copies = pager, behind, threaded, copies
         self.uses = uses
         """The pages, as `Pager.access` takes them."""
         self._cursor = cursor
@@ -55,11 +64,12 @@ class Lease:
 
     def __enter__(self) -> list[memoryview]:
         """Wait for the pages; return them as `Pager.access` does. Raises what that raises."""
-        return self._pager._acquire_lease(self.uses, threaded=self._threaded)
+        return self._pager._acquire_lease(self.uses, self._behind, threaded=self._threaded)
 
     def __exit__(self, *exception: object) -> None:
         """Return the pages."""
-        self._pager._release_lease(self.uses, self._cursor, self._access)
+        mark = self._copies() if self._copies else None
+        self._pager._release_lease(self.uses, self._cursor, self._access, mark)
 
 
 class Pager:
@@ -134,12 +144,16 @@ class Pager:
         finally:
             self._release(uses, planned=planned, mark=copies() if copies else None)
 
-    def lease(self, uses: Access, *, threaded: bool) -> Lease:
-        """Take the place of `uses` in the plan now, to hold the pages later; leases are held in order.
+    def lease(self, uses: Access, *, threaded: bool, copies: Callable[[], Mark] | None = None) -> Lease:
+        """Take the place of `uses` in the plan now, to hold the pages later; leases of one thread are held in order.
+
+        One with `copies` waits, when it is held, for those that were made before on its pages: another thread holds
+        them, and changes the pages.
 
         Args:
             uses: as for `access`.
             threaded: whether another thread holds them, whose waits are no stalls of the training thread.
+            copies: as for `access`.
 
         Raises:
             CorruptPageError, StorageError, StallError: something has failed before.
@@ -149,9 +163,12 @@ class Pager:
             cursor = self._follow(uses)
             access = cursor.take(uses) if cursor is not None else None
             self.leases += 1
-            for use in uses:
-                self._frames.pages[use.page].leases += 1
-        return Lease(self, uses, cursor, access, threaded=threaded)
+            states = [self._frames.pages[use.page] for use in uses]
+            # Those of updates are held in their order anyway, by one thread.
+            behind = [state.returned + state.leases for state in states] if copies is not None else ()
+            for state in states:
+                state.leases += 1
+        return Lease(self, uses, cursor, access, behind=behind, threaded=threaded, copies=copies)
 
     def install(self, plan: Plan | None) -> None:
         """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`."""
@@ -273,21 +290,34 @@ class Pager:
             cursor = self._cursor if planned else None
             self._end(uses, cursor, cursor.take(uses) if cursor is not None else None)
 
-    def _acquire_lease(self, uses: Access, *, threaded: bool) -> list[memoryview]:
+    def _acquire_lease(self, uses: Access, behind: Sequence[int], *, threaded: bool) -> list[memoryview]:
+        """Acquire the pages of a lease.
+
+        Args:
+            behind: by use, how many leases of its page are to have been returned, ever; empty where nobody cares.
+        """
         with self._transfers.lock:
+            for use, before in zip(uses, behind, strict=False):
+                state = self._frames.pages[use.page]
+                left = partial(_has_returned, state, before)
+                self._transfers.wait(left, "update", use.page, threaded=threaded)
             self._cache.acquire_lease(uses, threaded=threaded)
         return self._contents(uses)
 
     def _acquire_at_once(self, uses: Access, *, threaded: bool) -> list[memoryview] | None:
         with self._transfers.lock:
-            return self._acquire_lease(uses, threaded=threaded) if self._cache.can_acquire(uses) else None
+            return self._acquire_lease(uses, (), threaded=threaded) if self._cache.can_acquire(uses) else None
 
-    def _release_lease(self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None) -> None:
+    def _release_lease(
+        self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None, mark: Mark | None
+    ) -> None:
         with self._transfers.lock:
             self.leases -= 1
             for use in uses:
-                self._frames.pages[use.page].leases -= 1
-            self._cache.release_lease(uses)
+                state = self._frames.pages[use.page]
+                state.leases -= 1
+                state.returned += 1
+            self._cache.release_lease(uses, mark)
             self._end(uses, cursor, access)
             self._transfers.lock.notify_all()
 
@@ -327,3 +357,7 @@ class Pager:
 
     def _describe(self, uses: Access) -> str:
         return " + ".join(f"{use.mode.value} {self._layout.page_name(use.page)}" for use in uses)
+
+
+def _has_returned(state: PageState, leases: int) -> bool:
+    return state.returned >= leases

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
+from infinity.content.format import ITEMSIZE
 from infinity.content.layout import Layout
 from infinity.schedule.trace import (
     Access,
@@ -18,6 +20,12 @@ from infinity.schedule.trace import (
     update_accesses,
     update_order,
 )
+from infinity.units import align_up
+
+SLOTS: Final = 2
+"""Units whose weights are staged at once: one is copied to the device while the other is copied out of its slot."""
+_STAGED_ALIGNMENT: Final = 256
+"""Bytes; kernels read aligned vectors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +40,12 @@ class Placement:
     """Whether updates run beside the computation of another unit. In backward, a unit is updated when the next one has
     been gathered; in forward, when the one before it has been gathered (the first unit is updated in `step()`). Else a
     unit is updated as soon as its gradients are there, or just before it is gathered: that needs fewer frames."""
+    staged: bool = False
+    """Whether the pages of a unit are read behind the gather before its own, and copied to the device from there; but
+    for the first gather of a step."""
+    kept: frozenset[int] = frozenset()
+    """Units whose weights stay on the device from their first gather that is staged until the step ends, or they are
+    updated."""
 
     @classmethod
     def of(cls, name: str, events: Sequence[Event]) -> Placement:
@@ -71,6 +85,54 @@ def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
     return frozenset(once)
 
 
+def shard_bytes(layout: Layout, shard: int) -> int:
+    """Return the bytes of a shard's weights, padding included, as they are staged."""
+    placed = layout.shards[shard]
+    itemsize = ITEMSIZE[layout.segments[placed.segment].format.param]
+    return align_up(placed.spec.padded * itemsize, _STAGED_ALIGNMENT)
+
+
+def unit_bytes(layout: Layout, unit: int) -> int:
+    """Return the bytes of the weights of a unit, as they are staged."""
+    return sum(shard_bytes(layout, shard) for shard in layout.unit_shards[unit])
+
+
+def staged_units(events: Sequence[Event]) -> tuple[int, ...]:
+    """Return the units that are gathered behind the first gather of a step, in the order in which they first are."""
+    gathers = [event.unit for event in events if event.kind is EventKind.GATHER]
+    return tuple(dict.fromkeys(gathers[1:]))
+
+
+def next_gather(events: Sequence[Event], position: int) -> int:
+    """Return the position of the gather that comes behind a position in the same step, or -1."""
+    for index in range(position + 1, len(events)):
+        if events[index].kind is EventKind.GATHER:
+            return index
+    return -1
+
+
+def with_device(placement: Placement, events: Sequence[Event], layout: Layout, device_bytes: int) -> Placement:
+    """Return the placement with what the memory of a device is used for: first slots to stage in, then kept weights.
+
+    Kept are units that are gathered more than once, those first that are first gathered last: their second gather
+    comes soonest. All save as many bytes for each that they take.
+
+    Args:
+        device_bytes: what there is for that.
+    """
+    units = staged_units(events)
+    slots = SLOTS * max((unit_bytes(layout, unit) for unit in units), default=0)
+    if not units or slots > device_bytes:
+        return placement
+    gathers = Counter(event.unit for event in events if event.kind is EventKind.GATHER)
+    kept, left = set(), device_bytes - slots
+    for unit in reversed(units):
+        if gathers[unit] > 1 and unit_bytes(layout, unit) <= left:
+            kept.add(unit)
+            left -= unit_bytes(layout, unit)
+    return replace(placement, staged=True, kept=frozenset(kept))
+
+
 def expand(
     events: Sequence[Event], layout: Layout, placement: Placement, *, pending: bool = True
 ) -> tuple[Access, ...]:
@@ -89,24 +151,36 @@ def expand(
     later = set(due.values())
     waiting = dict(due) if pending else {}
     reduced: list[int] = []  # to be updated in backward, behind the next gather
+    on_device: set[int] = set()  # units whose weights are there, or on their way
 
     def update_reduced() -> None:
         for unit in reduced:
+            on_device.discard(unit)
             accesses.extend(update_accesses(layout, unit))
         reduced.clear()
 
     def update_waiting(gathered: int) -> None:
         unit = waiting.pop(gathered, None)
         if unit is not None:
+            on_device.discard(unit)
             accesses.extend(update_accesses(layout, unit, components=components.get(unit, 1)))
 
-    for event in events:
+    for position, event in enumerate(events):
         if event.kind is EventKind.GATHER:
             if not placement.overlapped:
                 update_waiting(event.unit)
-            accesses.extend(gather_accesses(layout, event.unit))
+            if event.unit not in on_device:
+                accesses.extend(gather_accesses(layout, event.unit))
+            elif event.unit not in placement.kept:
+                on_device.discard(event.unit)
             update_reduced()
             update_waiting(event.unit)
+            following = next_gather(events, position) if placement.staged else -1
+            if following >= 0 and (unit := events[following].unit) not in on_device:
+                for gathered in [gathered for gathered, of in waiting.items() if of == unit]:
+                    update_waiting(gathered)
+                accesses.extend(gather_accesses(layout, unit))
+                on_device.add(unit)
         elif event.kind is EventKind.GRADIENTS:
             update_reduced()
             if event.unit in placement.in_backward:

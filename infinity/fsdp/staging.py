@@ -1,0 +1,183 @@
+"""Weights on the device ahead of their gather: a thread copies those of the next unit while this one computes.
+
+[Note: staging] When a unit has been gathered, the pages of the next one are leased, which takes their place in the plan
+there and then: so what is moved does not depend on how fast anything is. A thread of its own waits for them, copies
+each into a slot on the device, on a stream of its own, and gives the lease back behind a mark. The gather is then a
+copy on the device. A slot is used again behind the last such copy; the slots of units that are *kept* have their
+weights until the step ends, and no later gather of such a unit reads pages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from infinity.content.layout import Layout, Page, Placed, overlapping
+from infinity.content.views import section, torch_dtype
+from infinity.errors import InfinityError
+from infinity.memory.device import Device, Mark
+from infinity.schedule.pager import Lease, Pager
+from infinity.schedule.placement import SLOTS, Placement, shard_bytes, staged_units, unit_bytes
+from infinity.schedule.trace import Event, gather_accesses
+from infinity.telemetry.ledger import Ledger
+
+
+class _Part(NamedTuple):
+    """What a shard has in one page."""
+
+    lease: Lease
+    page: Page
+    placed: Placed
+    first: int
+    """Its first element there, in the segment."""
+    last: int
+    """The first one behind."""
+    offset: int
+    """Where the shard begins in the slot, in bytes."""
+
+
+class _Slot:
+    """Room for the weights of one unit on the device."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory  # bytes
+        self.left: Mark | None = None  # behind the last copy out of it; None before there was one
+        self.copied: Future[Mark] | None = None  # the mark behind the copies into it, once the device has all of them
+
+
+class Staging:
+    """The slots, what is in them, and the thread that fills them.
+
+    Life cycle: without slots until `provide`. A unit is *staged* from `stage` on; its shards are copied out one after
+    the other, and behind the last one its slot is free again, but for units that are kept. `drop` forgets what is
+    staged, where weights change. The training thread calls all methods.
+
+    Args:
+        layout: pages of this rank.
+        pager: has them.
+        device: that computes.
+        ledger: is told how long the training thread waits.
+    """
+
+    def __init__(self, layout: Layout, pager: Pager, device: Device, ledger: Ledger) -> None:
+        self._layout, self._pager, self._device, self._ledger = layout, pager, device, ledger
+        self._free: deque[_Slot] = deque()  # slots for units that are not kept, the next one first
+        self._own: dict[int, _Slot] = {}  # by unit that is kept, its slot
+        self._staged: dict[int, _Slot] = {}  # by unit, the slot that has its weights, or gets them
+        self._provided: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
+        """For which units there are slots, and which of them are kept."""
+        self._thread: ThreadPoolExecutor | None = None  # begins with `provide`
+
+    def provide(self, placement: Placement, events: Sequence[Event]) -> None:
+        """Have the slots that steps need which look like `events`. Where they are others, what is staged is forgotten.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for them; there are none then.
+        """
+        staged = frozenset(staged_units(events)) if placement.staged else frozenset()
+        kept = placement.kept
+        if (staged, kept) == self._provided:
+            return
+        self.drop()
+        self._free, self._own, self._provided = deque(), {}, (frozenset(), frozenset())
+        passing = [unit_bytes(self._layout, unit) for unit in staged - kept]
+        free = [self._new_slot(max(passing)) for _ in range(SLOTS if passing else 0)]
+        own = {unit: self._new_slot(unit_bytes(self._layout, unit)) for unit in sorted(kept)}
+        self._free, self._own, self._provided = deque(free), own, (staged, kept)
+        if staged and self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "infinity-stage", self._device.enter_thread)
+
+    def _new_slot(self, nbytes: int) -> _Slot:
+        return _Slot(torch.empty(nbytes, dtype=torch.uint8, device=self._device.name))
+
+    def has(self, unit: int) -> bool:
+        """Whether the weights of a unit are staged."""
+        return unit in self._staged
+
+    def stage(self, unit: int) -> None:
+        """Begin to copy the weights of a unit; their place in the plan is taken here. Raises as `Pager.lease`."""
+        if self._thread is None:
+            raise InfinityError("there are no slots to stage weights in")
+        slot = self._own.get(unit) or self._free.popleft()
+        self._staged[unit] = slot
+        slot.copied = self._thread.submit(self._fill, slot, self._parts(unit))
+
+    def _parts(self, unit: int) -> deque[_Part]:
+        """Lease the pages of a unit, shard by shard, as `gather_accesses` has them."""
+        stream = self._device.stream("stage")
+        accesses = gather_accesses(self._layout, unit)
+        parts: deque[_Part] = deque()
+        offset = 0
+        for shard in self._layout.unit_shards[unit]:
+            placed = self._layout.shards[shard]
+            pages = self._layout.segments[placed.segment].param_pages
+            for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.padded):
+                lease = self._pager.lease(next(accesses), threaded=True, copies=lambda: self._device.mark(stream))
+                parts.append(_Part(lease, page, placed, first, last, offset))
+            offset += shard_bytes(self._layout, shard)
+        return parts
+
+    def _fill(self, slot: _Slot, parts: deque[_Part]) -> Mark:
+        """Give the device all copies into a slot; return the mark behind them. In the thread."""
+        stream = self._device.stream("stage")
+        if slot.left is not None:
+            slot.left.before(stream)
+        while parts:
+            part = parts.popleft()
+            dtype = torch_dtype(self._layout.segments[part.placed.segment].format.param)
+            begin = part.offset + (part.first - part.placed.start) * dtype.itemsize
+            target = slot.memory[begin : begin + (part.last - part.first) * dtype.itemsize].view(dtype)
+            with part.lease as (content,):
+                source = section(content, part.page, self._layout, part.first, part.last)
+                self._device.copy(target, source, stream)
+        return self._device.mark(stream)
+
+    def copy_out(self, shard: int, destination: torch.Tensor) -> None:
+        """Copy the weights of a shard of a staged unit, padding included, into a flat tensor, on the current stream.
+
+        Raises:
+            Exception: what kept its pages from being read.
+        """
+        unit = self._layout.shards[shard].unit
+        slot, stream = self._staged[unit], self._device.current()
+        self._copied(slot).before(stream)
+        shards = self._layout.unit_shards[unit]
+        begin = sum(shard_bytes(self._layout, before) for before in shards[: shards.index(shard)])
+        destination.copy_(slot.memory[begin : begin + destination.nbytes].view(destination.dtype))
+        if self._layout.ends_unit(shard):
+            slot.left = self._device.mark(stream)
+            if unit not in self._own:
+                del self._staged[unit]
+                self._free.append(slot)
+
+    def _copied(self, slot: _Slot) -> Mark:
+        """Wait until all copies into a slot are on their way; the thread's own waits have time limits."""
+        assert slot.copied is not None
+        if not slot.copied.done():
+            began = time.perf_counter()
+            wait_for([slot.copied])
+            self._ledger.stalled("read", -1, time.perf_counter() - began)
+        return slot.copied.result()
+
+    def drop(self, unit: int | None = None) -> None:
+        """Forget what is staged of one unit, or of all: its weights are about to change."""
+        for index in [unit] if unit is not None else list(self._staged):
+            slot = self._staged.pop(index, None)
+            if slot is not None:
+                with suppress(Exception):  # that of its pages: whoever needs them next gets it
+                    slot.left = self._copied(slot)
+                if index not in self._own:
+                    self._free.append(slot)
+
+    def close(self) -> None:
+        """End the thread; what it has not begun is dropped."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._free, self._own, self._staged = deque(), {}, {}
