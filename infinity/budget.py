@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from infinity.content.format import Role, StateFormat
-from infinity.content.layout import Layout, UnitSpec, build_layout
+from infinity.content.format import ITEMSIZE, MASTER, Role, StateFormat
+from infinity.content.layout import PAGE_ALIGNMENT, Layout, UnitSpec, build_layout
 from infinity.errors import BudgetError
 from infinity.schedule.planner import least_frames
 from infinity.schedule.trace import range_access
-from infinity.units import KIB, MIB, format_setting, format_size
+from infinity.units import KIB, MIB, align_up, format_setting, format_size
 
 _LARGEST_PAGE = 8 * MIB
 """Larger pages move no faster, so they are taken only where pages are too many."""
@@ -23,6 +24,9 @@ _FRAMES_OF_MANY = 256
 _SMALLEST_PAGE = 64 * KIB
 _WANTED_FRAMES = 32
 _LEAST_FILLED = 0.8
+FETCHED: Final = 6
+"""Ranges whose gradients have room in host memory beside the arena, where a device computes: those of one call of the
+optimizer, and two that come in meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,17 @@ class Budget:
 
 
 def choose_budget(
-    units: Sequence[UnitSpec], formats: dict[str, StateFormat], host_bytes: int, page_bytes: int
+    units: Sequence[UnitSpec],
+    formats: dict[str, StateFormat],
+    host_bytes: int,
+    page_bytes: int,
+    *,
+    device: bool = False,
 ) -> Budget:
-    """Return page size and number of frames for an arena of at most `host_bytes`.
+    """Return page size and number of frames for at most `host_bytes`.
 
     Args:
+        device: whether another device than the CPU computes; gradients on their way from it take a part of the memory.
         page_bytes: largest page; 0 takes the largest of 8 MiB, 4 MiB, … 64 KiB with which the arena has enough
             frames and the pages fill them well, or more than 8 MiB where a state has very many pages.
 
@@ -66,10 +76,11 @@ def choose_budget(
         if page_bytes == _LARGEST_PAGE:
             layout = _with_fewer_pages(layout, host_bytes)
             page_bytes = layout.page_bytes
-    frames = host_bytes // page_bytes
+    beside = FETCHED * range_gradient_bytes(layout) if device else 0
+    frames = max(0, host_bytes - beside) // page_bytes
     least = least_frames(widest_access(layout))
     if frames < min(least, len(layout.pages)):
-        raise BudgetError(_explain(layout, host_bytes, least))
+        raise BudgetError(_explain(layout, host_bytes, least, beside))
     return Budget(layout, min(frames, len(layout.pages)))
 
 
@@ -92,6 +103,20 @@ def _good(layout: Layout, host_bytes: int) -> bool:
     return frames >= _WANTED_FRAMES and (filled >= _LEAST_FILLED or frames >= 4 * len(layout.pages))
 
 
+def range_gradient_bytes(layout: Layout) -> int:
+    """Return the bytes of the gradients of the longest range; they have the dtype that is trained."""
+    longest = max(
+        (
+            item.count * ITEMSIZE[segment.format.dtypes[MASTER]]
+            for segment in layout.segments
+            if segment.trainable
+            for item in segment.ranges
+        ),
+        default=0,
+    )
+    return align_up(longest, PAGE_ALIGNMENT)
+
+
 def widest_access(layout: Layout) -> int:
     """Return the largest number of pages that are needed at the same moment."""
     return max(
@@ -105,14 +130,16 @@ def widest_access(layout: Layout) -> int:
     )
 
 
-def _explain(layout: Layout, host_bytes: int, least: int) -> str:
+def _explain(layout: Layout, host_bytes: int, least: int, beside: int) -> str:
     least = min(least, len(layout.pages))
-    need = least * layout.page_bytes
+    need = least * layout.page_bytes + beside
     lower = "" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower"
+    gradients_on_their_way = f", and {format_size(beside)} for gradients that come from the device" if beside else ""
     weights, update, gradients = (format_size(layout.bytes_of(role)) for role in (Role.PARAM, Role.UPDATE, Role.GRAD))
     return (
         f"the host arena is too small for this model: it has {format_size(host_bytes)}, the least is "
-        f"{format_size(need)} ({least} pages of {format_size(layout.page_bytes)}); set memory.host_bytes to "
+        f"{format_size(need)} ({least} pages of {format_size(layout.page_bytes)}{gradients_on_their_way}); set "
+        "memory.host_bytes to "
         f"{format_setting(need)} or more{lower}\n"
         f"  what is paged: {weights} of weights in the compute dtype, {update} of master weights and moments, "
         f"{gradients} of gradients"

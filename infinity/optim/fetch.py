@@ -7,23 +7,18 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from infinity.content.format import MASTER
+from infinity.budget import FETCHED, range_gradient_bytes
 from infinity.content.layout import Layout, Page
-from infinity.content.views import torch_dtype
 from infinity.errors import StallError
 from infinity.hugepages import transfer_memory
 from infinity.memory.device import Device, Mark, wait
 from infinity.schedule.pager import Pager
-from infinity.units import align_up
 
 TOGETHER = 4
 """Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
 
 What has to be decoded takes several calls for each range, so there is nothing to share.
 """
-_AHEAD = 2
-"""Ranges whose gradients are copied while those before are updated."""
-_ALIGNMENT = 4096
 _LAST_SECONDS = 5.0
 """How long `close` waits for each copy that nobody has taken."""
 Slices = Mapping[int, tuple[int, torch.Tensor]]
@@ -44,13 +39,12 @@ class GradientFetcher:
 
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
         self._layout, self._device, self._pager = layout, device, pager
-        self._slot_bytes = slot_bytes(layout) if device.asynchronous else 0  # of one range
+        self._slot_bytes = range_gradient_bytes(layout) if device.asynchronous else 0  # of one range
         self._ring: list[torch.Tensor] = []  # the slots, in bytes
         if self._slot_bytes:
-            slots = TOGETHER + _AHEAD
-            memory = transfer_memory(slots * self._slot_bytes)
+            memory = transfer_memory(FETCHED * self._slot_bytes)
             self._pinned = device.pin(memory, self._slot_bytes)
-            self._ring = [*torch.frombuffer(memory, dtype=torch.uint8).view(slots, self._slot_bytes)]
+            self._ring = [*torch.frombuffer(memory, dtype=torch.uint8).view(FETCHED, self._slot_bytes)]
         self._next = 0  # slot that is filled next
         self._held = 0  # slots whose gradients were taken and not released
         self._grads: Mapping[int, torch.Tensor] = {}  # of the unit in hand: by shard, flat, on the device
@@ -127,19 +121,3 @@ class GradientFetcher:
         if self._ring:
             self._next = (self._next + 1) % len(self._ring)
         return slices, self._device.mark(stream)
-
-
-def slot_bytes(layout: Layout) -> int:
-    """Return the bytes of the gradients of the longest range; gradients have the dtype that is trained."""
-    return align_up(
-        max(
-            (
-                item.count * torch_dtype(segment.format.dtypes[MASTER]).itemsize
-                for segment in layout.segments
-                if segment.trainable
-                for item in segment.ranges
-            ),
-            default=0,
-        ),
-        _ALIGNMENT,
-    )

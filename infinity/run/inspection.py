@@ -14,6 +14,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, ShardedModel
+from infinity.memory.device import open_device
 from infinity.memory.limits import default_arena
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import view_shape
@@ -123,7 +124,8 @@ def plan_memory(
             'states of the optimizer; set "fp32"'
         )
     host = settings.memory.host_bytes or default_arena(ranks.local_world_size)
-    return choose_budget(units, formats, host, settings.memory.page_bytes)
+    device = open_device(sharded.device).asynchronous
+    return choose_budget(units, formats, host, settings.memory.page_bytes, device=device)
 
 
 def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
