@@ -62,8 +62,9 @@ class ShardIO:
             staging: may have weights on it ahead of their gather.
             load_limit: most bytes that `load` may have given away at any moment: memory outside of the arena.
         """
-        self._layout, self._device, self._staging, self._load_limit = layout, device, staging, load_limit
-        self._open: tuple[Pager, GatherListener, Ledger] | None = pager, listener, ledger  # None once closed
+        self._layout, self._device, self._load_limit = layout, device, load_limit
+        self._open: tuple[Pager, GatherListener, Ledger, Staging] | None  # None once closed
+        self._open = pager, listener, ledger, staging
         # What errors say once it is closed.
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
         self._loaded = 0  # bytes of shards that `load` has returned, but for those in `_returned`
@@ -93,7 +94,11 @@ class ShardIO:
         return self._opened[2]
 
     @property
-    def _opened(self) -> tuple[Pager, GatherListener, Ledger]:
+    def _staging(self) -> Staging:
+        return self._opened[3]
+
+    @property
+    def _opened(self) -> tuple[Pager, GatherListener, Ledger, Staging]:
         if self._open is None:
             raise InfinityError(self._why_closed)
         return self._open
