@@ -118,6 +118,13 @@ class UpdateConfig:
         maximum=4096,
     )
 
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto",
+        "Where updates compute. `cpu`: on the host, in the arena. `cuda`: pages are copied to the GPU, updated there, "
+        "and copied back; the bits are those of training in its memory. `auto`: where a commit that is continued was "
+        "updated, else where it is faster, as measured at the start. Formats other than `fp32` are for the CPU.",
+    )
+
     def cores_beside(self, device: str, idle: int) -> int:
         """Return the cores of the thread for updates; 0: there is none.
 

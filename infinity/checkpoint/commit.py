@@ -62,6 +62,7 @@ class Committer:
         shares: list[float],
         found: Sequence[Manifest],
         room: CommitRoom,
+        updated_on: str,
     ) -> None:
         """Go on from the commits that are there.
 
@@ -74,10 +75,11 @@ class Committer:
             shares: of the paths, relative bandwidths.
             found: this rank's manifests of the commits that are kept, by step.
             room: for the files of commits.
+            updated_on: type of the device that updates run on.
         """
         # None of these changes.
         self._folder, self._ranks, self._described, self._store = folder, ranks, described, store
-        self._room = room
+        self._room, self._updated_on = room, updated_on
         self._optimizer, self._shares = optimizer, shares
         self._pages = [page.index for page in described.layout.pages if page.role is not Role.GRAD]
         """What is committed: gradients are not."""
@@ -143,6 +145,7 @@ class Committer:
                 state_checksum=files.checksum_of(data),
                 extra=extra,
                 own=state.save_settings(own),
+                updated_on=self._updated_on,
             )
             self._store.sync()
             self._room.hold(self._to_come - 1)

@@ -84,6 +84,7 @@ _BODY = record(
     state_checksum=_CHECKSUM,
     extra=table(text(), schema.anything),
     own=table(text(), setting),
+    updated_on=text(r"[a-z]{1,40}"),
 )
 
 
@@ -157,6 +158,7 @@ class Manifest:
         state_checksum: of the state file, 16 hexadecimal digits.
         extra: the user's own.
         own: what the optimizer counts on itself.
+        updated_on: type of the device that updates ran on, such as ``cpu``: another one has other bits.
     """
 
     run_id: str
@@ -175,6 +177,7 @@ class Manifest:
     state_checksum: str
     extra: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
+    updated_on: str = "cpu"
 
     @property
     def name(self) -> Published:

@@ -58,6 +58,11 @@ class CommitReader:
         self._page = lru_cache(_CACHED_PAGES)(self._read_page)  # bytes of a page, by rank and index
 
     @property
+    def updated_on(self) -> str:
+        """Type of the device that updates ran on."""
+        return self._manifests[0].updated_on
+
+    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All parameters, in the order of their shards."""
         return self._ranks[0].tensors

@@ -72,7 +72,7 @@ def joined(components: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return fp32 values, a new tensor of shape (n,), from their upper halves and, unless all are zero, their lower."""
     if len(components) == 1:
         return components[0].float()
-    values = torch.empty(len(components[0]))
+    values = torch.empty(len(components[0]), device=components[0].device)
     for component, half in zip(components, halves(values), strict=True):
         half.copy_(component)
     return values

@@ -12,6 +12,9 @@ from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Component, 
 from infinity.content.layout import Layout, Page, Segment, overlapping
 from infinity.units import align_down, align_up
 
+Content = memoryview | torch.Tensor
+"""The bytes of a page: in a frame, or a copy of it on a device, of dtype uint8 and one dimension."""
+
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
@@ -31,7 +34,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def section(content: memoryview, page: Page, layout: Layout, start: int, stop: int) -> torch.Tensor:
+def section(content: Content, page: Page, layout: Layout, start: int, stop: int) -> torch.Tensor:
     """Return elements [start, stop) of the segment, of a PARAM or GRAD page: a view, shape (stop - start,)."""
     fmt = layout.segments[page.segment].format
     return _items(
@@ -43,16 +46,18 @@ def section(content: memoryview, page: Page, layout: Layout, start: int, stop: i
     )
 
 
-def _items(content: memoryview, dtype: str, offset: int, low: int, high: int) -> torch.Tensor:
+def _items(content: Content, dtype: str, offset: int, low: int, high: int) -> torch.Tensor:
     """Return items [low, high) of those of `dtype` that begin `offset` bytes into a page.
 
     One call, and one that keeps the GIL: each that lets go of it lets another thread in, and that has to be waited for.
     """
     kind = torch_dtype(dtype)
+    if isinstance(content, torch.Tensor):
+        return content[offset + low * kind.itemsize : offset + high * kind.itemsize].view(kind)
     return torch.frombuffer(content, dtype=kind, count=high - low, offset=offset + low * kind.itemsize)
 
 
-def component_of(content: memoryview, page: Page, component: Component, start: int, stop: int) -> torch.Tensor:
+def component_of(content: Content, page: Page, component: Component, start: int, stop: int) -> torch.Tensor:
     """Return the items of a component for elements [start, stop) of the segment, of a page: a view.
 
     Its shape is ((stop - start) / component.each,); both must be multiples of `component.each`.
@@ -61,7 +66,7 @@ def component_of(content: memoryview, page: Page, component: Component, start: i
     return _items(content, component.dtype, int(component.offset * page.count), low, high)
 
 
-def put(content: memoryview, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
+def put(content: Content, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
     """Write those of some items that a page holds; the rest is passed over.
 
     Args:
@@ -75,7 +80,7 @@ def put(content: memoryview, page: Page, component: Component, start: int, items
         )
 
 
-def take(content: memoryview, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
+def take(content: Content, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
     """Read into some items those that a page holds; the rest stays as it is. See `put`."""
     low, high = max(start, page.start), min(start + len(items) * component.each, page.stop)
     if low < high:
@@ -85,7 +90,7 @@ def take(content: memoryview, page: Page, component: Component, start: int, item
 
 
 def read_section(
-    segment: Segment, name: str, start: int, stop: int, visit: Callable[[Page, Callable[[memoryview], None]], None]
+    segment: Segment, name: str, start: int, stop: int, visit: Callable[[Page, Callable[[Content], None]], None]
 ) -> torch.Tensor:
     """Return elements [start, stop) of a segment in one section (``master`` or a state kind), decoded.
 
@@ -103,7 +108,7 @@ def read_section(
     for role in dict.fromkeys(component.role for component in components):
         for page, _, _ in overlapping(segment.pages(role), low, high):
 
-            def copy(content: memoryview, page: Page = page) -> None:
+            def copy(content: Content, page: Page = page) -> None:
                 for component, part in zip(components, items, strict=True):
                     if component.role is page.role:
                         take(content, page, component, low, part)

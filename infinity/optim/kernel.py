@@ -273,7 +273,10 @@ class UpdateKernel:
             param.grad = grad
             given.append((piece, param, states))
             if piece.shard in before:
-                scalars = {key: copied(value) for key, value in before[piece.shard].items()}
+                scalars = {
+                    key: _where_torch_has_it(key, copied(value), piece.master, settings)
+                    for key, value in before[piece.shard].items()
+                }
                 runner.state[param] = {**scalars, **states}
             elif self.builds:
                 runner.state[param] = self.build([param], settings).state[param]
@@ -306,6 +309,13 @@ class UpdateKernel:
                     )
                 scalars[key] = value
         return scalars
+
+
+def _where_torch_has_it(key: str, value: Any, master: torch.Tensor, settings: Mapping[str, Any]) -> Any:
+    """Return a scalar of a state where torch's optimizers have it: counts of steps on the CPU, unless kernels count."""
+    if key == "step" and isinstance(value, torch.Tensor) and (settings.get("fused") or settings.get("capturable")):
+        return value.to(master.device)
+    return value
 
 
 def _numbers(state: Mapping[str, Any], but: frozenset[str] = frozenset()) -> dict[str, float]:

@@ -51,6 +51,7 @@ class StepRunner:
         device: Device,
         staging: Staging,
         device_bytes: int,
+        update_on_device: bool,
         planner: StepPlanner,
         worker: UpdateWorker,
         given: GivenOptimizer,
@@ -63,6 +64,7 @@ class StepRunner:
         Args:
             device: what computes.
             staging: brings weights to it ahead of their gather.
+            update_on_device: whether pages are updated there.
             device_bytes: memory of the device for that; 0: what it has free behind the first step, less a margin.
             freed: is told when a unit begins.
             parameters: by shard.
@@ -73,7 +75,7 @@ class StepRunner:
         self.planner = planner
         """Where updates run, and the plan."""
         self._recording = Recording()  # what this step shows
-        self.updates = Updates(layout, pager, device, staging, planner, given, worker, ledger)
+        self.updates = Updates(layout, pager, device, staging, update_on_device, planner, given, worker, ledger)
         """What is being updated."""
         self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, parameters)
         # By unit, the parameters that had no optimizer state when the model was offloaded.

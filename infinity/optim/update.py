@@ -12,7 +12,7 @@ import torch
 
 from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Role
 from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Segment
-from infinity.content.views import component_of, gradient_of, put, read_section, section, stored, torch_dtype
+from infinity.content.views import Content, component_of, gradient_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import UnsupportedError
 from infinity.fsdp.gradient import Edit
 from infinity.memory.device import Mark
@@ -69,7 +69,8 @@ def same_setting(a: Any, b: Any) -> bool:
 class Opened:
     """One range of a segment's update, and the pages that it needs, in memory.
 
-    `access` is what `range_access` returns for it, `contents` are the bytes of the pages of the access. `grads` are its
+    `access` is what `range_access` returns for it, `contents` are the bytes of the pages of the access, in
+    frames or on the device. `grads` are its
     gradients; None where they are in GRAD pages.
     """
 
@@ -79,7 +80,7 @@ class Opened:
         segment: Segment,
         item: Page,
         access: Access,
-        contents: Sequence[memoryview],
+        contents: Sequence[Content],
         grads: Slices | None,
     ) -> None:
         self.segment, self.item, self.grads = segment, item, grads
@@ -87,7 +88,7 @@ class Opened:
         # Pages and their bytes.
         self._held = [(layout.pages[use.page], content) for use, content in zip(access, contents, strict=True)]
 
-    def pages(self, role: Role) -> list[tuple[Page, memoryview]]:
+    def pages(self, role: Role) -> list[tuple[Page, Content]]:
         """Return pages and their bytes."""
         return [(page, content) for page, content in self._held if page.role is role]
 

@@ -26,9 +26,10 @@ from infinity.content.layout import Layout, Page, Segment
 from infinity.fsdp.gradient import Edit
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device, Mark
-from infinity.optim.fetch import TOGETHER, GradientFetcher
+from infinity.optim.fetch import TOGETHER, GradientFetcher, Slices
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.kernel import Scalars
+from infinity.optim.on_device import DevicePages
 from infinity.optim.planning import StepPlanner
 from infinity.optim.update import Opened, Update
 from infinity.optim.worker import UpdateWorker
@@ -60,6 +61,7 @@ class Updates:
         pager: Pager,
         device: Device,
         staging: Staging,
+        on_device: bool,
         planner: StepPlanner,
         given: GivenOptimizer,
         worker: UpdateWorker,
@@ -67,7 +69,9 @@ class Updates:
     ) -> None:
         self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
         self._given, self._worker, self._staging = given, worker, staging
-        self._fetcher = GradientFetcher(layout, device, pager)  # the worker's thread uses it
+        # One of the two, for the worker's thread: gradients come to the host, or pages go to the device.
+        self._fetcher = None if on_device else GradientFetcher(layout, device, pager)
+        self._on_device = DevicePages(layout, device, pager) if on_device else None
         self.scalars: dict[int, Scalars] = {}
         """By shard, what the optimizer keeps of it besides tensors of its size: step counts; none if never updated."""
         self.elements = 0
@@ -181,7 +185,8 @@ class Updates:
 
     def close(self) -> None:
         """Let go of the memory for gradients; the worker has ended."""
-        self._fetcher.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
 
     def drain(self) -> None:
         """Wait until everything that was run has been updated."""
@@ -197,33 +202,38 @@ class Updates:
         # In a profile this is the whole update, or, with a thread for updates, when it was handed over.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
             for segment, position in self._layout.unit_ranges[unit]:
-                lease = self._pager.lease(
-                    range_access(segment, position, components=update.components), threaded=self._worker.threaded
-                )
+                access = range_access(segment, position, components=update.components)
+                copies = self._on_device.mark if self._on_device is not None else None
+                lease = self._pager.lease(access, threaded=self._worker.threaded, copies=copies)
                 ranges.append(_Range(segment, segment.ranges[position], lease))
             self._worker.submit(partial(self._update, update, ranges))
 
     def _update(self, update: Update, ranges: deque[_Range]) -> None:
         """Update ranges in order: one that is waited for, and with it those behind it that are there."""
-        fetcher = self._fetcher if update.grads is not None else None
-        if fetcher is not None and update.grads is not None:
+        on_device, fetcher = self._on_device, self._fetcher if update.grads is not None else None
+        grads: Slices | None = None
+        if on_device is not None:
+            grads = on_device.begin(update.grads, update.arrived, [found.lease.uses for found in ranges])
+        elif fetcher is not None and update.grads is not None:
             fetcher.begin(update.grads, update.arrived, [found.item for found in ranges])
         while ranges:
-            grads = fetcher.take() if fetcher is not None else None  # before pages are held, which others may want
+            if fetcher is not None:
+                grads = fetcher.take()  # before pages are held, which others may want
             with ExitStack() as held:
                 contents: list[memoryview] | None = held.enter_context(ranges[0].lease)
-                opened: list[Opened] = []
-                while contents is not None:
-                    segment, item, lease = ranges.popleft()
-                    opened.append(Opened(self._layout, segment, item, lease.uses, contents, grads))
-                    more = ranges and len(opened) < TOGETHER and not segment.format.encoded
-                    more = more and (fetcher is None or fetcher.ready)
-                    contents = ranges[0].lease.hold_at_once() if more else None
-                    if contents is not None:
-                        held.push(ranges[0].lease)
-                        grads = fetcher.take() if fetcher is not None else None
                 try:
-                    update.run(opened)
+                    opened: list[Opened] = []
+                    while contents is not None:
+                        segment, item, lease = ranges.popleft()
+                        there = on_device.bring(lease.uses, contents) if on_device is not None else contents
+                        opened.append(Opened(self._layout, segment, item, lease.uses, there, grads))
+                        more = ranges and len(opened) < TOGETHER and not segment.format.encoded
+                        more = more and (fetcher is None or fetcher.ready)
+                        contents = ranges[0].lease.hold_at_once() if more else None
+                        if contents is not None:
+                            held.push(ranges[0].lease)
+                            grads = fetcher.take() if fetcher is not None else grads
+                    self._compute(update, opened)
                 except Exception as error:
                     self._pager.fail(error)  # before the leases are returned: nobody is to use these pages
                     raise
@@ -233,3 +243,12 @@ class Updates:
         update.run_empty()
         self.scalars.update(update.after)
         self.elements += update.elements
+
+    def _compute(self, update: Update, opened: Sequence[Opened]) -> None:
+        """Update ranges whose pages are there."""
+        if self._on_device is None:
+            update.run(opened)
+            return
+        with self._on_device.on_stream():
+            update.run(opened)
+        self._on_device.leave()

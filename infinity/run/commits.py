@@ -39,7 +39,10 @@ def make_committer(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optim
     file = run.folder.commits / f"rank{run.ranks.rank:05d}.room.tmp"
     room = CommitRoom(file, commit_bytes(described, sharded.model, optimizer.param_groups))
     name, place = type(optimizer).__name__, run.place
-    committer = Committer(run.folder, run.ranks, described, run.store, name, place.shares, place.commits, room)
+    updated_on = run.device.name.type if run.updates_on_device else "cpu"
+    committer = Committer(
+        run.folder, run.ranks, described, run.store, name, place.shares, place.commits, room, updated_on
+    )
     run.undo.push(committer.close)
     run.ranks.together("reserving space for commits", committer.reserve)
     return committer

@@ -152,8 +152,8 @@ def _make_steps(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimize
     given = GivenOptimizer(optimizer, parameters, kernel)
     staging = Staging(run.layout, run.pager, run.device, run.ledger)
     runner = StepRunner(
-        run.layout, run.pager, run.device, staging, run.settings.memory.device_bytes, run.planner, run.worker, given,
-        run.ledger, run.freed, parameters,
+        run.layout, run.pager, run.device, staging, run.settings.memory.device_bytes, run.updates_on_device,
+        run.planner, run.worker, given, run.ledger, run.freed, parameters,
     )  # fmt: skip
     run.undo.push(runner.close)
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)

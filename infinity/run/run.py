@@ -35,6 +35,7 @@ from infinity.run.balance import Balance, PathLoads
 from infinity.run.pacing import Pacing
 from infinity.run.place import RunPlace
 from infinity.run.space import FileSpace
+from infinity.run.update_device import choose_update_device
 from infinity.run.wear import WearWarning
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
@@ -109,6 +110,9 @@ class Run:
         """The other ranks: what ends one ends all."""
         try:
             opened = ranks.together("opening the run", partial(self._open, budget))
+            choose = partial(self._choose_update_device, opened.worker)
+            self.updates_on_device = ranks.agree(ranks.together("choosing where updates run", choose))
+            """Whether pages are updated on the device that computes, and not on the host."""
         except BaseException as error:
             told = isinstance(error, Exception)  # by `together`; an interrupt is known here only
             end_all(partial(self.peers.leave, None if told else error), *self.undo.take(), cause=error)
@@ -205,6 +209,15 @@ class Run:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         stats.gauge("tier_capacity_bytes", tier="host").set(arena.nbytes)
         return _Opened(arena, engine, stats, timeline, ledger, store, pager, worker, planner)
+
+    def _choose_update_device(self, worker: UpdateWorker) -> bool:
+        """Return whether pages are better updated on the device; say why."""
+        continued = self.place.found or (self.place.source.reader if self.place.source is not None else None)
+        before = continued.updated_on if continued is not None else None
+        on_device, why = choose_update_device(self.settings, self.device, self.layout, worker, before)
+        if self.device.asynchronous and self.ranks.rank == 0:
+            _log.info("updates run on the %s: %s", self.device.name.type if on_device else "cpu", why)
+        return on_device
 
     @property
     def is_here(self) -> bool:

@@ -185,13 +185,14 @@ class Ledger:
     def stalled(self, cause: str, page: int, seconds: float) -> None:
         """Count a wait of the training thread that has just ended; `page` is what it needed, or -1.
 
-        One for an update on another thread (`cause` is ``update``) is no stall: it is update.
+        One for an update on another thread, or for a device to copy (`cause` is ``update`` or ``copy``), is no stall of
+        storage: it is update, or copy.
         """
         self._spent[self._part or _PART_OF[self._phase]] -= seconds
         if self._timeline is not None:
             self._timeline.stalled(cause, page, seconds)
-        if cause == "update":
-            self._spent["update"] += seconds
+        if cause in ("update", "copy"):
+            self._spent[cause] += seconds
             return
         self._stalls[self._phase, cause].add(seconds)
         self._spent[f"{cause}_stall"] += seconds

@@ -533,6 +533,7 @@ BODY = record(
     scalars=table(index, table(text(), setting)),
     groups=items(record(params=items(integer()), settings=table(text(r"(?!params$)(?s:.*)"), setting))),
     own=table(text(), setting),
+    updated_on=text("[a-z]{1,40}"),
     random=record(
         python=row(
             integer(3, 3), row(*[word] * 624, integer(0, 624)), lambda value: None if value is None else number()(value)

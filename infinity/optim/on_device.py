@@ -1,0 +1,115 @@
+"""Updates on the device: copies of pages there, between their frames and the optimizer.
+
+[Note: updates on the device] The pages of a batch of ranges are copied to the device, updated there by the same code as
+in memory, and copied back; each of the three has a stream, so that a batch is copied while the one before is updated.
+A page that later ranges of the unit need too stays on the device until the last of them. The pages' leases are returned
+behind the mark of the copies back, so nobody uses a frame before it has what the update made of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from infinity.content.layout import Layout
+from infinity.errors import StallError
+from infinity.memory.device import Device, Mark, wait
+from infinity.optim.fetch import Slices
+from infinity.schedule.pager import Pager
+from infinity.schedule.trace import Access
+
+_BATCHES = 2
+"""Batches of ranges that are on the device at once: one is copied there while the other is updated or copied back."""
+
+
+class DevicePages:
+    """The pages of the unit that is being updated, on the device. The thread of updates calls all methods.
+
+    Args:
+        layout: pages of this rank.
+        device: that updates.
+        pager: says whether all has failed, so that nothing is waited for, and how long anything may take.
+    """
+
+    def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
+        self._layout, self._device, self._pager = layout, device, pager
+        self._pages: dict[int, torch.Tensor] = {}  # by page, its bytes on the device
+        self._needed: Counter[int] = Counter()  # by page, how many ranges of the unit are still to use it
+        self._back: dict[int, tuple[memoryview, torch.Tensor]] = {}  # what `leave` copies back: frame and page
+        self._batches: deque[Mark] = deque()  # behind the copies back of batches that may not have ended
+
+    def begin(
+        self, grads: Mapping[int, torch.Tensor] | None, arrived: Sequence[Mark], accesses: Iterable[Access]
+    ) -> Slices | None:
+        """Take a unit in hand; return its gradients, or None where they are in pages.
+
+        Args:
+            grads: by shard, flat; None where they are in pages.
+            arrived: where the device has them.
+            accesses: of all its ranges.
+        """
+        self._needed = Counter(use.page for access in accesses for use in access)
+        stream = self._device.stream("update")
+        for mark in arrived:
+            mark.before(stream)
+        for grad in (grads or {}).values():
+            self._device.keep(grad, stream)
+        if grads is None:
+            return None
+        return {shard: (self._layout.shards[shard].start, grad) for shard, grad in grads.items()}
+
+    def bring(self, access: Access, contents: Sequence[memoryview]) -> list[torch.Tensor]:
+        """Begin to copy the pages of a range to the device; return their bytes there, for what runs `on_stream`.
+
+        Raises:
+            StallError: the device does not answer.
+            Exception: the first error, if something has failed before.
+        """
+        while len(self._batches) >= _BATCHES:
+            self._wait(self._batches.popleft())
+        coming, update = self._device.stream("in"), self._device.stream("update")
+        found = []
+        for use, content in zip(access, contents, strict=True):
+            self._needed[use.page] -= 1
+            if use.page not in self._pages:
+                with self._device.on(coming):
+                    self._pages[use.page] = torch.empty(len(content), dtype=torch.uint8, device=self._device.name)
+                if use.mode.fetches:
+                    self._device.copy(self._pages[use.page], torch.frombuffer(content, dtype=torch.uint8), coming)
+            page = self._pages[use.page]
+            found.append(page)
+            if use.mode.modifies:
+                self._back[use.page] = content, page
+            if not self._needed[use.page]:
+                del self._pages[use.page]
+            self._device.keep(page, update)
+        self._device.mark(coming).before(update)
+        return found
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Let this thread compute on the stream of updates."""
+        return self._device.on(self._device.stream("update"))
+
+    def leave(self) -> None:
+        """Begin to copy back what no later range of the unit needs."""
+        back = self._device.stream("back")
+        self._device.mark(self._device.stream("update")).before(back)
+        for index, (content, page) in list(self._back.items()):
+            if not self._needed[index]:
+                self._device.copy(torch.frombuffer(content, dtype=torch.uint8), page, back)
+                self._device.keep(page, back)
+                del self._back[index]
+        self._batches.append(self.mark())
+
+    def mark(self) -> Mark:
+        """Return a mark behind all copies back so far."""
+        return self._device.mark(self._device.stream("back"))
+
+    def _wait(self, mark: Mark) -> None:
+        if not wait(mark, self._pager.timeout, lambda: self._pager.failure is not None):
+            late = StallError(f"waited {self._pager.timeout:.0f} s for the device to update pages")
+            raise self._pager.failure or late

@@ -1,0 +1,98 @@
+"""Where pages are updated: on the host, or on the device that computes."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import torch
+
+from infinity.config import Config
+from infinity.content.layout import Layout
+from infinity.errors import ConfigError, StallError
+from infinity.hugepages import transfer_memory
+from infinity.memory.device import Device, wait
+from infinity.optim.worker import UpdateWorker
+from infinity.units import MIB
+
+_COPIED: Final = 64 * MIB
+"""Bytes that are copied each way to measure the link."""
+_ELEMENTS: Final = 4 << 20
+"""Parameters that are updated to measure the host."""
+_MOVED: Final = 24
+"""Bytes per parameter that cross the link for an update on the device: master and two moments, there and back."""
+_PATIENCE: Final = 60.0
+"""Seconds for a copy that takes milliseconds."""
+
+
+def choose_update_device(
+    settings: Config, device: Device, layout: Layout, worker: UpdateWorker, before: str | None
+) -> tuple[bool, str]:
+    """Return whether pages are updated on the device, and why.
+
+    Args:
+        worker: updates on the host.
+        before: where the commit was updated that is continued: ``cpu`` or the type of a device; None for a new run.
+
+    Raises:
+        ConfigError: update.device asks for what cannot be.
+        StallError: the device does not answer.
+    """
+    wanted = settings.update.device
+    encoded = any(segment.format.encoded for segment in layout.segments if segment.trainable)
+    if wanted == "cuda" and device.name.type != "cuda":
+        raise ConfigError('update.device = "cuda", but the model is on the CPU; set "auto", or move it to a GPU')
+    if wanted == "cuda" and encoded:
+        raise ConfigError(
+            f'update.device = "cuda" is for state.format = "fp32"; "{settings.state.format}" is updated on the CPU'
+        )
+    if wanted != "auto":
+        return wanted == "cuda", f'update.device = "{wanted}"'
+    if not device.asynchronous:
+        return False, "the model is on the CPU"
+    if encoded:
+        return False, f'state.format = "{settings.state.format}" is updated on the CPU'
+    if before is not None:
+        return before != "cpu", "as in the commit that is continued"
+    there, here = _seconds_on_device(device), _seconds_on_host(worker)
+    compared = f"{1e9 * there:.2f} ns per parameter over the link of the GPU, {1e9 * here:.2f} ns on the CPU"
+    return there < here, compared
+
+
+def _seconds_on_device(device: Device) -> float:
+    """Return how long one parameter takes on the device: its bytes cross the link one way after the other."""
+    memory = transfer_memory(_COPIED)
+    pinned = device.pin(memory, _COPIED)
+    host = torch.frombuffer(memory, dtype=torch.uint8)
+    stream = device.stream("in")
+    there = torch.empty(_COPIED, dtype=torch.uint8, device=device.name)
+    try:
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            device.copy(there, host, stream)
+            device.copy(host, there, stream)
+            if not wait(device.mark(stream), _PATIENCE):
+                raise StallError(f"waited {_PATIENCE:.0f} s for the device to copy {_COPIED} bytes")
+            seconds.append(time.perf_counter() - began)
+    finally:
+        pinned.close()
+    return min(seconds) / (2 * _COPIED) * _MOVED
+
+
+def _seconds_on_host(worker: UpdateWorker) -> float:
+    """Return how long one parameter takes on the cores of updates, with torch's AdamW."""
+    param = torch.nn.Parameter(torch.zeros(_ELEMENTS))
+    param.grad = torch.ones(_ELEMENTS)
+    optimizer = torch.optim.AdamW([param])
+    seconds: list[float] = []
+
+    def step() -> None:
+        began = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - began)
+
+    for _ in range(3):
+        worker.submit(step)
+    worker.drain()
+    return min(seconds) / _ELEMENTS
