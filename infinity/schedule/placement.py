@@ -114,8 +114,8 @@ def next_gather(events: Sequence[Event], position: int) -> int:
 def with_device(placement: Placement, events: Sequence[Event], layout: Layout, device_bytes: int) -> Placement:
     """Return the placement with what the memory of a device is used for: first slots to stage in, then kept weights.
 
-    Kept are units that are gathered more than once, those first that are first gathered last: their second gather
-    comes soonest. All save as many bytes for each that they take.
+    Kept are units that are gathered again behind a gather that is staged, those first that are first gathered last:
+    their second gather comes soonest. All save as many bytes for each that they take.
 
     Args:
         device_bytes: what there is for that.
@@ -124,7 +124,7 @@ def with_device(placement: Placement, events: Sequence[Event], layout: Layout, d
     slots = SLOTS * max((unit_bytes(layout, unit) for unit in units), default=0)
     if not units or slots > device_bytes:
         return placement
-    gathers = Counter(event.unit for event in events if event.kind is EventKind.GATHER)
+    gathers = Counter([event.unit for event in events if event.kind is EventKind.GATHER][1:])
     kept, left = set(), device_bytes - slots
     for unit in reversed(units):
         if gathers[unit] > 1 and unit_bytes(layout, unit) <= left:

@@ -1,0 +1,145 @@
+"""What a device changes in a step: pages are read one gather ahead, and weights that stay there are read once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from infinity.budget import FETCHED, choose_budget, range_gradient_bytes
+from infinity.content.format import Role
+from infinity.content.layout import Layout
+from infinity.errors import BudgetError
+from infinity.schedule.choice import choose_plan
+from infinity.schedule.placement import SLOTS, Placement, expand, next_gather, unit_bytes, with_device
+from infinity.schedule.trace import Access, Event, EventKind, Mode
+from support.layouts import FORMATS, transformer, transformer_step
+
+LAYERS = 5
+LAYOUT = transformer(LAYERS, 3 * 4096, 64 << 10)
+EVENTS = transformer_step(LAYERS)
+UNIT = unit_bytes(LAYOUT, 0)
+PLACEMENTS = [
+    replace(Placement.of(name, EVENTS), overlapped=overlapped)
+    for name in ("in_backward", "in_forward", "after_backward")
+    for overlapped in (True, False)
+]
+
+
+def reads(trace: tuple[Access, ...], unit: int) -> list[int]:
+    """Return the positions at which weights of a unit are read for a gather."""
+    return [
+        position
+        for position, access in enumerate(trace)
+        if len(access) == 1
+        and access[0].mode is Mode.READ
+        and LAYOUT.pages[access[0].page].role is Role.PARAM
+        and LAYOUT.pages[access[0].page].unit == unit
+    ]
+
+
+def updates(trace: tuple[Access, ...], unit: int) -> list[int]:
+    """Return the positions of the updates of a unit."""
+    return [
+        position
+        for position, access in enumerate(trace)
+        if any(use.mode.modifies and LAYOUT.pages[use.page].role is Role.UPDATE for use in access)
+        and LAYOUT.pages[access[0].page].unit == unit
+    ]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_reads_come_one_gather_earlier_and_are_the_same(placement: Placement) -> None:
+    """Nothing is read twice or not at all, and never on the wrong side of an update."""
+    plain, staged = expand(EVENTS, LAYOUT, placement), expand(EVENTS, LAYOUT, replace(placement, staged=True))
+    assert Counter(plain) == Counter(staged)
+    for unit in range(LAYERS):
+        order = [sorted([(p, "read") for p in reads(t, unit)] + [(p, "update") for p in updates(t, unit)])
+                 for t in (plain, staged)]  # fmt: skip
+        assert [what for _, what in order[0]] == [what for _, what in order[1]]
+
+
+def test_gradients_are_stored_behind_the_reads_of_the_next_unit() -> None:
+    """So the device has weights to compute with while gradients leave it."""
+    traces = [expand(EVENTS, LAYOUT, Placement(staged=staged)) for staged in (False, True)]
+    stores = [
+        {position for position, access in enumerate(trace) if LAYOUT.pages[access[0].page].role is Role.GRAD}
+        for trace in traces
+    ]
+    backward = [reads(trace, LAYERS - 2)[-1] for trace in traces]
+    assert min(stores[0]) < backward[0]
+    assert min(stores[1]) > backward[1]
+
+
+def test_memory_of_the_device_is_for_slots_first_and_then_for_weights() -> None:
+    """Those that are gathered again soonest come first; a byte too few is a unit fewer."""
+    placement = PLACEMENTS[0]
+    assert with_device(placement, EVENTS, LAYOUT, SLOTS * UNIT - 1) == placement
+    for kept in range(LAYERS):
+        found = with_device(placement, EVENTS, LAYOUT, (SLOTS + kept) * UNIT)
+        assert found.staged
+        assert found.kept == frozenset(range(LAYERS - kept, LAYERS)) - {0}
+        assert with_device(placement, EVENTS, LAYOUT, (SLOTS + kept + 1) * UNIT - 1) == found
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_weights_that_stay_are_read_once_a_step(placement: Placement) -> None:
+    """The first gather of a step is not staged, so that unit is not kept."""
+    once = len(reads(expand(EVENTS, LAYOUT, placement), 1)) // 2
+    found = with_device(placement, EVENTS, LAYOUT, (SLOTS + 2) * UNIT)
+    trace = expand(EVENTS, LAYOUT, found)
+    assert [len(reads(trace, unit)) // once for unit in range(LAYERS)] == [2, 2, 2, 1, 1]
+
+
+def test_weights_that_are_updated_are_read_again() -> None:
+    """Where a loop gathers a unit again behind its update in the same step, what the device has is old."""
+    events = (Event(EventKind.GATHER, 0), Event(EventKind.GATHER, 1), *EVENTS)
+    placement = with_device(Placement.of("after_backward", events), events, LAYOUT, 100 * UNIT)
+    assert placement.kept
+    trace = expand(events, LAYOUT, replace(placement, in_forward=frozenset({1})))
+    assert len(updates(trace, 1)) > 0
+    assert min(updates(trace, 1)) < min(reads(trace, 1))
+
+
+def test_plans_follow_from_it() -> None:
+    """Fewer bytes from the drive with more memory on the device; the same where it has none."""
+    frames = len(LAYOUT.pages) // 2
+    bytes_read = []
+    for device_bytes in (0, SLOTS * UNIT, (SLOTS + LAYERS) * UNIT):
+        placement, plan = choose_plan("in_backward", EVENTS, LAYOUT, frames, threaded=True, device_bytes=device_bytes)
+        assert placement.staged == bool(device_bytes)
+        bytes_read.append(plan.traffic.read_bytes)
+    assert bytes_read[2] < bytes_read[0]
+
+
+def test_the_next_gather() -> None:
+    """Of the same step only."""
+    assert next_gather(EVENTS, 0) == 1
+    assert EVENTS[next_gather(EVENTS, LAYERS)].unit == LAYERS - 2
+    assert next_gather(EVENTS, len(EVENTS) - 2) == -1
+
+
+def test_gradients_on_their_way_take_a_part_of_the_memory() -> None:
+    """The arena is smaller by it, and the least that is said is enough."""
+    units = LAYOUT.units
+    used = {LAYOUT.shards[0].spec.segment_key}
+    formats = {key: FORMATS[key] for key in used}
+    plain = choose_budget(units, formats, 4 << 20, 64 << 10)
+    budget = choose_budget(units, formats, plain.host_bytes, 64 << 10, device=True)
+    beside = FETCHED * range_gradient_bytes(budget.layout)
+    assert budget.host_bytes + beside <= plain.host_bytes < budget.host_bytes + beside + 2 * (64 << 10)
+    with pytest.raises(BudgetError, match="gradients that come from the device") as refused:
+        choose_budget(units, formats, 64 << 10, 64 << 10, device=True)
+    least = int(str(refused.value).split("memory.host_bytes to ")[1].split("KiB")[0]) << 10
+    choose_budget(units, formats, least, 64 << 10, device=True)
+    with pytest.raises(BudgetError):
+        choose_budget(units, formats, least - 4096, 64 << 10, device=True)
+
+
+def test_a_layout_without_gathers_is_left_alone() -> None:
+    """A step of a single unit has nothing to read ahead."""
+    layout: Layout = transformer(1, 4096, 64 << 10)
+    events = (Event(EventKind.GATHER, 0), Event(EventKind.GRADIENTS, 0), Event(EventKind.STEP))
+    placement = Placement.of("in_backward", events)
+    assert with_device(placement, events, layout, 1 << 40) == placement
