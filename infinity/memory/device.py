@@ -75,6 +75,9 @@ class Device(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy between host and device, in either direction; both contiguous and of one shape."""
 
+    def take_copied(self) -> tuple[int, int]:
+        """Return the bytes that were copied to it and from it since the last call."""
+
     def mark(self, stream: Stream) -> Mark:
         """Return a mark behind all that a stream has been given."""
 
@@ -133,6 +136,10 @@ class CpuDevice:
         """Copy, at once."""
         target.copy_(source)
 
+    def take_copied(self) -> tuple[int, int]:
+        """Return zeros: it computes in the host's memory."""
+        return 0, 0
+
     def mark(self, stream: Stream) -> Mark:
         """Return a mark that has been passed."""
         return _Passed()
@@ -176,6 +183,7 @@ class AcceleratorDevice:
         index = name.index if name.index is not None else self._module.current_device()
         self.name = name if name.type == "cpu" else torch.device(name.type, index)
         self._streams: dict[str, Stream] = {}  # by purpose, made when they are first asked for; under `_lock`
+        self._copied = {True: 0, False: 0}  # bytes, to the host or from it, since `take_copied`; under `_lock`
         self._lock = threading.Lock()
 
     def enter_thread(self) -> None:
@@ -199,9 +207,20 @@ class AcceleratorDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Queue a copy."""
+        with self._lock:
+            self._copied[self._is_host(target)] += target.nbytes
         with self.on(stream):
             # With another dtype torch copies through memory of its own, and on the host does not wait for that copy.
             target.copy_(source.to(target.dtype), non_blocking=True)
+
+    def _is_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def take_copied(self) -> tuple[int, int]:
+        """Return the bytes that were copied to the device and from it since the last call."""
+        with self._lock:
+            copied, self._copied = self._copied, {True: 0, False: 0}
+        return copied[False], copied[True]
 
     def mark(self, stream: Stream) -> Mark:
         """Return a mark behind all that a stream has been given."""

@@ -27,6 +27,7 @@ from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
 from infinity.optim.worker import UpdateWorker
+from infinity.schedule.link import link_traffic
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Event
 from infinity.telemetry.ledger import Ledger, StepRecord
@@ -71,6 +72,7 @@ class StepRunner:
         """
         self._layout, self._pager, self._worker, self._given = layout, pager, worker, given
         self._device, self._staging, self._device_bytes = device, staging, device_bytes
+        self._on_device = update_on_device
         self._ledger, self._freed = ledger, freed
         self.planner = planner
         """Where updates run, and the plan."""
@@ -273,6 +275,7 @@ class StepRunner:
         pager = self._pager
         elements = updates.elements  # read once: the worker's thread adds to it
         updated, self._counted = elements - self._counted, elements
+        self._ledger.linked(*self._device.take_copied())
         return self._ledger.end_step(updates.step, updated, pager.census(), pager.held_bytes(), pager.in_flight())
 
     def _choose(self, events: tuple[Event, ...], late: bool) -> None:
@@ -281,6 +284,9 @@ class StepRunner:
         if planner.recording or planner.plan is None:
             planner.device_bytes = self._device_bytes or self._device.spare_bytes()
         planner.choose(events, late)
+        if self._device.asynchronous and events != planner.events:
+            traffic = link_traffic(events, self._layout, planner.placement, update_on_device=self._on_device)
+            self._ledger.predicted_link(*traffic)
         try:
             self._staging.provide(planner.placement, events)
         except torch.OutOfMemoryError:

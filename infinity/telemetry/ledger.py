@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Lock
 
-from infinity.telemetry.metrics import CAUSES, FETCH_RESULTS, OPS, PARTS, PHASES, ROLES, error_reason
+from infinity.telemetry.metrics import CAUSES, FETCH_RESULTS, LINK_DIRECTIONS, OPS, PARTS, PHASES, ROLES, error_reason
 from infinity.telemetry.stats import Stats
 from infinity.telemetry.timeline import Timeline
 
@@ -109,6 +109,7 @@ class Ledger:
         # Not under it: these have one caller at a time, see above.
         self._inflight = {op: stats.gauge("io_inflight_requests", op=op) for op in OPS}
         self._copied = stats.counter("gather_copied_bytes_total")
+        self._link = {way: stats.counter("link_bytes_total", direction=way) for way in LINK_DIRECTIONS}
         self._transferring = stats.counter("transfer_seconds_total")
         self._held = {role: stats.gauge("tier_used_bytes", tier="host", state=role) for role in ROLES}
         self._stalls = {
@@ -137,6 +138,9 @@ class Ledger:
         self._learning_rate = stats.gauge("training_learning_rate")
         self._gradient_norm = stats.gauge("training_gradient_norm")
         self._predicted = {op: stats.gauge("plan_predicted_bytes_per_step", op=op) for op in OPS}
+        self._predicted_link = {
+            way: stats.gauge("plan_predicted_link_bytes_per_step", direction=way) for way in LINK_DIRECTIONS
+        }
         self._stats = stats  # for the cells of errors, which are looked up when there is one
         self._lock = Lock()
         """Held while a finished transfer is counted, and while `_moved` is copied."""
@@ -276,6 +280,16 @@ class Ledger:
         """Publish what the plan predicts for one step, in bytes."""
         self._predicted["read"].set(read)
         self._predicted["write"].set(written)
+
+    def predicted_link(self, to_device: int, from_device: int) -> None:
+        """Publish what the plan predicts to be copied to the device and from it in one step, in bytes."""
+        for way, nbytes in zip(LINK_DIRECTIONS, (to_device, from_device), strict=True):
+            self._predicted_link[way].set(nbytes)
+
+    def linked(self, to_device: int, from_device: int) -> None:
+        """Count what has been copied to the device and from it, in bytes."""
+        for way, nbytes in zip(LINK_DIRECTIONS, (to_device, from_device), strict=True):
+            self._link[way].add(nbytes)
 
     def end_step(
         self, step: int, updated: int, frames: Mapping[str, int], held: Mapping[str, int], inflight: Mapping[str, int]

@@ -60,6 +60,7 @@ class Metric:
 TIERS: Final = ("host", "nvme")
 ROLES: Final = ("param", "update", "grad")
 OPS: Final = ("read", "write")
+LINK_DIRECTIONS: Final = ("to_device", "from_device")
 PHASES: Final = ("forward", "backward", "update", "commit", "other")
 CAUSES: Final = ("read", "write", "arena")
 PARTS: Final = (
@@ -74,6 +75,7 @@ PAGE_STATUSES: Final = ("live", "ended", "dead", "broken")
 COLLECTORS: Final = ("build", "devices", "ranks", "stale")
 
 _OP = Label(name="op", values=OPS)
+_LINK = Label(name="direction", values=LINK_DIRECTIONS)
 _ROLE = Label(name="state", values=ROLES)
 _TIER = Label(name="tier", values=TIERS)
 _PHASE = Label(name="phase", values=PHASES)
@@ -145,6 +147,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank("tier_used_bytes", "gauge", "Bytes of training state held in a tier.", _TIER, _ROLE),
     _rank("tier_capacity_bytes", "gauge", "Bytes a tier may hold for this rank.", _TIER),
     _rank("gather_copied_bytes_total", "counter", "Bytes of weights copied from the host arena to the device."),
+    _rank(
+        "link_bytes_total",
+        "counter",
+        "Bytes copied between host memory and the device that computes; none where that is the CPU.",
+        _LINK,
+    ),
     _rank("transfer_seconds_total", "counter", "Seconds in which pages were on their way from or to NVMe."),
     _rank(
         "pool_frames",
@@ -196,6 +204,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _rank("plan_divergences_total", "counter", "Page uses that were not the next ones in the plan."),
     _rank("plan_predicted_bytes_per_step", "gauge", "NVMe bytes the plan predicts for one step.", _OP),
+    _rank(
+        "plan_predicted_link_bytes_per_step",
+        "gauge",
+        "Bytes the plan predicts to be copied between host memory and the device in one step.",
+        _LINK,
+    ),
     _rank("optimizer_updated_parameters_total", "counter", "Parameters updated, summed over the steps."),
     _rank(
         "commit_duration_seconds",

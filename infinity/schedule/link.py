@@ -1,0 +1,105 @@
+"""What a step moves between host memory and the device that computes. Pure, as the planner is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from infinity.content.format import ITEMSIZE, MASTER, Role
+from infinity.content.layout import Layout
+from infinity.schedule.placement import Placement, expand
+from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_accesses
+
+
+class LinkTraffic(NamedTuple):
+    """Bytes of one step."""
+
+    to_device: int
+    """Weights, and what updates on the device read."""
+    from_device: int
+    """Gradients, and what updates on the device have changed."""
+
+
+def link_traffic(
+    events: Sequence[Event], layout: Layout, placement: Placement, *, update_on_device: bool
+) -> LinkTraffic:
+    """Return what steps that look like `events` move over the link.
+
+    Args:
+        placement: where updates run, and which weights stay on the device.
+        update_on_device: whether pages are updated there.
+    """
+    trace = expand(events, layout, placement)
+    gathered = sum(count * _gathered_bytes(layout, unit) for unit, count in _gathers(trace, layout).items())
+    stored_there, stored_back = _stored_gradients(events, layout, placement)
+    if update_on_device:
+        there, back = _updated_pages(trace, layout)
+        return LinkTraffic(gathered + stored_there + there, stored_back + back)
+    at_once = sum(
+        _gradient_bytes(layout, event.unit)
+        for event in events
+        if event.kind is EventKind.GRADIENTS and event.unit in placement.in_backward
+    )
+    return LinkTraffic(gathered + stored_there, stored_back + at_once)
+
+
+def _gathers(trace: Sequence[Access], layout: Layout) -> Counter[int]:
+    """Return how often the pages of each unit are read for a gather."""
+    pages = layout.pages
+    reads = Counter(
+        pages[access[0].page].unit
+        for access in trace
+        if len(access) == 1 and access[0].mode is Mode.READ and pages[access[0].page].role is Role.PARAM
+    )
+    return Counter({unit: count // sum(1 for _ in gather_accesses(layout, unit)) for unit, count in reads.items()})
+
+
+def _gathered_bytes(layout: Layout, unit: int) -> int:
+    """Return the bytes of the weights of a unit, with the padding of shards."""
+    shards = [layout.shards[index] for index in layout.unit_shards[unit]]
+    return sum(shard.spec.padded * ITEMSIZE[layout.segments[shard.segment].format.param] for shard in shards)
+
+
+def _gradient_bytes(layout: Layout, unit: int) -> int:
+    """Return the bytes of the gradients of a unit, which have the dtype that is trained."""
+    shards = [layout.shards[index] for index in layout.unit_shards[unit] if layout.shards[index].spec.trainable]
+    return sum(shard.spec.numel * ITEMSIZE[layout.segments[shard.segment].format.dtypes[MASTER]] for shard in shards)
+
+
+def _stored_gradients(events: Sequence[Event], layout: Layout, placement: Placement) -> LinkTraffic:
+    """Return what gradients move that are stored: they come back to be added to."""
+    there = back = 0
+    stored: set[int] = set()
+    for event in events:
+        if event.kind is not EventKind.GRADIENTS or event.unit in placement.in_backward:
+            continue
+        shards = [layout.shards[index] for index in layout.unit_shards[event.unit]]
+        for shard in (shard for shard in shards if shard.spec.trainable):
+            grads = layout.segments[shard.segment].format.grads[: event.components]
+            back += shard.spec.numel * sum(ITEMSIZE[dtype] for dtype in grads)
+        if event.unit in stored:
+            there += _gradient_bytes(layout, event.unit)
+        stored.add(event.unit)
+    return LinkTraffic(there, back)
+
+
+def _updated_pages(trace: Sequence[Access], layout: Layout) -> LinkTraffic:
+    """Return what updates on the device move: each page of a unit once there, if it is read, and once back."""
+    there = back = 0
+    pages = layout.pages
+    fetched: set[int] = set()
+    changed: set[int] = set()
+    unit = -1
+    for access in [*trace, ()]:
+        updates = any(use.mode.modifies and pages[use.page].role is not Role.GRAD for use in access)
+        of = pages[access[0].page].unit if updates else -1
+        if of != unit:
+            there += sum(pages[page].nbytes for page in fetched)
+            back += sum(pages[page].nbytes for page in changed)
+            fetched, changed, unit = set(), set(), of
+        if updates:
+            seen = fetched | changed
+            fetched |= {use.page for use in access if use.mode.fetches and use.page not in seen}
+            changed |= {use.page for use in access if use.mode.modifies}
+    return LinkTraffic(there, back)
