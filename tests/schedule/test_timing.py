@@ -12,7 +12,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
-from infinity.schedule.timing import BACKWARD, Clockwork, computation, updating
+from infinity.schedule.timing import BACKWARD, Beside, Clockwork, computation, updating
 from infinity.schedule.trace import Access
 from support.layouts import transformer, transformer_step
 from support.plans import plans
@@ -156,8 +156,8 @@ def test_updates_take_their_time(threaded: bool) -> None:
     plan = make_plan(trace, layout, len(layout.pages), threaded=threaded)
     work = 1e9
     (alone,) = lengths(plan, layout, [work], threaded=threaded)
-    (found,) = lengths(plan, layout, [work], updates=work / 2, threaded=threaded)
+    (found,) = lengths(plan, layout, [work], beside=Beside(updates=work / 2), threaded=threaded)
     assert found == pytest.approx(alone + work / 2) if not threaded else alone <= found <= alone + work / 2
-    (slow,) = lengths(plan, layout, [work], updates=3 * work, threaded=threaded)
+    (slow,) = lengths(plan, layout, [work], beside=Beside(updates=3 * work), threaded=threaded)
     assert slow >= 3 * work
     assert sum(updating(trace, layout)) == pytest.approx(1.0)
