@@ -28,6 +28,8 @@ from infinity.units import format_size
 
 HIDDEN = 1.05
 """Storage counts as hidden where a step takes at most so much of what it would take without it."""
+STORAGE = ("drives", "hashing")
+"""What storage keeps busy, by the names in `Seconds`."""
 DAY = 86_400.0
 AHEAD = BEHIND = 2
 """Units whose weights are on a device ahead of their computation, and whose gradients are between that and their
@@ -193,7 +195,7 @@ class Estimate:
         whole = self.step_seconds(self.workload.batch_tokens)
 
         def load(name: str) -> Load:
-            without = self.step_seconds(self.workload.batch_tokens, without=name) if busy[name] else whole
+            without = self.step_seconds(self.workload.batch_tokens, name) if busy[name] else whole
             return Load(busy=busy[name], exposed=max(0.0, whole - without))
 
         return Seconds(
@@ -221,19 +223,19 @@ class Estimate:
             "fixed": machine.fixed_seconds,
         }
 
-    def step_seconds(self, batch_tokens: int, *, without: str = "") -> float:
+    def step_seconds(self, batch_tokens: int, *without: str) -> float:
         """Return how long a step takes with another number of tokens, and all else the same.
 
         Args:
             batch_tokens: per step, over all ranks.
-            without: the name in `Seconds` of a resource that takes no time.
+            without: resources that take no time, by their names in `Seconds`.
         """
-        busy = {**self._busy(batch_tokens), without: 0.0}
-        hash_rate = self.machine.hash_rate if without != "hashing" else 0.0
+        busy = self._busy(batch_tokens) | dict.fromkeys(without, 0.0)
+        hash_rate = self.machine.hash_rate if busy["hashing"] else 0.0
         return predict_seconds(
             self.plan,
             self.layout,
-            bandwidth=_AT_ONCE if without == "drives" else self.bandwidth,
+            bandwidth=_AT_ONCE if "drives" in without else self.bandwidth,
             computation=busy["computation"] + busy["collectives"] + busy["fixed"],
             beside=Beside(
                 updates=busy["updates"],
@@ -278,7 +280,7 @@ class Estimate:
         return high
 
     def _is_hidden(self, batch_tokens: int) -> bool:
-        return self.step_seconds(batch_tokens) <= HIDDEN * self.step_seconds(batch_tokens, without="drives")
+        return self.step_seconds(batch_tokens) <= HIDDEN * self.step_seconds(batch_tokens, *STORAGE)
 
     @cached_property
     def drive_bytes(self) -> int:

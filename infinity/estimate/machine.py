@@ -86,11 +86,10 @@ UPDATE_SECONDS: Mapping[str, float] = {"fp32": 2.9e-9, "split": 8.9e-9, "bf16-mo
 benchmarks/results/plan.json (`make bench-plan`)."""
 
 HASH_RATE = 10e9
-"""Bytes per second that one thread is taken to hash beside a device: XXH3 of pages that come from memory, which it
-reads as fast as one core can, 5e9 to 15e9."""
+"""Bytes per second of one thread's checksums, about: XXH3 of pages that come from memory, 5e9 to 15e9 on servers."""
 
-ACCESS_SECONDS = 100e-6
-"""Python that each access to pages is taken to cost beside a device."""
+ACCESS_SECONDS = 50e-6
+"""Python of one access to pages, about: what a step grows by for each one more with smaller pages, all in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +109,10 @@ class Machine:
     fixed_seconds: float = 0.0
     """Of a step, beside computation, copies and updates: what does not depend on the tokens."""
     hash_rate: float = 0.0
-    """Bytes per second of checksums, of the thread for pages that are read and of the one for those written; 0: takes
-    no time."""
+    """Bytes per second of checksums, of the thread for pages that are read and of the other for those that are written;
+    0: they take no time."""
     access_seconds: float = 0.0
-    """Of Python for each access to pages; 0: it is a part of `fixed_seconds`."""
+    """Of Python for each access to pages; 0: it takes no time, or is a part of `fixed_seconds`."""
     interconnect: float = 0.0
     """Bytes per second at which a rank exchanges weights and gradients with the others; 0: takes no time."""
 
