@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -106,30 +106,23 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
     It takes time in proportion to its weights, and more when it is gathered again.
     """
     shares = [0.0] * (len(trace) + 1)
-    for position, due, _, _ in _computing(trace, layout):
-        shares[position] = due
-    total = sum(shares) or 1.0
-    return [share / total for share in shares]
-
-
-def _computing(trace: Sequence[Access], layout: Layout) -> Iterator[tuple[int, float, int, bool]]:
-    """Yield before which access what is computed: position, how much, unit, and whether the unit is gathered again."""
     gathered: set[int] = set()
     unit, factor, due = -1, 1.0, 0.0  # what was gathered last, its factor, and its computation that has not come yet
     for position, access in enumerate(trace):
         page = layout.pages[access[0].page]
         gathers = _gathers(access, layout)
         another = page.unit != unit
-        if due and gathers == another:  # another unit is gathered, or this one written to
-            yield position, due, unit, factor == BACKWARD
-            due = 0.0
+        if (gathers and another) or (not gathers and not another):  # another unit is gathered, or this one written to
+            shares[position], due = due, 0.0
         if gathers:
             if another:
                 factor = BACKWARD if page.unit in gathered else 1.0
                 unit = page.unit
                 gathered.add(unit)
             due += factor * page.nbytes
-    yield len(trace), due, unit, factor == BACKWARD
+    shares[-1] = due
+    total = sum(shares) or 1.0
+    return [share / total for share in shares]
 
 
 def _gathers(access: Access, layout: Layout) -> bool:
@@ -156,64 +149,46 @@ class _Side(NamedTuple):
     """Unit of its pages."""
     gathers: bool = False
     """Whether it copies weights to the device."""
-    begins: bool = False
-    """Whether it is the first one of a gather."""
-    copying: float = 0.0
-    """Share of a step's weights that it copies to the device, or of the gradients that it takes from there to store."""
     stores: bool = False
-    """Whether it stores gradients that arrive."""
+    """Whether it stores gradients that come from the device."""
     updates: bool = False
-    """Whether it uses gradients that are not stored, but come from the device."""
+    """Whether it uses gradients that come from the device, and are not stored."""
+    begins: bool = False
+    """Whether it is the first one of a gather, or of an update that uses gradients from the device."""
+    copying: float = 0.0
+    """Share of a step's weights that it copies, or of the gradients that it stores or, if it begins, uses."""
     weights: tuple[int, ...] = ()
     """Pages of weights that it copies or changes."""
-    leaving: tuple[tuple[int, float], ...] = ()
-    """Units whose gradients begin to leave before it, behind the computation that comes before it, and their shares."""
 
 
 def _sides(trace: Sequence[Access], layout: Layout) -> list[_Side]:
     """Return what each access has to do with the device."""
     pages, param, grad = layout.pages, Role.PARAM, Role.GRAD
-    weights = Counter[int]()  # bytes by unit, of its weights and of a gradient as it arrives
-    gradients = Counter[int]()
+    weights, gradients = Counter[int](), Counter[int]()  # bytes by unit, of gradients as they arrive
     for page in pages:
         weights[page.unit] += page.nbytes if page.role is param else 0
         gradients[page.unit] += page.nbytes if page.role is grad and not page.component else 0
-    accesses = {unit: len(list(gather_accesses(layout, unit))) for unit in range(len(layout.units))}
-    computed = {position: unit for position, _, unit, again in _computing(trace, layout) if again}
-    behind: dict[int, int] = {}  # unit -> where its gradients can leave: its computation in backward has come
-    departures: dict[int, list[tuple[int, float]]] = {}
+    accesses = [len(list(gather_accesses(layout, unit))) for unit in range(len(layout.units))]
     sides: list[_Side] = []
-    before = -1  # unit of the gather that is under way
-    for position, access in enumerate(trace):
-        unit = pages[access[0].page].unit
-        changed = tuple(page for page, mode in access if mode.modifies and pages[page].role is param)
-        stored = [page for page, _ in access if pages[page].role is grad]
-        if position in computed:
-            behind[computed[position]] = position
-        if _gathers(access, layout):
+    before: tuple[int, bool] | None = None  # unit, and whether it was gathered
+    for access in trace:
+        first, mode = access[0]
+        unit, gathers = pages[first].unit, _gathers(access, layout)
+        begins, before = (unit, gathers) != before, (unit, gathers)
+        changed = tuple(page for page, how in access if how.modifies and pages[page].role is param)
+        if gathers:
             copying = weights[unit] / accesses[unit]
-            sides.append(_Side(unit, gathers=True, begins=unit != before, copying=copying, weights=(access[0].page,)))
-            before = unit
-            continue
-        before = -1
-        arriving = any(mode.modifies and pages[page].role is grad for page, mode in access)
-        if arriving:
-            sides.append(_Side(unit, copying=float(pages[stored[0]].nbytes), stores=True))
+            sides.append(_Side(unit, gathers=True, begins=begins, copying=copying, weights=(first,)))
+        elif pages[first].role is not grad:
+            copying = float(begins and gradients[unit])
+            sides.append(_Side(unit, updates=True, begins=begins, copying=copying, weights=changed))
+        elif mode.modifies:
+            sides.append(_Side(unit, stores=True, copying=float(pages[first].nbytes)))
         else:
-            sides.append(_Side(unit, updates=not stored, weights=changed))
-            if not stored and gradients[unit]:
-                departures.setdefault(behind.get(unit, position), []).append((unit, float(gradients[unit])))
-                gradients[unit] = 0
+            sides.append(_Side(unit, weights=changed))
     there = sum(side.copying for side in sides if side.gathers) or 1.0
-    back = sum(side.copying for side in sides if side.stores)
-    back += sum(nbytes for leaving in departures.values() for _, nbytes in leaving)
-    return [
-        side._replace(
-            copying=side.copying / (there if side.gathers else back or 1.0),
-            leaving=tuple((unit, nbytes / (back or 1.0)) for unit, nbytes in departures.get(position, ())),
-        )
-        for position, side in enumerate(sides)
-    ]
+    back = sum(side.copying for side in sides if not side.gathers) or 1.0
+    return [side._replace(copying=side.copying / (there if side.gathers else back)) for side in sides]
 
 
 class Timing:
@@ -357,13 +332,14 @@ class _Link:
         self._changed: dict[int, float] = {}  # by page, when weights have been changed last
 
     def leave(self, place: int, training: float) -> float:
-        """Let gradients leave that are computed now; return when the training thread goes on."""
-        for unit, share in self._sides[place].leaving:
+        """Let gradients leave that an access uses, before all that it does; return when the training thread goes on."""
+        side = self._sides[place]
+        if side.updates and side.begins:
             if self._behind and len(self._waiting) == self._behind:
                 training = max(training, self._updated.get(self._waiting.popleft(), 0.0))
-            self._waiting.append(unit)
-            self._back = max(self._back, training) + share * self._gradients
-            self._arrived[unit] = self._back
+            self._waiting.append(side.unit)
+            self._back = max(self._back, training) + side.copying * self._gradients
+            self._arrived[side.unit] = self._back
         return training
 
     def begin(self, place: int, at: float) -> float:
