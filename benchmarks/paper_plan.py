@@ -75,7 +75,7 @@ def plan(setup: Published) -> dict[str, Any]:
     """Return what is planned."""
     from infinity.config import Config
     from infinity.estimate.estimate import STORAGE, Workload, estimate
-    from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Drives, Machine
+    from infinity.estimate.machine import ACCELERATORS, ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Drives, Machine
     from infinity.estimate.model import decoder
 
     count, read, write, space = setup.node["drives"]
@@ -90,6 +90,8 @@ def plan(setup: Published) -> dict[str, Any]:
         device=device,
         update_seconds=UPDATE_SECONDS,
         update_cores=setup.node["cores"],
+        hash_rate=HASH_RATE,
+        access_seconds=ACCESS_SECONDS,
         interconnect=setup.node["exchange"],
     )
     tokens = int(setup.sequences * _SEQUENCE) * ranks
