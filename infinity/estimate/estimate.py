@@ -2,7 +2,8 @@
 
 What is planned is what a run would plan, by the same budget, placement, planner and clock. Only shapes and events come
 from `ModelShape`, not from a model and its first step. What else the clock is given is arithmetic: floating-point
-operations over what the device reaches, bytes over links, parameters over the speed of updates.
+operations over what the device reaches, bytes over links and over the speed of checksums, parameters over the speed of
+updates, accesses over that of Python.
 """
 
 from __future__ import annotations

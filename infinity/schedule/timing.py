@@ -16,10 +16,11 @@ after the other, and is known by when it has done all that it was given:
 - the link to a device, both ways. Weights are copied as soon as their pages are there, ahead of their computation by as
   many units as there is room for on the device, but not before their update has ended. Gradients leave behind the
   computation of their unit, beside that of the next one, and are waited for by the update or the page that takes them;
-  only so many units may be between the two.
+  where updates are in backward, only so many units may be between the two.
 
-What is left out: Python is taken to wait for the device, and other threads not to wait for the interpreter's lock; both
-copies have all of the link, and of the memory that they come from.
+What is left out: the training thread launches nothing ahead, so that Python of its accesses adds to computation; no
+thread waits for another one's Python; what is copied shares neither the link with the other direction nor the memory of
+the host with updates; pages of weights are wanted where the trace gathers them, not where they are copied.
 """
 
 from __future__ import annotations
@@ -239,11 +240,11 @@ class Timing:
             hooks = [_gathers(access, turn.layout) for access in turn.trace]
             each = [taking if hook else taking + python for taking, hook in zip(each, hooks, strict=True)]
             before = [python if hook else 0.0 for hook in (*hooks, False)]
-        aside: list[int] = [_UPDATES if other else _TRAINING for other in self._aside]
+        who = [_UPDATES if aside else _TRAINING for aside in self._aside]
         sides = _sides(turn.trace, turn.layout) if beside.linked else None
         if sides is not None:
-            aside = [_LINK if side.stores else thread for side, thread in zip(sides, aside, strict=True)]
-        stops = list(zip(aside, wanted, reach, entering, each, leaving, strict=True))
+            who = [_LINK if side.stores else thread for side, thread in zip(sides, who, strict=True)]
+        stops = list(zip(who, wanted, reach, entering, each, leaving, strict=True))
         written = sum(nbytes[use] for use in moves.written)
         verifying = beside.verifying / sum(reads) if reads else 0.0
         hashing = beside.hashing / written if written else 0.0
@@ -268,22 +269,22 @@ class Timing:
         """
         before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
         training = updated = began = 0.0  # how far the training thread has come, and the thread for updates
-        ended: deque[tuple[int, float]] = deque()  # how far the window reaches until an update has ended, and when
+        ended: deque[tuple[int, float]] = deque()  # how far the window reaches until others have ended, and when
         for step in range(_STEPS):
             began = training
             position = step * len(stops)
             more = step * clockwork.reads
             for place, (computing, stop) in enumerate(zip(before, stops, strict=True)):
-                aside, wanted, last, entering, taking, leaving = stop
+                who, wanted, last, entering, taking, leaving = stop
                 clockwork.wanted = wanted + more
                 training += computing
                 if link is not None:
                     training = link.leave(place, training)
-                while ended and not aside and ended[0][0] < position:
+                while ended and who == _TRAINING and ended[0][0] < position:
                     training = max(training, ended.popleft()[1])
                 if training > clockwork.now or clockwork.wanted > clockwork.started:
                     clockwork.go_on(training)
-                at = updated if aside == _UPDATES and updated > training else training
+                at = updated if who == _UPDATES and updated > training else training
                 if link is not None:
                     at = link.begin(place, at)
                 if entering:
@@ -291,9 +292,9 @@ class Timing:
                 at += taking
                 if link is not None:
                     at = link.end(place, at)
-                if aside:
+                if who != _TRAINING:
                     ended.append((step * len(stops) + last, at))
-                    if aside == _UPDATES:
+                    if who == _UPDATES:
                         updated = at
                 elif at > training:
                     training = at
@@ -373,7 +374,7 @@ class Clockwork:
     """The drive and the frames of an arena, in time, which is counted in bytes that the drive could have moved.
 
     A model of the pager for one walk, on one thread. Life cycle of a page: wanted, started when there is a frame, ready
-    when the drive has read it, arrived when somebody takes it; its frame is free when it leaves, or when it has been
+    when the drive has read it and it has been verified, arrived when somebody takes it; its frame is free when it leaves, or when it has been
     written. Pages are started, and arrive, in the order in which they are wanted.
     """
 
