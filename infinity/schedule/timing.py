@@ -374,8 +374,8 @@ class Clockwork:
     """The drive and the frames of an arena, in time, which is counted in bytes that the drive could have moved.
 
     A model of the pager for one walk, on one thread. Life cycle of a page: wanted, started when there is a frame, ready
-    when the drive has read it and it has been verified, arrived when somebody takes it; its frame is free when it leaves, or when it has been
-    written. Pages are started, and arrive, in the order in which they are wanted.
+    when the drive has read it and it has been verified, arrived when somebody takes it; its frame is free when it
+    leaves, or when it has been written. Pages are started, and arrive, in the order in which they are wanted.
     """
 
     def __init__(self, reads: Sequence[int], frames: int, *, verifying: float = 0.0, hashing: float = 0.0) -> None:
