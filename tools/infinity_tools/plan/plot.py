@@ -30,10 +30,13 @@ def figure(found: Estimate) -> Figure:
 def _causes(axes: Axes, found: Estimate) -> None:
     seconds = found.seconds
     loads = {resource(name, found): load for name, load in seconds.loads.items() if load.busy}
-    names = ["step", *reversed(loads)]
-    axes.barh(names, [seconds.step, *(load.busy for load in reversed(loads.values()))], color="#bbbbbb", label="busy")
-    exposed = [0.0, *(load.exposed for load in reversed(loads.values()))]
-    axes.barh(names, exposed, color="#ee6677", label="exposed: nothing hides it")
+    shown = dict(reversed(loads.items()))
+    axes.barh(["step"], [seconds.step], color="#222222")
+    axes.barh(list(shown), [load.busy for load in shown.values()], color="#bbbbbb", label="busy")
+    axes.barh(
+        list(shown), [load.exposed for load in shown.values()], color="#ee6677", label="exposed: nothing hides it"
+    )
+    axes.set_ylim(bottom=-2.5)  # for the legend
     axes.set_title("seconds of a step; side by side where possible")
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
