@@ -74,8 +74,8 @@ _VOCABULARY, _SEQUENCE = 50257, 1024
 def plan(setup: Published) -> dict[str, Any]:
     """Return what is planned."""
     from infinity.config import Config
-    from infinity.estimate.estimate import Workload, estimate
-    from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Drives, Machine
+    from infinity.estimate.estimate import STORAGE, Workload, estimate
+    from infinity.estimate.machine import ACCELERATORS, ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Drives, Machine
     from infinity.estimate.model import decoder
 
     count, read, write, space = setup.node["drives"]
@@ -90,6 +90,8 @@ def plan(setup: Published) -> dict[str, Any]:
         device=device,
         update_seconds=UPDATE_SECONDS,
         update_cores=setup.node["cores"],
+        hash_rate=HASH_RATE,
+        access_seconds=ACCESS_SECONDS,
         interconnect=setup.node["exchange"],
     )
     tokens = int(setup.sequences * _SEQUENCE) * ranks
@@ -106,7 +108,7 @@ def plan(setup: Published) -> dict[str, Any]:
         "space_there_bytes": int(space),
         "fits": found.drive_bytes * setup.node["ranks"] <= space,
         "step_seconds": found.seconds.step,
-        "storage_seconds": found.seconds.storage,
+        "storage_seconds": max(0.0, found.seconds.step - found.step_seconds(tokens, *STORAGE)),
         "bytes_per_parameter": found.traffic.total_bytes / found.layout.parameters,
         "tflops": reached,
         "of_assumed": reached / alone,

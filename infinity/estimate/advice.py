@@ -40,7 +40,7 @@ def best_changes(before: Estimate, number: int = 3) -> list[Change]:
             after = _after(before, one)
         except InfinityError:  # it is not possible here
             continue
-        saved = 1 - after.seconds.step / after.workload.batch_tokens / each
+        saved = 1 - after.step_seconds(after.workload.batch_tokens) / after.workload.batch_tokens / each
         if saved >= LEAST_GAIN and len(after.problems) <= len(before.problems):
             found.append(Change(what=what, price=price, result=after, saved=saved))
     return sorted(found, key=lambda change: -change.saved)[:number]

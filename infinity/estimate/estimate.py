@@ -2,7 +2,8 @@
 
 What is planned is what a run would plan, by the same budget, placement, planner and clock. Only shapes and events come
 from `ModelShape`, not from a model and its first step. What else the clock is given is arithmetic: floating-point
-operations over what the device reaches, bytes over links, parameters over the speed of updates.
+operations over what the device reaches, bytes over links and over the speed of checksums, parameters over the speed of
+updates, accesses over that of Python.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from infinity.estimate.machine import Machine
 from infinity.estimate.model import OPTIMIZERS, ModelShape
 from infinity.schedule.choice import choose_plan, placed
 from infinity.schedule.planner import Plan, Traffic, predict_seconds
+from infinity.schedule.timing import Beside
 from infinity.schedule.trace import Event, EventKind
 from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
 from infinity.units import format_size
 
 HIDDEN = 1.05
 """Storage counts as hidden where a step takes at most so much of what it would take without it."""
+STORAGE = ("drives", "hashing")
+"""What storage keeps busy, by the names in `Seconds`."""
 DAY = 86_400.0
+AHEAD = BEHIND = 2
+"""Units whose weights are on a device ahead of their computation, and whose gradients are between that and their
+update."""
 _AT_ONCE = 1e18
 """Bytes per second of drives that take no time."""
 _MOST_TOKENS = 1 << 34
@@ -88,27 +95,48 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a step asks of one resource, in seconds."""
+
+    busy: float
+    """How long it works in a step."""
+    exposed: float
+    """What the step would be shorter if that took no time: what nothing else hides."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Seconds:
     """Where the time of a step goes; of one rank, in seconds. What runs beside each other does not add up."""
 
     step: float
     """The whole step."""
-    computation: float
+    computation: Load
     """Forward and backward."""
-    copies: float
-    """Weights to the device, ahead of their use."""
-    collectives: float
+    weights: Load
+    """Copies of weights to the device."""
+    gradients: Load
+    """Copies of gradients back."""
+    collectives: Load
     """Gathers and reductions between ranks."""
-    fixed: float
-    """What else a step costs whatever its tokens: hooks, Python."""
-    updates: float
-    """Updates, with gradients on their way to them."""
+    updates: Load
+    """Updates on CPU."""
+    drives: Load
+    """Reads and writes of the drives."""
+    hashing: Load
+    """Checksums of pages, by the busier of two threads: one for those that are read, one for those written."""
+    interpreter: Load
+    """Python of accesses to pages."""
+    fixed: Load
+    """What else a step costs whatever its tokens: hooks, copies in host memory."""
     reads: float
     """Reads from the drives, if nothing else used them."""
     writes: float
     """Writes to them."""
-    storage: float
-    """What the step would be shorter with drives that take no time: what is not hidden."""
+
+    @property
+    def loads(self) -> dict[str, Load]:
+        """What the step asks of each resource, by its name."""
+        return {name: load for name, load in vars(self).items() if isinstance(load, Load)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,44 +181,74 @@ class Estimate:
         return sum(by_unit[event.unit] for event in self.events if event.kind is EventKind.GATHER)
 
     @cached_property
+    def returned_bytes(self) -> int:
+        """Bytes of gradients that come back from the device in a step, as often as they do."""
+        by_unit: Counter[int] = Counter()
+        for page in self.layout.pages:
+            by_unit[page.unit] += page.nbytes if page.role is Role.GRAD and not page.component else 0
+        return sum(by_unit[event.unit] for event in self.events if event.kind is EventKind.GRADIENTS)
+
+    @cached_property
     def seconds(self) -> Seconds:
         """Where the time of a step goes."""
-        return self.seconds_at(self.workload.batch_tokens)
-
-    def seconds_at(self, batch_tokens: int) -> Seconds:
-        """Return where the time goes with another number of tokens per step, and all else the same."""
         machine, traffic = self.machine, self.traffic
-        work = replace(self.workload, batch_tokens=batch_tokens)
-        computation = work.flops(self.model) / machine.device.flops
-        link = machine.device.link
-        copies = self.gathered_bytes / link if link else 0.0
-        trained = self._trained
-        arriving = trained * ITEMSIZE["float32"] * self.passes / link if link else 0.0
-        updates = trained * machine.update(self.settings.state.format) + arriving
-        collectives = self._exchanged_bytes / machine.interconnect if machine.interconnect else 0.0
-        training = computation + copies + collectives + machine.fixed_seconds
+        busy = self._busy(self.workload.batch_tokens)
+        whole = self.step_seconds(self.workload.batch_tokens)
 
-        def step(bandwidth: float) -> float:
-            return predict_seconds(
-                self.plan,
-                self.layout,
-                bandwidth=bandwidth,
-                computation=training,
-                updates=updates,
-                threaded=machine.threaded,
-            )
+        def load(name: str) -> Load:
+            without = self.step_seconds(self.workload.batch_tokens, name) if busy[name] else whole
+            return Load(busy=busy[name], exposed=max(0.0, whole - without))
 
-        whole = step(self.bandwidth)
         return Seconds(
             step=whole,
-            computation=computation,
-            copies=copies,
-            collectives=collectives,
-            fixed=machine.fixed_seconds,
-            updates=updates,
             reads=traffic.read_bytes / machine.bandwidth(0.0),
             writes=traffic.written_bytes / machine.bandwidth(1.0),
-            storage=max(0.0, whole - step(_AT_ONCE)),
+            **{name: load(name) for name in busy},
+        )
+
+    def _busy(self, batch_tokens: int) -> dict[str, float]:
+        """Return how long each resource works in a step of so many tokens, by its name in `Seconds`."""
+        machine, traffic = self.machine, self.traffic
+        work = replace(self.workload, batch_tokens=batch_tokens)
+        link = machine.device.link
+        hashed = max(traffic.read_bytes, traffic.written_bytes)
+        return {
+            "computation": work.flops(self.model) / machine.device.flops,
+            "weights": self.gathered_bytes / link if link else 0.0,
+            "gradients": self.returned_bytes / link if link else 0.0,
+            "collectives": self._exchanged_bytes / machine.interconnect if machine.interconnect else 0.0,
+            "updates": self._trained * machine.update(self.settings.state.format),
+            "drives": traffic.total_bytes / self.bandwidth,
+            "hashing": hashed / machine.hash_rate if machine.hash_rate else 0.0,
+            "interpreter": len(self.plan.trace) * machine.access_seconds,
+            "fixed": machine.fixed_seconds,
+        }
+
+    def step_seconds(self, batch_tokens: int, *without: str) -> float:
+        """Return how long a step takes with another number of tokens, and all else the same.
+
+        Args:
+            batch_tokens: per step, over all ranks.
+            without: resources that take no time, by their names in `Seconds`.
+        """
+        busy = self._busy(batch_tokens) | dict.fromkeys(without, 0.0)
+        hash_rate = self.machine.hash_rate if busy["hashing"] else 0.0
+        return predict_seconds(
+            self.plan,
+            self.layout,
+            bandwidth=_AT_ONCE if "drives" in without else self.bandwidth,
+            computation=busy["computation"] + busy["collectives"] + busy["fixed"],
+            beside=Beside(
+                updates=busy["updates"],
+                weights=busy["weights"],
+                gradients=busy["gradients"],
+                verifying=self.traffic.read_bytes / hash_rate if hash_rate else 0.0,
+                hashing=self.traffic.written_bytes / hash_rate if hash_rate else 0.0,
+                interpreter=busy["interpreter"],
+                ahead=AHEAD,
+                behind=BEHIND,
+            ),
+            threaded=self.machine.threaded,
         )
 
     @property
@@ -223,8 +281,7 @@ class Estimate:
         return high
 
     def _is_hidden(self, batch_tokens: int) -> bool:
-        seconds = self.seconds_at(batch_tokens)
-        return seconds.step <= HIDDEN * (seconds.step - seconds.storage)
+        return self.step_seconds(batch_tokens) <= HIDDEN * self.step_seconds(batch_tokens, *STORAGE)
 
     @cached_property
     def drive_bytes(self) -> int:

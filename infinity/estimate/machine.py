@@ -85,6 +85,12 @@ UPDATE_SECONDS: Mapping[str, float] = {"fp32": 2.9e-9, "split": 8.9e-9, "bf16-mo
 """Seconds in which one core updates one parameter with AdamW, by `state.format`: of the benchmarks' machine, from
 benchmarks/results/plan.json (`make bench-plan`)."""
 
+HASH_RATE = 10e9
+"""Bytes per second of one thread's checksums, about: XXH3 of pages that come from memory, 5e9 to 15e9 on servers."""
+
+ACCESS_SECONDS = 50e-6
+"""Python of one access to pages, about: what a step grows by for each one more with smaller pages, all in memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -102,6 +108,11 @@ class Machine:
     """Cores of the thread for updates; 0: there is none, updates take the cores that compute."""
     fixed_seconds: float = 0.0
     """Of a step, beside computation, copies and updates: what does not depend on the tokens."""
+    hash_rate: float = 0.0
+    """Bytes per second of checksums, of the thread for pages that are read and of the other for those that are written;
+    0: they take no time."""
+    access_seconds: float = 0.0
+    """Of Python for each access to pages; 0: it takes no time, or is a part of `fixed_seconds`."""
     interconnect: float = 0.0
     """Bytes per second at which a rank exchanges weights and gradients with the others; 0: takes no time."""
 

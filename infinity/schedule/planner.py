@@ -34,7 +34,7 @@ from statistics import mean
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
-from infinity.schedule.timing import Timing
+from infinity.schedule.timing import NOTHING, Beside, Timing
 from infinity.schedule.trace import Access
 from infinity.schedule.turn import Moves, Turn, Uses, windows
 from infinity.units import format_setting, format_size
@@ -386,31 +386,33 @@ def _moving(draft: _Draft) -> int:
     return draft.frames - len(draft.resident) - len(draft.moves.staying)
 
 
-def lengths(plan: Plan, layout: Layout, works: Sequence[float], *, updates: float = 0.0, threaded: bool) -> list[float]:
+def lengths(
+    plan: Plan, layout: Layout, works: Sequence[float], *, beside: Beside = NOTHING, threaded: bool
+) -> list[float]:
     """Return how long a steady step takes for each time that its computation may take: see `Timing.lengths`.
 
     Args:
-        updates: how long all updates of a step take, beside their transfers.
+        beside: what else takes time.
         threaded: whether updates are waited for on a thread of their own.
     """
     draft = _draft_of(plan, layout)
     timing = Timing(draft.turn, threaded=threaded)
-    return timing.lengths(draft.reach, draft.moves, _moving(draft), works, updates)
+    return timing.lengths(draft.reach, draft.moves, _moving(draft), works, beside)
 
 
 def predict_seconds(
-    plan: Plan, layout: Layout, *, bandwidth: float, computation: float, updates: float = 0.0, threaded: bool
+    plan: Plan, layout: Layout, *, bandwidth: float, computation: float, beside: Beside = NOTHING, threaded: bool
 ) -> float:
     """Return how many seconds a steady step takes.
 
     Args:
         bandwidth: of the drives, bytes per second of reads and writes together.
-        computation: seconds that the training thread takes where it waits for no page.
-        updates: seconds that updates take beside that: on a thread of their own if they are `threaded`.
+        computation: seconds that the training thread takes where it waits for nothing.
+        beside: what else takes seconds.
         threaded: whether updates are waited for on a thread of their own.
     """
-    (length,) = lengths(plan, layout, [computation * bandwidth], updates=updates * bandwidth, threaded=threaded)
-    return max(length, plan.traffic.total_bytes) / bandwidth
+    (length,) = lengths(plan, layout, [computation * bandwidth], beside=beside.times(bandwidth), threaded=threaded)
+    return max(max(length, plan.traffic.total_bytes) / bandwidth, beside.longest)
 
 
 def prepend(prefix: Sequence[Access], plan: Plan) -> Plan:

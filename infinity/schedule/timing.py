@@ -4,26 +4,100 @@ The walk knows one drive, which moves one transfer after the other in the order 
 frames of the arena, and how long the training thread computes between its accesses. Time is counted in bytes that the
 drive could have moved meanwhile. So nothing has to be measured, plans are the same on every machine, and what is found
 holds for any drive: computation that takes as long as the transfers hides them only if the window reaches far enough.
+Plans are compared by that alone.
+
+Where more is known of a machine (`Beside`), the walk of a plan takes it into account. Each resource does one thing
+after the other, and is known by when it has done all that it was given:
+
+- updates on CPU, on a thread of their own or on the training thread;
+- checksums: a page is there when it has been read and then verified, and its frame is free when it has been hashed and
+  written;
+- the interpreter: each access costs the thread that makes it some Python;
+- the link to a device, both ways. Weights are copied as soon as their pages are there, ahead of their computation by as
+  many units as there is room for on the device, but not before their update has ended. Gradients leave behind the
+  computation of their unit, beside that of the next one, and are waited for by the update or the page that takes them;
+  where updates are in backward, only so many units may be between the two.
+
+What is left out: the training thread launches nothing ahead, so that Python of its accesses adds to computation; no
+thread waits for another one's Python; what is copied shares neither the link with the other direction nor the memory of
+the host with updates; pages of weights are wanted where the trace gathers them, not where they are copied.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
-from infinity.schedule.trace import Access, Mode
+from infinity.schedule.trace import Access, Mode, gather_accesses
 from infinity.schedule.turn import Moves, Turn
 
 BACKWARD = 2.5
 """Computation of a unit in backward, over that in forward: between 2, and 3 where backward computes forward again."""
 _STEPS = 2
 """How many steps it takes until one is like those that follow."""
-_Stop = tuple[bool, int, int, Sequence[bool], float, Sequence[int]]
-"""An access: whether it is aside, reads that have been wanted, the last position of the window, whether each page that
+_TRAINING, _UPDATES, _LINK = range(3)
+"""Who makes an access: the training thread, which waits for it; the thread for updates; the link to a device."""
+_Stop = tuple[int, int, int, Sequence[bool], float, Sequence[int]]
+"""An access: who makes it, reads that have been wanted, the last position of the window, whether each page that
 enters is read, how long it computes, and how many bytes each page that leaves has to write."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What works in a step beside the drive and computation, and how long all of it takes in a step, if it were alone.
+
+    In one unit of time: seconds, or bytes that the drive could move meanwhile. 0: there is none, or it takes no time.
+    """
+
+    updates: float = 0.0
+    """Updates on CPU, beside their transfers."""
+    weights: float = 0.0
+    """Copies to the device of all weights that are gathered."""
+    gradients: float = 0.0
+    """Copies of all gradients back."""
+    verifying: float = 0.0
+    """Checksums of all pages that are read."""
+    hashing: float = 0.0
+    """Checksums of all pages that are written."""
+    interpreter: float = 0.0
+    """Python of all accesses."""
+    ahead: int = 0
+    """Units whose weights may be on the device before they are computed with; 0: weights are copied when their unit is
+    due, which waits for it."""
+    behind: int = 0
+    """Units that may have computed their gradients and not been updated, where updates are in backward; 0: any
+    number."""
+
+    def times(self, factor: float) -> Beside:
+        """Return the same in another unit of time."""
+        return replace(
+            self,
+            updates=factor * self.updates,
+            weights=factor * self.weights,
+            gradients=factor * self.gradients,
+            verifying=factor * self.verifying,
+            hashing=factor * self.hashing,
+            interpreter=factor * self.interpreter,
+        )
+
+    @property
+    def linked(self) -> bool:
+        """Whether anything is copied to a device or back."""
+        return self.weights > 0 or self.gradients > 0
+
+    @property
+    def longest(self) -> float:
+        """What none of them lets a step be shorter than, but updates and Python, which may be on any thread."""
+        return max(self.weights, self.gradients, self.verifying, self.hashing)
+
+
+NOTHING = Beside()
+"""Nothing takes any time but the drive and computation."""
 
 
 def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
@@ -37,7 +111,7 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
     unit, factor, due = -1, 1.0, 0.0  # what was gathered last, its factor, and its computation that has not come yet
     for position, access in enumerate(trace):
         page = layout.pages[access[0].page]
-        gathers = page.role is Role.PARAM and len(access) == 1 and access[0].mode is Mode.READ
+        gathers = _gathers(access, layout)
         another = page.unit != unit
         if (gathers and another) or (not gathers and not another):  # another unit is gathered, or this one written to
             shares[position], due = due, 0.0
@@ -52,6 +126,11 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
     return [share / total for share in shares]
 
 
+def _gathers(access: Access, layout: Layout) -> bool:
+    """Whether an access copies weights out to be computed with."""
+    return len(access) == 1 and access[0].mode is Mode.READ and layout.pages[access[0].page].role is Role.PARAM
+
+
 def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
     """Return which share of a step's updates each access is: as many as it updates of all elements."""
     pages = layout.pages
@@ -62,6 +141,55 @@ def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
     ]
     total = sum(elements) or 1
     return [count / total for count in elements]
+
+
+class _Side(NamedTuple):
+    """What an access has to do with the device."""
+
+    unit: int
+    """Unit of its pages."""
+    gathers: bool = False
+    """Whether it copies weights to the device."""
+    stores: bool = False
+    """Whether it stores gradients that come from the device."""
+    updates: bool = False
+    """Whether it uses gradients that come from the device, and are not stored."""
+    begins: bool = False
+    """Whether it is the first one of a gather, or of an update that uses gradients from the device."""
+    copying: float = 0.0
+    """Share of a step's weights that it copies, or of the gradients that it stores or, if it begins, uses."""
+    weights: tuple[int, ...] = ()
+    """Pages of weights that it copies or changes."""
+
+
+def _sides(trace: Sequence[Access], layout: Layout) -> list[_Side]:
+    """Return what each access has to do with the device."""
+    pages, param, grad = layout.pages, Role.PARAM, Role.GRAD
+    weights, gradients = Counter[int](), Counter[int]()  # bytes by unit, of gradients as they arrive
+    for page in pages:
+        weights[page.unit] += page.nbytes if page.role is param else 0
+        gradients[page.unit] += page.nbytes if page.role is grad and not page.component else 0
+    accesses = [len(list(gather_accesses(layout, unit))) for unit in range(len(layout.units))]
+    sides: list[_Side] = []
+    before: tuple[int, bool] | None = None  # unit, and whether it was gathered
+    for access in trace:
+        first, mode = access[0]
+        unit, gathers = pages[first].unit, _gathers(access, layout)
+        begins, before = (unit, gathers) != before, (unit, gathers)
+        changed = tuple(page for page, how in access if how.modifies and pages[page].role is param)
+        if gathers:
+            copying = weights[unit] / accesses[unit]
+            sides.append(_Side(unit, gathers=True, begins=begins, copying=copying, weights=(first,)))
+        elif pages[first].role is not grad:
+            copying = float(begins and gradients[unit])
+            sides.append(_Side(unit, updates=True, begins=begins, copying=copying, weights=changed))
+        elif mode.modifies:
+            sides.append(_Side(unit, stores=True, copying=float(pages[first].nbytes)))
+        else:
+            sides.append(_Side(unit, weights=changed))
+    there = sum(side.copying for side in sides if side.gathers) or 1.0
+    back = sum(side.copying for side in sides if not side.gathers) or 1.0
+    return [side._replace(copying=side.copying / (there if side.gathers else back)) for side in sides]
 
 
 class Timing:
@@ -79,7 +207,7 @@ class Timing:
         self._aside = [threaded and any(pages[page].role is update for page, _ in access) for access in turn.trace]
 
     def lengths(
-        self, reach: Sequence[int], moves: Moves, frames: int, works: Sequence[float], updates: float = 0.0
+        self, reach: Sequence[int], moves: Moves, frames: int, works: Sequence[float], beside: Beside = NOTHING
     ) -> list[float]:
         """Return how long a steady step takes for each time that its computation may take.
 
@@ -90,7 +218,7 @@ class Timing:
             moves: what the step moves.
             frames: of the arena, without those of pages that always stay.
             works: how long all computation of a step takes but that of updates.
-            updates: how long all updates of a step take, beside their transfers.
+            beside: what else takes time.
         """
         turn = self._turn
         nbytes = [turn.nbytes[page] for page in turn.pages]
@@ -103,41 +231,72 @@ class Timing:
         counts = [*itertools.accumulate(map(sum, entering), initial=0)]
         wanted = [counts[-1] * (last // turn.length) + counts[last % turn.length + 1] for last in reach]
         reads = [nbytes[use] for use in moves.entering if use in moves.read]
-        each = [updates * share for share in updating(turn.trace, turn.layout)] if updates else [0.0] * turn.length
-        stops = list(zip(self._aside, wanted, reach, entering, each, leaving, strict=True))
-        return [self._length(stops, reads, frames, [share * work for share in self._shares]) for work in works]
+        each = [0.0] * turn.length
+        if beside.updates:
+            each = [beside.updates * share for share in updating(turn.trace, turn.layout)]
+        before = [0.0] * (turn.length + 1)
+        if beside.interpreter:  # a gather is a hook of the training thread, whoever copies
+            python = beside.interpreter / turn.length
+            hooks = [_gathers(access, turn.layout) for access in turn.trace]
+            each = [taking if hook else taking + python for taking, hook in zip(each, hooks, strict=True)]
+            before = [python if hook else 0.0 for hook in (*hooks, False)]
+        who = [_UPDATES if aside else _TRAINING for aside in self._aside]
+        sides = _sides(turn.trace, turn.layout) if beside.linked else None
+        if sides is not None:
+            who = [_LINK if side.stores else thread for side, thread in zip(sides, who, strict=True)]
+        stops = list(zip(who, wanted, reach, entering, each, leaving, strict=True))
+        written = sum(nbytes[use] for use in moves.written)
+        verifying = beside.verifying / sum(reads) if reads else 0.0
+        hashing = beside.hashing / written if written else 0.0
+        return [
+            self._length(
+                stops,
+                Clockwork(reads, frames, verifying=verifying, hashing=hashing),
+                [share * work + python for share, python in zip(self._shares, before, strict=True)],
+                _Link(sides, beside) if sides is not None else None,
+            )
+            for work in works
+        ]
 
-    def _length(self, stops: Sequence[_Stop], reads: Sequence[int], frames: int, work: Sequence[float]) -> float:
+    def _length(self, stops: Sequence[_Stop], clockwork: Clockwork, work: Sequence[float], link: _Link | None) -> float:
         """Walk some steps; return how long the last one takes.
 
         Args:
             stops: what happens at every position.
-            reads: length of every page that is read in a step, in the order in which they are used.
+            clockwork: nothing has moved yet.
             work: how long computation takes before each access, and behind all.
+            link: to the device, where there is one.
         """
-        clockwork = Clockwork(reads, frames)
         before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
         training = updated = began = 0.0  # how far the training thread has come, and the thread for updates
-        ended: deque[tuple[int, float]] = deque()  # how far the window reaches until an update has ended, and when
+        ended: deque[tuple[int, float]] = deque()  # how far the window reaches until others have ended, and when
         for step in range(_STEPS):
             began = training
             position = step * len(stops)
-            more = step * len(reads)
-            for computing, (aside, wanted, last, entering, updating, leaving) in zip(before, stops, strict=True):
+            more = step * clockwork.reads
+            for place, (computing, stop) in enumerate(zip(before, stops, strict=True)):
+                who, wanted, last, entering, taking, leaving = stop
                 clockwork.wanted = wanted + more
                 training += computing
-                while ended and not aside and ended[0][0] < position:
+                if link is not None:
+                    training = link.leave(place, training)
+                while ended and who == _TRAINING and ended[0][0] < position:
                     training = max(training, ended.popleft()[1])
                 if training > clockwork.now or clockwork.wanted > clockwork.started:
                     clockwork.go_on(training)
-                at = updated if aside and updated > training else training
+                at = updated if who == _UPDATES and updated > training else training
+                if link is not None:
+                    at = link.begin(place, at)
                 if entering:
                     at = clockwork.enter(entering, at)
-                at += updating
-                if aside:
-                    updated = at
+                at += taking
+                if link is not None:
+                    at = link.end(place, at)
+                if who != _TRAINING:
                     ended.append((step * len(stops) + last, at))
-                else:
+                    if who == _UPDATES:
+                        updated = at
+                elif at > training:
                     training = at
                 if at > clockwork.now:
                     clockwork.go_on(at)
@@ -147,22 +306,92 @@ class Timing:
         return training - began
 
 
+class _Link:
+    """The link to a device in time, both ways, for one walk.
+
+    Life cycle of a unit's weights: begun when there is room on the device, copied page after page, computed with when
+    all are there. The room is free again when that begins. Life cycle of gradients: they leave when they have been
+    computed, and are there when all have been copied; an update of the unit uses them up.
+    """
+
+    def __init__(self, sides: Sequence[_Side], beside: Beside) -> None:
+        """Begin with nothing on the device.
+
+        Args:
+            sides: by position.
+            beside: how long copies take, and how many units there is room for.
+        """
+        self._sides, self._behind = sides, beside.behind
+        self._weights, self._gradients = beside.weights, beside.gradients
+        self._staged = 0.0  # when all weights that were to be copied so far have been
+        self._computed = 0.0  # when computation with the unit gathered last could begin
+        self._room = deque([0.0] * beside.ahead, maxlen=beside.ahead)  # when the last units have given up their room
+        self._back = 0.0  # when all gradients that were to be copied so far have been
+        self._arrived: dict[int, float] = {}  # by unit, when its gradients are in host memory
+        self._updated: dict[int, float] = {}  # by unit, when its last update from them has ended
+        self._waiting: deque[int] = deque()  # units whose gradients have left, those of the last ones
+        self._changed: dict[int, float] = {}  # by page, when weights have been changed last
+
+    def leave(self, place: int, training: float) -> float:
+        """Let gradients leave that an access uses, before all that it does; return when the training thread goes on."""
+        side = self._sides[place]
+        if side.updates and side.begins:
+            if self._behind and len(self._waiting) == self._behind:
+                training = max(training, self._updated.get(self._waiting.popleft(), 0.0))
+            self._waiting.append(side.unit)
+            self._back = max(self._back, training) + side.copying * self._gradients
+            self._arrived[side.unit] = self._back
+        return training
+
+    def begin(self, place: int, at: float) -> float:
+        """Return when an access begins of which the thread is at `at`: its copy, or what waits for one."""
+        side = self._sides[place]
+        if side.gathers:
+            if side.begins:
+                self._room.append(self._computed)
+            self._computed = at
+            free = self._room[0] if self._room else at
+            return max(free, self._staged, self._changed.get(side.weights[0], 0.0))
+        if side.stores:
+            return max(at, self._back)
+        return max(at, self._arrived.get(side.unit, 0.0)) if side.updates else at
+
+    def end(self, place: int, at: float) -> float:
+        """Return when an access ends that has its pages at `at`."""
+        side = self._sides[place]
+        if side.gathers:
+            at = self._staged = at + side.copying * self._weights
+            self._computed = max(self._computed, at)
+        elif side.stores:
+            at = self._back = at + side.copying * self._gradients
+        else:
+            self._updated[side.unit] = at
+            self._changed.update(dict.fromkeys(side.weights, at))
+        return at
+
+
 class Clockwork:
     """The drive and the frames of an arena, in time, which is counted in bytes that the drive could have moved.
 
     A model of the pager for one walk, on one thread. Life cycle of a page: wanted, started when there is a frame, ready
-    when the drive has read it, arrived when somebody takes it; its frame is free when it leaves, or when it has been
-    written. Pages are started, and arrive, in the order in which they are wanted.
+    when the drive has read it and it has been verified, arrived when somebody takes it; its frame is free when it
+    leaves, or when it has been written. Pages are started, and arrive, in the order in which they are wanted.
     """
 
-    def __init__(self, reads: Sequence[int], frames: int) -> None:
+    def __init__(self, reads: Sequence[int], frames: int, *, verifying: float = 0.0, hashing: float = 0.0) -> None:
         """Begin with an empty arena.
 
         Args:
             reads: length of every page that is read in a step, in order; over and over.
             frames: of the arena.
+            verifying: how long a checksum takes for each byte that has been read.
+            hashing: how long it takes for each byte that is to be written.
         """
+        self.reads = len(reads)
+        """How many pages are read in a step."""
         self._reads = itertools.cycle(reads)
+        self._verifying, self._hashing = verifying, hashing
+        self._verified = self._hashed = 0.0  # when all checksums are done of pages that were read, and are written
         self._free = frames  # frames that are free now
         self._drive = 0.0  # when it has done all that it was given, in bytes
         self._ready: deque[float] = deque()  # when pages that have not arrived have been read, in bytes, in order
@@ -195,8 +424,13 @@ class Clockwork:
             else:
                 break
             left -= 1
-            drive = (drive if drive > since else since) + next(self._reads)
-            ready.append(drive)
+            nbytes = next(self._reads)
+            drive = (drive if drive > since else since) + nbytes
+            if self._verifying:
+                self._verified = max(self._verified, drive) + self._verifying * nbytes
+                ready.append(self._verified)
+            else:
+                ready.append(drive)
         self._free, self._drive, self.started = free, drive, self.wanted - left
 
     def enter(self, reads: Sequence[bool], at: float) -> float:
@@ -222,7 +456,11 @@ class Clockwork:
         for nbytes in writes:
             if nbytes:
                 drive = (drive if drive > now else now) + nbytes
-                self._written.append(drive)
+                if self._hashing:  # beside other transfers
+                    self._hashed = max(self._hashed, now) + self._hashing * nbytes
+                    self._written.append(max(drive, self._hashed))
+                else:
+                    self._written.append(drive)
             else:
                 self._free += 1
         self._drive = drive

@@ -12,7 +12,7 @@ from infinity.config import Config
 from infinity.content.format import Role
 from infinity.errors import BudgetError, ConfigError
 from infinity.estimate.advice import best_changes
-from infinity.estimate.estimate import HIDDEN, Estimate, Workload, estimate
+from infinity.estimate.estimate import HIDDEN, STORAGE, Estimate, Workload, estimate
 from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Drives, Machine
 from infinity.estimate.model import decoder, with_lora
 from infinity.store.extents import SPARE_SLOTS
@@ -48,7 +48,7 @@ def test_all_that_fits_moves_nothing_and_storage_takes_no_time() -> None:
     """And then is hidden from the first token on."""
     found = planned("64GiB")
     assert found.traffic.total_bytes == 0
-    assert found.seconds.storage == pytest.approx(0, abs=1e-9)
+    assert found.seconds.drives.exposed == pytest.approx(0, abs=1e-9)
     assert found.hidden_from_tokens == WORK.sequence
     assert found.resident_bytes[Role.UPDATE] == found.layout.bytes_of(Role.UPDATE)
 
@@ -59,16 +59,15 @@ def test_more_memory_and_faster_drives_never_slow_a_step_down() -> None:
     assert steps == sorted(steps, reverse=True)
     faster = planned(machine=MACHINE.with_drives(8))
     assert faster.seconds.step < planned().seconds.step
-    assert planned().seconds.step >= max(planned().seconds.reads, planned().seconds.computation)
+    assert planned().seconds.step >= max(planned().seconds.reads, planned().seconds.computation.busy)
 
 
 def test_storage_is_hidden_where_it_is_said_to_be() -> None:
     """With half of these tokens it is not."""
     found = planned()
     tokens = found.hidden_from_tokens
-    at, below = found.seconds_at(tokens), found.seconds_at(tokens // 2)
-    assert at.step <= HIDDEN * (at.step - at.storage)
-    assert below.step > HIDDEN * (below.step - below.storage)
+    assert found.step_seconds(tokens) <= HIDDEN * found.step_seconds(tokens, *STORAGE)
+    assert found.step_seconds(tokens // 2) > HIDDEN * found.step_seconds(tokens // 2, *STORAGE)
 
 
 def test_drives_that_are_too_slow_are_hidden_by_no_batch_where_gradients_move_for_each_micro_batch() -> None:

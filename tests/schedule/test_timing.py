@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.content.format import Role
-from infinity.content.layout import Layout
+from infinity.content.layout import Layout, ShardSpec, UnitSpec, build_layout
 from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
-from infinity.schedule.timing import BACKWARD, Clockwork, computation, updating
+from infinity.schedule.timing import BACKWARD, Beside, Clockwork, computation, updating
 from infinity.schedule.trace import Access
-from support.layouts import transformer, transformer_step
+from support.layouts import FORMATS, transformer, transformer_step
 from support.plans import plans
 
 PAGE = 64 << 10
@@ -156,8 +157,163 @@ def test_updates_take_their_time(threaded: bool) -> None:
     plan = make_plan(trace, layout, len(layout.pages), threaded=threaded)
     work = 1e9
     (alone,) = lengths(plan, layout, [work], threaded=threaded)
-    (found,) = lengths(plan, layout, [work], updates=work / 2, threaded=threaded)
+    (found,) = lengths(plan, layout, [work], beside=Beside(updates=work / 2), threaded=threaded)
     assert found == pytest.approx(alone + work / 2) if not threaded else alone <= found <= alone + work / 2
-    (slow,) = lengths(plan, layout, [work], updates=3 * work, threaded=threaded)
+    (slow,) = lengths(plan, layout, [work], beside=Beside(updates=3 * work), threaded=threaded)
     assert slow >= 3 * work
     assert sum(updating(trace, layout)) == pytest.approx(1.0)
+
+
+ALONE = 1e9
+"""How long the computation of a step takes in the tests of what works beside it."""
+
+
+def in_memory(name: str = "in_backward", *, units_ahead: int = 3) -> tuple[Plan, Layout]:
+    """Return a plan that keeps everything, whose window reaches some units ahead, with a thread for updates."""
+    layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
+    trace = expand(events, layout, Placement.of(name, events))
+    plan = make_plan(trace, layout, len(layout.pages), threaded=True)
+    return replace(plan, reach=tuple(at + units_ahead * 80 for at in range(len(trace)))), layout
+
+
+def length(drawn: tuple[Plan, Layout], work: float = ALONE, **beside: float) -> float:
+    """Return how long a step takes."""
+    plan, layout = drawn
+    numbers = {name: int(beside.pop(name)) for name in ("ahead", "behind") if name in beside}
+    (found,) = lengths(plan, layout, [work], beside=Beside(**beside, **numbers), threaded=True)
+    return found
+
+
+@given(
+    plans(),
+    st.fixed_dictionaries(
+        {
+            name: st.sampled_from([0.0, 0.3, 2.0])
+            for name in ("updates", "weights", "gradients", "verifying", "hashing", "interpreter")
+        }
+    ),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_nothing_makes_a_step_shorter_or_longer_than_all_of_it_one_after_the_other(
+    drawn: tuple[Plan, Layout], shares: dict[str, float], ahead: int, behind: int, threaded: bool
+) -> None:
+    """Up to what a step leaves to the next, which is no more than what there is of it in a step."""
+    plan, layout = drawn
+    lead = len(plan.prefix)
+    plan = replace(plan, prefix=(), reach=tuple(position - lead for position in plan.reach[lead:]))
+    work = float(plan.traffic.total_bytes or layout.state_bytes)
+    times = {name: share * work for name, share in shares.items()}
+    beside = Beside(**times, ahead=ahead, behind=behind)
+    (found,) = lengths(plan, layout, [work], beside=beside, threaded=threaded)
+    left_over = plan.frames * layout.page_bytes
+    most = work + plan.traffic.total_bytes + left_over + 2 * sum(times.values())
+    assert work * (1 - 1e-9) <= found <= most * (1 + 1e-9)
+    seconds = predict_seconds(plan, layout, bandwidth=1.0, computation=work, beside=beside, threaded=threaded)
+    assert seconds >= max(found, *(times[name] for name in ("weights", "gradients", "verifying", "hashing")))
+
+
+@given(plans(), st.booleans())
+def test_room_on_a_device_is_nothing_without_copies(drawn: tuple[Plan, Layout], threaded: bool) -> None:
+    """A run on CPU is planned as ever."""
+    plan, layout = drawn
+    lead = len(plan.prefix)
+    plan = replace(plan, prefix=(), reach=tuple(position - lead for position in plan.reach[lead:]))
+    works = [0.0, float(plan.traffic.total_bytes)]
+    with_room = lengths(plan, layout, works, beside=Beside(ahead=2, behind=2), threaded=threaded)
+    assert with_room == lengths(plan, layout, works, threaded=threaded)
+
+
+def test_weights_are_copied_ahead_of_computation() -> None:
+    """None ahead: all are waited for. One: as long as computation of any unit, and only the first one is waited for."""
+    drawn, weights = in_memory(), 0.5 * ALONE
+    none, one, two = (length(drawn, weights=weights, ahead=ahead) for ahead in (0, 1, 2))
+    assert none == pytest.approx(ALONE + weights)
+    assert ALONE < two <= one < ALONE + 2 * weights / (2 * LAYERS)
+    assert length(drawn, weights=3 * ALONE, ahead=2) >= 3 * ALONE
+
+
+def test_weights_are_copied_no_further_ahead_than_there_is_room() -> None:
+    """Behind each small unit comes a large one, whose copy takes longer than the small one computes."""
+    shards = [
+        ShardSpec(name=f"{unit}", numel=count, padded=count, segment_key="mixed", trainable=True)
+        for unit, count in enumerate([ELEMENTS // 10, ELEMENTS] * (LAYERS // 2))
+    ]
+    layout = build_layout([UnitSpec(name=one.name, shards=(one,)) for one in shards], FORMATS, PAGE)
+    events = transformer_step(LAYERS)
+    plan = make_plan(expand(events, layout, Placement.of("in_backward", events)), layout, len(layout.pages))
+    one, two, most = (length((plan, layout), weights=0.5 * ALONE, ahead=ahead) for ahead in (1, 2, 2 * LAYERS))
+    assert ALONE < most <= two < 0.98 * one
+
+
+def test_weights_are_copied_after_their_update() -> None:
+    """In forward a page is updated while the unit before computes, and copied only then, whatever the room."""
+    drawn = in_memory("in_forward")
+    updates, weights = 2 * ALONE, 0.5 * ALONE
+    backward = ALONE * BACKWARD / (1 + BACKWARD)
+    found = length(drawn, updates=updates, weights=weights, ahead=3)
+    assert found >= updates + backward
+    assert length(in_memory(), updates=updates, weights=weights, ahead=3) < found
+
+
+@pytest.mark.parametrize("name", ["in_backward", "in_forward", "after_backward"])
+def test_gradients_leave_beside_computation(name: str) -> None:
+    """Whether they are stored or used up at once; those of the last unit are waited for at most."""
+    found, without = (length(in_memory(name), gradients=gradients, behind=2) for gradients in (0.3 * ALONE, 0.0))
+    assert without == pytest.approx(ALONE)
+    assert found <= ALONE + 2 * 0.3 * ALONE / LAYERS
+    assert length(in_memory(name), gradients=2 * ALONE, behind=2) >= 1.9 * ALONE
+
+
+def test_updates_wait_for_gradients() -> None:
+    """The update of a unit is as late as its gradients."""
+    drawn = in_memory()
+    gradients, updates = 2 * ALONE, 0.5 * ALONE
+    forward = ALONE / (1 + BACKWARD)
+    found = length(drawn, gradients=gradients, updates=updates)
+    assert found >= forward + gradients + updates / LAYERS - 1
+    assert found < forward + gradients + updates
+
+
+def test_only_so_many_units_are_between_computation_and_update() -> None:
+    """The training thread waits for the update of the one before them; without a bound the window decides."""
+    drawn = in_memory(units_ahead=2 * LAYERS)
+    found = [length(drawn, gradients=0.1 * ALONE, updates=1.5 * ALONE, behind=behind) for behind in (1, 2, 6, 0)]
+    assert all(fewer >= more - 1 for fewer, more in itertools.pairwise(found))
+    assert found[0] > 1.05 * found[-1]
+
+
+def test_python_is_a_part_of_the_time_of_whoever_needs_pages() -> None:
+    """All of it if that is the training thread; else what is there of gathers, and what updates then take."""
+    trace, layout = step()
+    plan = make_plan(trace, layout, len(layout.pages))
+    (alone,) = lengths(plan, layout, [ALONE], beside=Beside(interpreter=0.1 * ALONE), threaded=False)
+    assert alone == pytest.approx(1.1 * ALONE)
+    assert ALONE < length(in_memory(), interpreter=0.1 * ALONE) < alone
+
+
+def test_a_page_is_there_when_it_has_been_verified_and_free_when_it_has_been_hashed() -> None:
+    """Checksums are behind reads and beside writes, one after the other; the drive goes on meanwhile."""
+    clockwork = Clockwork([PAGE], 2, verifying=2.0, hashing=3.0)
+    clockwork.wanted = 2
+    clockwork.go_on(0.0)
+    assert clockwork.enter([True], 0.0) == 3 * PAGE
+    assert clockwork.enter([True], 0.0) == 5 * PAGE
+    clockwork.go_on(5 * PAGE)
+    clockwork.leave([PAGE])
+    assert clockwork.enter([False], 0.0) == 8 * PAGE
+
+
+def test_checksums_that_take_longer_than_the_drive_are_what_a_step_takes() -> None:
+    """And those that take less are hidden behind it."""
+    trace, layout = step(threaded=True)
+    plan = make_plan(trace, layout, 96, threaded=True)
+    moved = plan.traffic.total_bytes
+    (alone,) = lengths(plan, layout, [0.5 * moved], threaded=True)
+    (hidden,), (exposed,) = (
+        lengths(plan, layout, [0.5 * moved], beside=Beside(verifying=share * moved), threaded=True)
+        for share in (0.3, 2.0)
+    )
+    assert hidden < 1.05 * alone
+    assert exposed >= 0.98 * 2.0 * moved

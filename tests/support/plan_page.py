@@ -59,7 +59,7 @@ def main() -> None:
     }
     text = page.read_text()
     for name, block in blocks.items():
-        pattern = rf"(<!-- {name} -->\n).*?(?=\n\n[A-Z!#])"
+        pattern = rf"(<!-- {name} -->\n)(?:```\n.*?\n```|.*?)(?=\n\n[A-Z!#])"
         text = re.sub(pattern, lambda found, block=block: found[1] + block, text, count=1, flags=re.DOTALL)
     page.write_text(text)
 

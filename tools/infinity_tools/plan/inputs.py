@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError
-from infinity.estimate.estimate import Estimate, Workload, estimate, working_bytes
-from infinity.estimate.machine import ACCELERATORS, REACHED, UPDATE_SECONDS, Accelerator, Drives, Machine
+from infinity.estimate.estimate import AHEAD, Estimate, Workload, estimate, working_bytes
+from infinity.estimate.machine import (
+    ACCELERATORS,
+    ACCESS_SECONDS,
+    HASH_RATE,
+    REACHED,
+    UPDATE_SECONDS,
+    Accelerator,
+    Drives,
+    Machine,
+)
 from infinity.estimate.model import OPTIMIZERS, ModelShape, decoder, with_lora, with_trainable_share
 from infinity.memory.limits import default_arena
 from infinity.units import MIB, align_down, format_size, parse_size
@@ -279,6 +288,8 @@ def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config
         device=device,
         update_seconds=UPDATE_SECONDS if beside else {name: each / computing for name, each in UPDATE_SECONDS.items()},
         update_cores=beside,
+        hash_rate=HASH_RATE if device.link else 0.0,
+        access_seconds=ACCESS_SECONDS if device.link else 0.0,
         interconnect=_rate(asked.interconnect, "--interconnect") if asked.interconnect is not None else 0.0,
     )
 
@@ -340,6 +351,12 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
         f"updates: {1e9 * machine.update(found.settings.state.format):.2g} ns per parameter"
         + (f", on {cores} core{'s' * (cores > 1)} beside computation" if cores else ""),
     ]
+    if device.link:
+        lines.append(
+            f"{device.link / 1e9:.3g} GB/s to the device and back, weights up to {AHEAD} units ahead; "
+            f"{machine.hash_rate / 1e9:.3g} GB/s of checksums, {1e6 * machine.access_seconds:.2g} µs of Python for an "
+            "access to pages"
+        )
     if work.micro_batches > 1:
         how = "a loop over" if not work.layer_major else "each layer runs all of"
         lines.append(f"{how} {work.micro_batches} micro-batches")

@@ -7,8 +7,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from infinity.content.format import Role
-from infinity.estimate.estimate import Estimate
-from infinity_tools.plan.report import ROLES, headline
+from infinity.estimate.estimate import STORAGE, Estimate
+from infinity_tools.plan.report import ROLES, headline, resource
 
 _POINTS = 9
 """Batch sizes that are drawn, each twice the one before, around that of the plan."""
@@ -29,32 +29,27 @@ def figure(found: Estimate) -> Figure:
 
 def _causes(axes: Axes, found: Estimate) -> None:
     seconds = found.seconds
-    bars = {
-        "step": (seconds.step, "#222222"),
-        "waits for storage": (seconds.storage, "#ee6677"),
-        "writes": (seconds.writes, _COLOURS["written"]),
-        "reads": (seconds.reads, _COLOURS["read"]),
-        "updates": (seconds.updates, "#228833"),
-        "fixed": (seconds.fixed, "#bbbbbb"),
-        "between ranks": (seconds.collectives, "#aa3377"),
-        "to the device": (seconds.copies, "#66ccee"),
-        "computation": (seconds.computation, "#4477aa"),
-    }
-    shown = {name: bar for name, bar in bars.items() if bar[0] > 0}
-    axes.barh(list(shown), [length for length, _ in shown.values()], color=[colour for _, colour in shown.values()])
+    loads = {resource(name, found): load for name, load in seconds.loads.items() if load.busy}
+    shown = dict(reversed(loads.items()))
+    axes.barh(["step"], [seconds.step], color="#222222")
+    axes.barh(list(shown), [load.busy for load in shown.values()], color="#bbbbbb", label="busy")
+    axes.barh(
+        list(shown), [load.exposed for load in shown.values()], color="#ee6677", label="exposed: nothing hides it"
+    )
+    axes.set_ylim(bottom=-2.5)  # for the legend
     axes.set_title("seconds of a step; side by side where possible")
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="lower right")
 
 
 def _tokens(axes: Axes, found: Estimate) -> None:
     work = found.workload
     least = work.sequence * work.world_size
     counts = [count for k in range(_POINTS) if (count := work.batch_tokens * 2 ** (k - _POINTS // 2)) >= least]
-    steps = [found.seconds_at(count) for count in counts]
-    axes.plot(counts, [count / one.step for count, one in zip(counts, steps, strict=True)], marker="o", label="planned")
-    without = [count / (one.step - one.storage) for count, one in zip(counts, steps, strict=True)]
-    axes.plot(counts, without, linestyle="--", color="#bbbbbb", label="if drives took no time")
+    axes.plot(counts, [count / found.step_seconds(count) for count in counts], marker="o", label="planned")
+    without = [count / found.step_seconds(count, *STORAGE) for count in counts]
+    axes.plot(counts, without, linestyle="--", color="#bbbbbb", label="if storage took no time")
     axes.axvline(work.batch_tokens, color="#222222", alpha=0.3)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)

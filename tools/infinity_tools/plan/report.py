@@ -18,6 +18,20 @@ from infinity_tools.tables import table
 
 ROLES = {Role.PARAM: "weights", Role.UPDATE: "master, moments", Role.GRAD: "gradients"}
 """What the pages of each role are called."""
+RESOURCES = {
+    "computation": "forward and backward",
+    "weights": "weights to the device",
+    "gradients": "gradients from it",
+    "collectives": "between ranks",
+    "updates": "updates",
+    "drives": "NVMe drives",
+    "hashing": "checksums",
+    "interpreter": "Python for accesses to pages",
+    "fixed": "other, fixed",
+}
+"""What is called how of what `Seconds` says of each resource."""
+_LEAST_SHOWN = 1e-3
+"""Share of a step below which what is exposed is none."""
 _UNITS = (("years", 365 * DAY), ("days", DAY), ("hours", 3600.0))
 
 
@@ -97,21 +111,31 @@ def _arena(found: Estimate) -> Table:
 
 
 def _step(found: Estimate) -> Table:
-    seconds = found.seconds
-    traffic = found.traffic
-    copied = found.gathered_bytes if found.machine.device.link else 0
-    rows = [
-        ("forward and backward", "", duration(seconds.computation)),
-        ("weights to the device", format_size(copied) if copied else "", duration(seconds.copies)),
-        ("between ranks", "", duration(seconds.collectives)),
-        ("other, fixed", "", duration(seconds.fixed)),
-        (f"updates ({found.placement})", "", duration(seconds.updates)),
-        ("reads from NVMe", format_size(traffic.read_bytes), duration(seconds.reads)),
-        ("writes to NVMe", format_size(traffic.written_bytes), duration(seconds.writes)),
-        ("a step, with what runs side by side", format_size(traffic.total_bytes), duration(seconds.step)),
-        ("of that, waits for storage", "", duration(seconds.storage)),
-    ]
-    return table("a step of a rank", ("", ">bytes", ">time"), [row for row in rows if row[2] != "0 s"])
+    seconds, traffic = found.seconds, found.traffic
+    linked = found.machine.device.link > 0
+    moved = {
+        "weights": found.gathered_bytes * linked,
+        "gradients": found.returned_bytes * linked,
+        "drives": traffic.total_bytes,
+    }
+    parts = {"reads": (traffic.read_bytes, seconds.reads), "writes": (traffic.written_bytes, seconds.writes)}
+    least = _LEAST_SHOWN * seconds.step
+    rows = []
+    for name, load in seconds.loads.items():
+        if load.busy:
+            exposed = duration(load.exposed) if load.exposed >= least else "0 s"
+            size = format_size(moved[name]) if name in moved else ""
+            rows.append((resource(name, found), size, duration(load.busy), exposed))
+        if load.busy and name == "drives":
+            rows += [(f"  {part} alone", format_size(size), duration(time), "") for part, (size, time) in parts.items()]
+    rows.append(("a step, with what runs side by side", "", duration(seconds.step), ""))
+    title = "a step of a rank: how long each resource is busy, and what nothing else hides of that"
+    return table(title, ("resource", ">bytes", ">busy", ">exposed"), rows)
+
+
+def resource(name: str, found: Estimate) -> str:
+    """Return what a resource of `Seconds` is called."""
+    return f"updates ({found.placement})" if name == "updates" else RESOURCES[name]
 
 
 def _facts(found: Estimate) -> Table:
@@ -192,7 +216,7 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
                 "change": change.what,
                 "price": change.price,
                 "saved": change.saved,
-                "step_seconds": change.result.seconds.step,
+                "step_seconds": change.result.step_seconds(change.result.workload.batch_tokens),
                 "batch_tokens": change.result.workload.batch_tokens,
             }
             for change in changes
