@@ -384,7 +384,8 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     )
     if settings.state.format != "fp32" and not any(one.encodings for one in formats.values()):
         raise ConfigError(f'state.format = "{settings.state.format}" would change nothing here; set "fp32"')
-    budget = choose_budget(units, formats, settings.memory.host_bytes, settings.memory.page_bytes)
+    memory = settings.memory
+    budget = choose_budget(units, formats, memory.host_bytes, memory.page_bytes, device=machine.device.link > 0)
     events = step_events(model, passes=workload.passes, alone=workload.world_size == 1)
     wanted = settings.update.placement
     name = placed(wanted, events, late=workload.clipping)
