@@ -104,6 +104,10 @@ class Run:
         self._stalled = False  # a drive or device does not answer: what it may still write to or read is kept
         self.device = open_device(device)
         """What computes."""
+        self.update_cores = settings.update.cores_beside(
+            device.type, cores=_cores(ranks), computing=torch.get_num_threads()
+        )
+        """Cores of the thread for updates; 0: they run on the training thread."""
         self.freed = FreedMemory()
         """Bounds what the C library keeps."""
         self.peers = Peers(ranks)
@@ -196,8 +200,7 @@ class Run:
             timeout = settings.storage.timeout_seconds
             pager = Pager(layout, arena, self.device, store, ledger, timeout=timeout, failed=self.peers.report)
             self.undo.push(partial(self._drain, pager))
-            cores = settings.update.cores_beside(self.device.name.type, _idle_cores(self.ranks))
-            worker = UpdateWorker(cores, pager.fail, self.device.enter_thread)
+            worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
             self.undo.push(worker.close)
             if self.ranks.local_rank == 0:
                 wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
@@ -351,6 +354,6 @@ def _close_page(stats: Stats) -> None:
     stats.close(keep=stats.snapshot().value("steps_total") > 0)
 
 
-def _idle_cores(ranks: Ranks) -> int:
-    """Return how many cores of this rank's share of the node torch does not compute on."""
-    return len(os.sched_getaffinity(0)) // ranks.local_world_size - torch.get_num_threads()
+def _cores(ranks: Ranks) -> int:
+    """Return this rank's share of the cores of the node."""
+    return len(os.sched_getaffinity(0)) // ranks.local_world_size
