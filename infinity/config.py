@@ -43,7 +43,12 @@ class StorageConfig:
         minimum=4 * KIB,
         maximum=GIB,
     )
-    queue_depth: int = setting(32, "Requests in flight at most.", minimum=1, maximum=4096)
+    queue_depth: int = setting(
+        32,
+        "Requests in flight on each path, at most. With `threads` as engine, on all paths together, and up to 32.",
+        minimum=1,
+        maximum=4096,
+    )
     weight: int = setting(
         1,
         "Share of a drive that several runs use at the same time, relative to theirs: of 3 and 1, the first gets three "
