@@ -47,6 +47,8 @@ from infinity.telemetry.ledger import Ledger
 from infinity.telemetry.timeline import Timeline
 
 _log = logging.getLogger("infinity")
+_LEAST_VERIFIERS, _MOST_VERIFIERS = 2, 4
+"""Threads that verify pages: with one, pages would only change hands; four hash more than drives of a node read."""
 _NOT_HERE = (
     "this process was forked from the one that trains, and weights and states are that one's alone: give workers what "
     "they need as plain tensors, made before they start"
@@ -104,10 +106,11 @@ class Run:
         self._stalled = False  # a drive or device does not answer: what it may still write to or read is kept
         self.device = open_device(device)
         """What computes."""
-        self.update_cores = settings.update.cores_beside(
-            device.type, cores=_cores(ranks), computing=torch.get_num_threads()
-        )
+        cores, computing = _cores(ranks), torch.get_num_threads()
+        self.update_cores = settings.update.cores_beside(device.type, cores=cores, computing=computing)
         """Cores of the thread for updates; 0: they run on the training thread."""
+        self.verifiers = _verifiers(cores - self.update_cores - (computing if device.type == "cpu" else 1))
+        """Threads that verify pages that were read; 0: that of the engine does."""
         self.freed = FreedMemory()
         """Bounds what the C library keeps."""
         self.peers = Peers(ranks)
@@ -178,6 +181,7 @@ class Run:
                 retries=settings.storage.retries,
                 committed=committed,
                 retained=retained,
+                verifiers=self.verifiers,
             )
             self.undo.push(store.close)
             folders = [str(Path(path).resolve()) for path in self.place.paths]
@@ -352,6 +356,11 @@ def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folder
 def _close_page(stats: Stats) -> None:
     """Leave the page to the scrapes that come; of a run without any step there is nothing to see."""
     stats.close(keep=stats.snapshot().value("steps_total") > 0)
+
+
+def _verifiers(idle: int) -> int:
+    """Return how many threads verify pages, given how many cores neither compute nor update: two to four, or none."""
+    return min(idle // 2, _MOST_VERIFIERS) if idle >= 2 * _LEAST_VERIFIERS else 0
 
 
 def _cores(ranks: Ranks) -> int:
