@@ -1,8 +1,8 @@
-"""Paging changes no bit on a device: the same training in memory and paged, with updates on the CPU in both.
+"""Paging changes no bit on a device: the same training in memory and paged, with updates on the CPU or there in both.
 
-In memory, FSDP2 has weights and gradients on the device, which takes the norm; the optimizer runs on copies on the CPU,
-with the kernel that pages are updated with. Nothing asks the device for a value before the last step, so that steps run
-ahead of it as in a loop that does not print. Without a GPU the same functions run on the CPU.
+In memory, FSDP2 has weights and gradients on the device, which takes the norm; the optimizer runs there too, or on
+copies on the CPU, with the kernel that pages are updated with. Nothing asks the device for a value before the last
+step, so that steps run ahead of it as in a loop that does not print. Without a GPU the same functions run on the CPU.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ RECIPES = {
 def cases() -> list[pytest.ParameterSet]:
     """Return (recipe, paging): all on a GPU; of those on the CPU, where other tests have more, each once by default."""
     found = []
-    for device in ("cuda", "cpu"):
+    for device, updates in (("cuda", "cpu"), ("cuda", "cuda"), ("cpu", "cpu")):
         for number, (name, placement, arena) in enumerate(product(RECIPES, PLACEMENTS, ARENAS)):
             once = number in (0, 13, 26, 30, 41)
             found.append(
                 pytest.param(
-                    Recipe(device=device, deterministic=True, **RECIPES[name]),
+                    Recipe(device=device, updates=updates, deterministic=True, **RECIPES[name]),
                     Paging(arena=arena, placement=placement),
-                    id=f"{device}-{name}-{placement}-{arena}",
+                    id=f"{device}-{name}-{placement}-{arena}-{updates}",
                     marks=GPU if device == "cuda" else [] if once else WIDE,
                 )
             )

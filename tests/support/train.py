@@ -96,6 +96,7 @@ class Recipe:
     steps: int = STEPS
     seed: int = 0
     device: str = "cpu"
+    updates: str = "cpu"  # where they compute: there or on `device`
     deterministic: bool = False
 
 
@@ -279,7 +280,7 @@ def in_memory(recipe: Recipe) -> Outcome:
 @functools.cache
 def _in_memory(recipe: Recipe) -> Outcome:
     model = build(recipe)
-    if recipe.optimizer in NO_DTENSOR or recipe.device != "cpu":  # updates run on the CPU
+    if recipe.optimizer in NO_DTENSOR or recipe.updates != recipe.device:
         optimizer = local_optimizer(recipe, model)
     else:
         optimizer = make_optimizer(recipe, model)
@@ -307,6 +308,8 @@ def offloaded(
     """Yield an offloaded model and its optimizer."""
     model = build(recipe)
     optimizer = make_optimizer(recipe, model)
+    if recipe.device != "cpu":
+        sections["update"] = {"device": recipe.updates, **sections.get("update", {})}
     config = settings(folder, paging, host_bytes(paging, model, optimizer, folder), **sections)
     with (
         faulty(SLOW, seed=recipe.seed) if paging.delays else nullcontext(),
