@@ -18,6 +18,10 @@ from infinity.settings import Settings, setting
 from infinity.units import GIB, KIB, MIB
 
 _SYSTEM = Path("/run/infinity")
+_LEFT_CORES = 3
+"""Cores of a rank that updates leave to the training thread, to transfers and checksums, and to data loaders."""
+_MOST_UPDATE_CORES = 8
+"""Cores that updates take by themselves at most: more gain little, as memory and drives are what updates wait for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,12 @@ class StorageConfig:
         minimum=4 * KIB,
         maximum=GIB,
     )
-    queue_depth: int = setting(32, "Requests in flight at most.", minimum=1, maximum=4096)
+    queue_depth: int = setting(
+        32,
+        "Requests in flight on each path, at most. With `threads` as engine, on all paths together, and up to 32.",
+        minimum=1,
+        maximum=4096,
+    )
     weight: int = setting(
         1,
         "Share of a drive that several runs use at the same time, relative to theirs: of 3 and 1, the first gets three "
@@ -112,8 +121,9 @@ class UpdateConfig:
     )
     cores: int = setting(
         -1,
-        "Cores that updates may take, on a thread beside the training thread; 0: they run on that thread. -1: 1 where "
-        "a GPU computes, or torch leaves a core of this rank's share idle; else 0, as they would take turns.",
+        "Cores that updates may take, on a thread beside the training thread; 0: they run on that thread. -1: where a "
+        "GPU computes, this rank's share of the node's cores less 3, at least 1 and at most 8; else 1 if torch leaves "
+        "a core of the share idle, or 0, as they would take turns.",
         minimum=-1,
         maximum=4096,
     )
@@ -125,14 +135,19 @@ class UpdateConfig:
         "updated, else where it is faster, as measured at the start. Formats other than `fp32` are for the CPU.",
     )
 
-    def cores_beside(self, device: str, idle: int) -> int:
+    def cores_beside(self, device: str, *, cores: int, computing: int) -> int:
         """Return the cores of the thread for updates; 0: there is none.
 
         Args:
             device: that computes, ``cuda`` or ``cpu``.
-            idle: how many of the cores that this rank may take torch does not compute on.
+            cores: this rank's share of the cores of its node.
+            computing: how many cores torch computes on, where that is a CPU.
         """
-        return self.cores if self.cores >= 0 else int(device != "cpu" or idle > 0)
+        if self.cores >= 0:
+            return self.cores
+        if device == "cpu":
+            return int(cores > computing)
+        return min(max(1, cores - _LEFT_CORES), _MOST_UPDATE_CORES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def _choose(config: StorageConfig) -> tuple[Engine, str]:
     if config.engine == "threads":
         return ThreadEngine(config.queue_depth, config.request_bytes), "set by storage.engine"
     try:
-        engine = UringEngine(config.queue_depth, config.request_bytes)
+        engine = UringEngine(config.queue_depth, config.request_bytes, max(1, len(config.paths)))
     except RingRefusedError as error:
         if config.engine == "io_uring":
             raise ConfigError(f"storage.engine = 'io_uring', but {error}; use 'auto' or 'threads'") from error

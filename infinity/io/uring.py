@@ -1,8 +1,9 @@
 """The engine of io_uring: one thread that submits and reaps for everybody.
 
 `submit` only appends to a list and, if the thread sleeps, wakes it through an eventfd; the thread cuts
-requests into chunks, keeps at most `queue_depth` of them in the kernel, and hands over all new ones and
-waits for completions in a single system call. Nothing but that thread touches the ring (`ring.py` says why).
+requests into chunks, keeps at most `queue_depth` of each file in the kernel, and hands over all new ones and
+waits for completions in a single system call. Files take turns, so that a slow drive does not hold up the others.
+Nothing but that thread touches the ring (`ring.py` says why).
 
 Life cycle of a request: incoming (from `submit` on) -> backlog (taken by the thread) -> chunks in the kernel, again
 where one was short or interrupted -> its ticket completes, when all chunks have ended. After the first error the chunks
@@ -15,11 +16,12 @@ from __future__ import annotations
 import bisect
 import ctypes
 import errno
+import itertools
 import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +35,8 @@ from infinity.units import align_down
 _log = logging.getLogger(__name__)
 
 _MOST_RETRIES = 1000
+_MOST_SLOTS = 4096
+"""Chunks in the kernel at most; it has a limit of its own, of 32768."""
 _WAKE = (1 << 64) - 1
 """`data` of the read of `_wake_fd`; no slot has this number."""
 _LAST_ADDRESS = (1 << 64) - 1
@@ -63,7 +67,9 @@ class _Chunk:
 
 
 class UringEngine:
-    """Moves chunks of at most `request_bytes` with io_uring, at most `queue_depth` in flight.
+    """Moves chunks of at most `request_bytes` with io_uring, at most `queue_depth` of each file in flight.
+
+    And no more than that for each of `paths` in all: a run has one file on each of its paths.
 
     Life cycle: open from the start; after `close`, or when the ring is broken, nothing more is taken, what was
     submitted completes, and the thread ends.
@@ -74,8 +80,10 @@ class UringEngine:
 
     name = "io_uring"
 
-    def __init__(self, queue_depth: int, request_bytes: int) -> None:
+    def __init__(self, queue_depth: int, request_bytes: int, paths: int = 1) -> None:
         self._depth, self._request_bytes = queue_depth, request_bytes
+        self._most = min(queue_depth * paths, _MOST_SLOTS)
+        """How many chunks may be in the kernel."""
         self._files = FileTable()
         self._lock = threading.Lock()
         """Guards what follows, up to `_wake_fd`: what is shared with the engine's thread."""
@@ -95,8 +103,11 @@ class UringEngine:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         """Its reads end when something is written to it; closed by the thread at its end."""
         # Only the engine's thread touches what follows (and `_start`, before there is one).
-        self._backlog: deque[_Request] = deque()
-        """Requests of which something is still to be cut into chunks, in order."""
+        self._backlog: dict[DataFile, deque[_Request]] = {}
+        """By file, requests of which something is still to be cut into chunks, in order; a file without any is not
+        there."""
+        self._in_kernel: Counter[DataFile] = Counter()
+        """By file, chunks in the kernel; a file without any is not there."""
         self._again: deque[_Chunk] = deque()
         """Chunks that were short or interrupted, to be sent again before any others."""
         self._slots: list[_Chunk | None] = []
@@ -191,7 +202,7 @@ class UringEngine:
 
         def body() -> None:
             try:
-                ring = Ring(self._depth + 1)
+                ring = Ring(self._most + 1)
             except Exception as error:
                 refused.append(error)
                 return
@@ -211,8 +222,8 @@ class UringEngine:
 
     def _run(self, ring: Ring) -> None:
         self._ring = ring
-        depth = min(self._depth, ring.entries - 1)
-        self._slots, self._free = [None] * depth, list(range(depth))
+        most = min(self._most, ring.entries - 1)
+        self._slots, self._free = [None] * most, list(range(most))
         try:
             while self._prepare():
                 ring.enter(1)
@@ -240,7 +251,8 @@ class UringEngine:
             with self._lock:
                 commands, self._commands = self._commands, []
                 if self._free and self._incoming:
-                    self._backlog.extend(self._incoming)
+                    for request in self._incoming:
+                        self._backlog.setdefault(request.file, deque()).append(request)
                     self._incoming.clear()
                 elif not commands:
                     if self._closed and not self._outstanding:
@@ -258,23 +270,31 @@ class UringEngine:
         return True
 
     def _push_chunks(self) -> None:
-        free, backlog = self._free, self._backlog
-        while free:
-            if self._again:
-                self._push(self._again.popleft())
-            elif backlog:
-                request = backlog[0]
-                start, length = request.cursor, request.pinned.length
-                if start >= length:
-                    backlog.popleft()
-                    continue
+        while self._free and self._again:
+            self._push(self._again.popleft())
+        files = deque(self._backlog)
+        while self._free and files:
+            file = files.popleft()
+            chunk = self._next_chunk(file) if self._in_kernel[file] < self._depth else None
+            if chunk is not None:
+                self._push(chunk)
+                files.append(file)
+
+    def _next_chunk(self, file: DataFile) -> _Chunk | None:
+        """Cut the next chunk from the requests of a file; None if there is nothing left of them."""
+        backlog = self._backlog[file]
+        while backlog:
+            request = backlog[0]
+            start, length = request.cursor, request.pinned.length
+            if start < length:
                 if start == 0:
                     request.ticket.started = time.perf_counter()
                 request.cursor = stop = min(start + self._request_bytes, length)
                 request.chunks += 1
-                self._push(_Chunk(request, start, stop))
-            else:
-                return
+                return _Chunk(request, start, stop)
+            backlog.popleft()
+        del self._backlog[file]
+        return None
 
     def _push(self, chunk: _Chunk) -> None:
         request, start = chunk.request, chunk.start
@@ -286,6 +306,7 @@ class UringEngine:
         address, length = request.pinned.address + start, chunk.stop - start
         slot = self._free.pop()
         self._slots[slot] = chunk
+        self._in_kernel[request.file] += 1
         piece = self._piece_of(address, length)
         if piece is None:
             opcode, piece = uapi.READ if reading else uapi.WRITE, 0
@@ -307,6 +328,9 @@ class UringEngine:
         self._slots[slot] = None
         self._free.append(slot)
         request = chunk.request
+        self._in_kernel[request.file] -= 1
+        if not self._in_kernel[request.file]:
+            del self._in_kernel[request.file]
         if result == chunk.stop - chunk.start:
             self._end_chunk(request)
         elif result in _RETRY_ERRORS and chunk.retries < _MOST_RETRIES:
@@ -374,7 +398,7 @@ class UringEngine:
         """
         with self._lock:
             self._closed = True
-            waiting = [*self._backlog, *self._incoming]
+            waiting = [*itertools.chain(*self._backlog.values()), *self._incoming]
             self._incoming.clear()
             commands, self._commands = self._commands, []
         waiting += [chunk.request for chunk in (*self._slots, *self._again) if chunk is not None]

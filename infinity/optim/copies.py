@@ -84,8 +84,8 @@ def object_content(value: Any) -> Any:
 
 
 def bits(value: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, flat: also NaNs are equal to themselves."""
-    return value.contiguous().reshape(-1).view(torch.uint8)
+    """Return the bytes of a tensor, flat, on the CPU: also NaNs are equal to themselves."""
+    return value.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -103,10 +103,24 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a setting or a scalar."""
+    """Return a copy of a setting or a scalar; tensors are on the CPU then, where pages are updated.
+
+    A device is waited for here. Torch's kernels would copy such a learning rate themselves, and not wait for it.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (tuple, list) and any(isinstance(item, torch.Tensor) for item in value):  # such as betas
+        return type(value)(map(copied, value))
+    return copy.deepcopy(value)
+
+
+def in_place_of(there: Any, value: Any) -> Any:
+    """Return a copy of a setting or a scalar that is to take the place of another one: on the same device."""
+    found = copied(value)
+    both = isinstance(there, torch.Tensor) and isinstance(found, torch.Tensor)
+    return found.to(there.device) if both else found
 
 
 class Template:

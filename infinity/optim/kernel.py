@@ -27,6 +27,7 @@ from infinity.optim.copies import (
     attributes,
     content,
     copied,
+    in_place_of,
     is_object,
     is_plain,
     object_content,
@@ -186,7 +187,8 @@ class UpdateKernel:
 
     def restore_own(self, own: Own) -> None:
         """Put values that a commit kept back onto the optimizer."""
-        vars(self._optimizer).update(own)
+        there = vars(self._optimizer)
+        there.update({name: in_place_of(there.get(name), value) for name, value in own.items()})
 
     @property
     def kept_own(self) -> dict[str, Any]:
@@ -219,7 +221,8 @@ class UpdateKernel:
         if self.advancing or self.advancing_own:
             own = {name: copied(value) for name, value in self.plain_own()}
             self.advance_values(self._optimizer.param_groups, own)
-            vars(self._optimizer).update({name: own[name] for name in self.advancing_own})
+            there = vars(self._optimizer)
+            there.update({name: in_place_of(there[name], own[name]) for name in self.advancing_own})
 
     def advance_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any]) -> None:
         """Change, as a step does, what advances in param groups, and in `own` what it changes on the optimizer."""
@@ -230,7 +233,7 @@ class UpdateKernel:
         private.unhooked_step(clock)()
         own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
         for group, after in zip(groups, given, strict=True):
-            group.update({key: copied(after[key]) for key in self.advancing if key in after})
+            group.update({key: in_place_of(group.get(key), after[key]) for key in self.advancing if key in after})
 
     def _apply(self, own: Own) -> None:
         """Let the runner start from these values on itself."""

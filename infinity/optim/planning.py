@@ -122,7 +122,7 @@ class StepPlanner:
         if start not in self._plans:
             prefix = expand_pending(self.events, self._layout, self.placement) if start == "settling" else ()
             prefix += expand(self.events, self._layout, self.placement, pending=False)
-            self._plans[start] = prepend(prefix, self._plans["pending"])
+            self._plans[start] = prepend(prefix, self._plans["pending"], self._layout)
         return self._plans[start]
 
     def predict_seconds(self, bandwidth: float, computation: float) -> float:

@@ -47,6 +47,8 @@ from infinity.telemetry.ledger import Ledger
 from infinity.telemetry.timeline import Timeline
 
 _log = logging.getLogger("infinity")
+_LEAST_VERIFIERS, _MOST_VERIFIERS = 2, 4
+"""Threads that verify pages: with one, pages would only change hands; four hash more than drives of a node read."""
 _NOT_HERE = (
     "this process was forked from the one that trains, and weights and states are that one's alone: give workers what "
     "they need as plain tensors, made before they start"
@@ -104,6 +106,11 @@ class Run:
         self._stalled = False  # a drive or device does not answer: what it may still write to or read is kept
         self.device = open_device(device)
         """What computes."""
+        cores, computing = _cores(ranks), torch.get_num_threads()
+        self.update_cores = settings.update.cores_beside(device.type, cores=cores, computing=computing)
+        """Cores of the thread for updates; 0: they run on the training thread."""
+        self.verifiers = _verifiers(cores - self.update_cores - (computing if device.type == "cpu" else 1))
+        """Threads that verify pages that were read; 0: that of the engine does."""
         self.freed = FreedMemory()
         """Bounds what the C library keeps."""
         self.peers = Peers(ranks)
@@ -174,6 +181,7 @@ class Run:
                 retries=settings.storage.retries,
                 committed=committed,
                 retained=retained,
+                verifiers=self.verifiers,
             )
             self.undo.push(store.close)
             folders = [str(Path(path).resolve()) for path in self.place.paths]
@@ -196,8 +204,7 @@ class Run:
             timeout = settings.storage.timeout_seconds
             pager = Pager(layout, arena, self.device, store, ledger, timeout=timeout, failed=self.peers.report)
             self.undo.push(partial(self._drain, pager))
-            cores = settings.update.cores_beside(self.device.name.type, _idle_cores(self.ranks))
-            worker = UpdateWorker(cores, pager.fail, self.device.enter_thread)
+            worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
             self.undo.push(worker.close)
             if self.ranks.local_rank == 0:
                 wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
@@ -351,6 +358,11 @@ def _close_page(stats: Stats) -> None:
     stats.close(keep=stats.snapshot().value("steps_total") > 0)
 
 
-def _idle_cores(ranks: Ranks) -> int:
-    """Return how many cores of this rank's share of the node torch does not compute on."""
-    return len(os.sched_getaffinity(0)) // ranks.local_world_size - torch.get_num_threads()
+def _verifiers(idle: int) -> int:
+    """Return how many threads verify pages, given how many cores neither compute nor update: two to four, or none."""
+    return min(idle // 2, _MOST_VERIFIERS) if idle >= 2 * _LEAST_VERIFIERS else 0
+
+
+def _cores(ranks: Ranks) -> int:
+    """Return this rank's share of the cores of the node."""
+    return len(os.sched_getaffinity(0)) // ranks.local_world_size

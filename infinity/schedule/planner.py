@@ -17,6 +17,11 @@ that is needed until the unit after next, so that the drive always has something
 (`timing`). Of those that are about as quick, the one that moves least is taken: drives wear out, and every byte costs
 the CPU some time, hidden or not.
 
+[Note: nothing streams] Where every page has a frame, nothing has to be held back for frames, and who needs a page that
+is being updated waits for that page alone. So the window reaches over a turn, with one exception. As long as an update
+has not ended, the training thread goes no further than the window from there reaches; behind an update in backward that
+is two units, as the gradients of all units that it goes ahead wait in memory, outside of the arena.
+
 [Note: kept pages] A unit's weights are copied out in backward. Where they are a part of the master, the update of the
 unit reads them once more. The rest of the unit's state comes between the two, so the window does not reach that far. So
 a few frames keep pages from one use to the next while one unit is worked on. All units take turns in these frames:
@@ -36,7 +41,7 @@ from infinity.content.layout import Layout
 from infinity.errors import BudgetError
 from infinity.schedule.timing import NOTHING, Beside, Timing
 from infinity.schedule.trace import Access
-from infinity.schedule.turn import Moves, Turn, Uses, windows
+from infinity.schedule.turn import Moves, Turn, Uses, windows, windows_of_all
 from infinity.units import format_setting, format_size
 
 LEAST_WRITING = 2
@@ -276,7 +281,7 @@ def _refined(draft: _Draft) -> _Draft:
 
 def _all_resident(turn: Turn, frames: int) -> _Draft:
     """Return the draft where all pages stay."""
-    reach, none = range(turn.length), frozenset[int]()
+    reach, none = turn.windows_of_all(), frozenset[int]()
     return _Draft(
         turn=turn,
         frames=frames,
@@ -415,14 +420,14 @@ def predict_seconds(
     return max(max(length, plan.traffic.total_bytes) / bandwidth, beside.longest)
 
 
-def prepend(prefix: Sequence[Access], plan: Plan) -> Plan:
+def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:
     """Return a plan that executes a prefix, accesses of the same pages, once before the trace of `plan`."""
+    accesses, length = (*prefix, *plan.trace, *plan.trace), len(plan.trace)
     if plan.streaming_frames:
-        uses = Uses((*prefix, *plan.trace, *plan.trace))
-        reach = tuple(windows(uses, len(plan.trace), plan.resident, plan.streaming_frames))
+        reach = windows(Uses(accesses), length, plan.resident, plan.streaming_frames)
     else:
-        reach = tuple(range(len(prefix) + len(plan.trace)))
-    return replace(plan, prefix=tuple(prefix), reach=reach)
+        reach = windows_of_all(accesses, length, layout)
+    return replace(plan, prefix=tuple(prefix), reach=tuple(reach))
 
 
 def _by_benefit(moves: Moves, turn: Turn) -> list[int]:

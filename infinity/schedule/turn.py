@@ -7,13 +7,17 @@ are all that is walked for each plan: a large model uses hundreds of thousands o
 from __future__ import annotations
 
 import itertools
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.schedule.trace import Access, Mode
+
+_AHEAD = 2
+"""How many units the window reaches beyond an update in backward, where all pages have frames."""
 
 
 class Uses:
@@ -82,6 +86,34 @@ def windows(uses: Uses, length: int, resident: AbstractSet[int], streaming: int)
     return reach
 
 
+def windows_of_all(accesses: Sequence[Access], length: int, layout: Layout) -> list[int]:
+    """Return c(i) for all positions but those of the last turn, where all pages have frames.
+
+    [Note: nothing streams] in `planner`.
+
+    Args:
+        accesses: of a prefix, if there is one, and two turns.
+        length: accesses of one turn, which no window exceeds.
+    """
+    units = [layout.pages[access[0].page].unit for access in accesses]
+    ends = [place for place, (a, b) in enumerate(itertools.pairwise(units)) if a != b]  # where another unit comes next
+    reach = list(range(length - 1, len(accesses) - 1))
+    last = len(accesses)
+    for position in reversed(range(len(accesses))):
+        if _uses_gradients_in_memory(accesses[position], layout):
+            end = bisect_left(ends, position) + _AHEAD
+            last = ends[end] if end < len(ends) else len(accesses)
+        if position < len(reach):
+            reach[position] = min(reach[position], last)
+    return reach
+
+
+def _uses_gradients_in_memory(access: Access, layout: Layout) -> bool:
+    """Whether an access is a part of an update in backward."""
+    roles = {layout.pages[use.page].role for use in access}
+    return Role.GRAD not in roles and any(use.mode.modifies for use in access)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Moves:
     """What one steady step moves."""
@@ -129,6 +161,10 @@ class Turn:
     def windows(self, resident: AbstractSet[int], streaming: int) -> list[int]:
         """Return c(i) for every position. [Note: the window] in `planner`."""
         return windows(self._uses, self.length, resident, streaming)
+
+    def windows_of_all(self) -> list[int]:
+        """Return c(i) for every position where all pages have frames. [Note: nothing streams] in `planner`."""
+        return windows_of_all((*self.trace, *self.trace), self.length, self.layout)
 
     def _last(self, reach: Sequence[int]) -> list[int]:
         """Return the last position whose pages are in memory once a position is done: the window of the next one."""

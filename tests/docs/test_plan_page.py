@@ -29,6 +29,7 @@ def test_the_sample_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) 
     done = run_here(*SAMPLE)
     assert done.status == 0
     assert [line.rstrip() for line in done.output.splitlines()] == block("sample").splitlines()
+    assert PAGE.count("# Settings of infinity") == 1
 
 
 def test_the_tables_are_those_of_the_results() -> None:

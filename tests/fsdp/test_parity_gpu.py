@@ -1,58 +1,114 @@
-"""On a GPU: bitwise equal to FSDP2 with CPUOffloadPolicy, which updates with the same kernel on the CPU."""
+"""Paging changes no bit on a device: the same training in memory and paged, with updates on the CPU or there in both.
+
+In memory, FSDP2 has weights and gradients on the device, which takes the norm; the optimizer runs there too, or on
+copies on the CPU, with the kernel that pages are updated with. Nothing asks the device for a value before the last
+step, so that steps run ahead of it as in a loop that does not print. Without a GPU the same functions run on the CPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-import infinity
-from support import models
+from support.ranks import RankPool
+from support.tables import WIDE
+from support.train import (
+    Outcome,
+    Paging,
+    Recipe,
+    build,
+    compare,
+    differences,
+    in_memory,
+    local_optimizer,
+    make_optimizer,
+    reproducible,
+    state_in_memory,
+    train,
+)
 
-pytestmark = [
+GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
+PLACEMENTS = ("auto", "in_forward", "after_backward")  # auto: in backward, but with clipping
+ARENAS = ("least", "middle", "all")
+RECIPES = {
+    "plain": {},
+    "clip": {"clip": 0.5},
+    "accumulate": {"micro": 2},
+    "fp32-clip": {"clip": 0.5, "policy": "fp32"},
+    "checkpointing": {"checkpointing": True},
+}
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    """Return the losses of some steps on fixed batches."""
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        tokens = torch.randint(0, model.config.vocab_size, (2, 64), device="cuda")
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def cases() -> list[pytest.ParameterSet]:
+    """Return (recipe, paging): all on a GPU; of those on the CPU, where other tests have more, each once by default."""
+    found = []
+    for device, updates in (("cuda", "cpu"), ("cuda", "cuda"), ("cpu", "cpu")):
+        for number, (name, placement, arena) in enumerate(product(RECIPES, PLACEMENTS, ARENAS)):
+            once = number in (0, 13, 26, 30, 41)
+            found.append(
+                pytest.param(
+                    Recipe(device=device, updates=updates, deterministic=True, **RECIPES[name]),
+                    Paging(arena=arena, placement=placement),
+                    id=f"{device}-{name}-{placement}-{arena}-{updates}",
+                    marks=GPU if device == "cuda" else [] if once else WIDE,
+                )
+            )
+    return found
 
 
-def sharded(*, offload: bool) -> torch.nn.Module:
-    """Return a small Llama on the GPU (its shards on the CPU where FSDP2 offloads)."""
-    torch.manual_seed(0)
-    model = models.llama().to("cuda")
-    mesh, policy = infinity.mesh("cuda"), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    extra = {"offload_policy": CPUOffloadPolicy()} if offload else {}
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, **extra)
-    return model
+@pytest.fixture(scope="module")
+def devices() -> Iterator[RankPool]:
+    """Two ranks, each with a GPU."""
+    pool = RankPool(2, backend="cpu:gloo,cuda:nccl")
+    yield pool
+    pool.close()
 
 
-@pytest.mark.parametrize("placement", ["auto", "in_forward", "after_backward"])
-@pytest.mark.parametrize("host_bytes", ["1MiB", "64MiB"])
-def test_paging_changes_no_bit_on_a_gpu(placement: str, host_bytes: str, tmp_path: Path) -> None:
-    """Same losses over ten steps, streaming and resident."""
-    reference = sharded(offload=True)
-    expected = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True), 10)
-    model = sharded(offload=False)
-    config = {
-        "storage": {"paths": [str(tmp_path)]},
-        "memory": {"host_bytes": host_bytes, "page_bytes": "64KiB"},
-        "update": {"placement": placement},
-    }
-    with infinity.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), config) as optimizer:
-        assert train(model, optimizer, 10) == expected
+@pytest.mark.parametrize(("recipe", "paging"), cases())
+def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
+    """Losses, norms, parameters and moments, after ten steps."""
+    assert compare(recipe, paging, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("recipe", "paging"), cases())
+def test_paging_changes_no_bit_on_two_ranks(
+    recipe: Recipe, paging: Paging, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Each with a device of its own."""
+    if recipe.device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one CUDA device")
+    pool = request.getfixturevalue("devices" if recipe.device == "cuda" else "pair")
+    assert pool.run(compare, recipe, paging, str(tmp_path)) == [[], []]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_reference_is_training_in_memory(clip: float | None) -> None:
+    """On the CPU, an optimizer on copies of the shards does what one on the sharded parameters does."""
+    recipe = Recipe(clip=clip, deterministic=True)
+    with reproducible():
+        expected, found = Outcome(), Outcome()
+        for outcome, make in ((expected, make_optimizer), (found, local_optimizer)):
+            model = build(recipe)
+            optimizer = make(recipe, model)
+            train(recipe, model, optimizer, outcome)
+            outcome.state = state_in_memory(model, optimizer)
+    assert differences(expected, found) == []
+
+
+def test_steps_ask_a_device_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training in memory reads no value before the last step, or it would hide what is too late."""
+    asked: list[int] = []
+    steps: list[int] = []
+    item, step = torch.Tensor.item, torch.optim.AdamW.step
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: asked.append(len(steps)) or item(self))
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: steps.append(1) or step(self))
+    in_memory(Recipe(steps=4, clip=0.5, seed=11))
+    assert asked
+    assert min(asked) == 4

@@ -6,9 +6,10 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from itertools import groupby
 from threading import Event, Lock
 
 import pytest
@@ -304,6 +305,33 @@ def test_a_page_is_not_modified_while_it_is_written() -> None:
     it.check()
     pool.shutdown()
     it.store.close()
+
+
+def test_with_everything_in_the_arena_training_goes_on_beside_updates() -> None:
+    """Past open leases, to the next unit but one, but not to their own pages; no further: gradients wait in memory."""
+    layout, events = transformer(6, 16 * 1024, 64 << 10), transformer_step(6)
+    trace = expand(events, layout, Placement.of("in_backward", events))
+    plan = make_plan(trace, layout, len(layout.pages))
+    runs = [(unit, list(run)) for unit, run in groupby(trace, lambda access: layout.pages[access[0].page].unit)]
+    begins = next(n for n, (_, run) in enumerate(runs) if run[0][0].mode is Mode.UPDATE)
+    assert [unit for unit, _ in runs[begins : begins + 4]] == [5, 3, 4, 2]  # updated, gathered, updated, gathered
+    (_, update), (_, near), (_, behind), (_, far) = runs[begins : begins + 4]
+    with bench(layout, plan.frames, timeout=30) as it, ThreadPoolExecutor(2) as pool:
+        it.pager.install(plan)
+        it.all_of(access for _, run in runs[:begins] for access in run)
+        leases = [it.pager.lease(uses, threaded=True) for uses in update]
+        it.all_of(near)
+        waiting = [pool.submit(it.access, tuple(Use(page, Mode.READ) for page, _ in update[0]), planned=False)]
+        leases += [it.pager.lease(uses, threaded=True) for uses in behind]
+        waiting += [pool.submit(it.all_of, far)]
+        _, unfinished = wait(waiting, 0.1)
+        assert len(unfinished) == 2
+        for lease in leases[: len(update)]:
+            with lease:
+                pass
+        for future in waiting:
+            future.result()
+        assert it.observer.departures == 0
 
 
 @pytest.mark.parametrize("what", ["read", "write"])

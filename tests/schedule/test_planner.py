@@ -14,7 +14,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
 from infinity.schedule.placement import Placement, eligible_for_backward, expand
-from infinity.schedule.planner import LEAST_WRITING, Plan, least_frames, make_plan
+from infinity.schedule.planner import LEAST_WRITING, Plan, least_frames, make_plan, prepend
 from infinity.schedule.trace import Access, Event, Mode
 from support.layouts import placements, transformer, transformer_step
 from support.plans import plans
@@ -118,6 +118,25 @@ def test_the_reach_is_the_window(drawn: tuple[Plan, Layout]) -> None:
     if plan.streaming_frames:
         turns = range(len(plan.prefix) + 2 * len(plan.trace))
         assert [plan.reach_at(position) for position in turns] == [window(plan, position)[-1] for position in turns]
+
+
+@given(plans())
+def test_where_nothing_streams_only_updates_in_backward_bound_the_window(drawn: tuple[Plan, Layout]) -> None:
+    """It ends with the second unit behind the first of them; else it is a turn."""
+    plan, layout = drawn
+    used = {use.page for access in plan.trace for use in access}
+    plan = prepend(plan.prefix, make_plan(plan.trace, layout, len(used)), layout)
+    for position in range(len(plan.prefix) + 2 * len(plan.trace)):
+        changes = 0
+        bounded = False
+        last = position - 1
+        while changes <= 2 and last + 1 < position + len(plan.trace):
+            last += 1
+            pages = [layout.pages[use.page] for use in plan.access(last)]
+            modifies = any(use.mode.modifies for use in plan.access(last))
+            bounded |= modifies and all(page.role is not Role.GRAD for page in pages)
+            changes += bounded and layout.pages[plan.access(last + 1)[0].page].unit != pages[0].unit
+        assert plan.reach_at(position) == last
 
 
 @given(plans())

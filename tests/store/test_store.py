@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from threading import Event
+from queue import SimpleQueue
+from threading import Barrier, Event, current_thread
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from infinity.content.layout import Layout, Page
 from infinity.errors import BudgetError, ConfigError, CorruptPageError, FolderBusyError, StallError, StorageError
 from infinity.io import ThreadEngine
 from infinity.store import folder as folders
+from infinity.store import pages as pages_of_store
 from infinity.store.extents import Extent, ExtentAllocator, SlotClass, file_sizes, plan_slots, respread, spread
 from infinity.store.folder import FolderLock, describe_holder, holders, reserve
 from infinity.store.marker import new_run_id
@@ -50,7 +52,13 @@ KEPT = [item.index for item in PAGES if item.role is not Role.GRAD]
 class Rig:
     """A page store on two files, called synchronously."""
 
-    def __init__(self, place: Path, faults: tuple[Fault, ...] = (), committed: dict[int, Any] | None = None) -> None:
+    def __init__(
+        self,
+        place: Path,
+        faults: tuple[Fault, ...] = (),
+        committed: dict[int, Any] | None = None,
+        verifiers: int = 0,
+    ) -> None:
         homes, slots = lay_out(PAGES, SHARES, committed or {}, SPARE, RETAINED)
         self.files = [place / f"{index}.pages" for index in range(2)]
         self.sizes = [0, 0]
@@ -59,7 +67,7 @@ class Rig:
         self.store = PageStore(
             PAGES, homes, self.files, slots, self.engine, spare=SPARE,
             name_of=lambda index: f"unit/page[{index}]", moved=lambda *_: None, timeout=60, committed=committed,
-            retained=RETAINED,
+            retained=RETAINED, verifiers=verifiers,
         )  # fmt: skip
         self._area = mmap.mmap(-1, 64 * KIB)
 
@@ -128,6 +136,39 @@ def content_of(index: int, number: int) -> bytes:
     """Return a page's content, another for every version."""
     unit = f"page {index} version {number:08d} ".encode()
     return (unit * (PAGES[index].nbytes // len(unit) + 1))[: PAGES[index].nbytes]
+
+
+def test_pages_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On threads of their own, not on that of the engine; once those have ended, it does."""
+    rig = Rig(tmp_path, verifiers=2)
+    names: list[str] = []
+    both = Barrier(2)
+
+    def together(page: int, content: memoryview) -> int:
+        names.append(current_thread().name)
+        both.wait(300)
+        return checksum(page, content)
+
+    for index in range(3):
+        rig.write(index, content_of(index, 0))
+    found: SimpleQueue[Exception | None] = SimpleQueue()
+    with monkeypatch.context() as patch:
+        patch.setattr(pages_of_store, "checksum", together)
+        memory = [memoryview(mmap.mmap(-1, 64 * KIB))[: PAGES[index].nbytes] for index in range(2)]
+        for index in range(2):
+            rig.store.read(index, memory[index], found.put)
+        assert [found.get(timeout=300) for _ in range(2)] == [None, None]
+    assert [bytes(view) for view in memory] == [content_of(index, 0) for index in range(2)]
+    assert all(name.startswith("infinity-verifier") for name in names)
+    extent = rig.version(2).extent
+    with open(rig.files[extent.path], "r+b") as file:
+        file.seek(extent.offset)
+        file.write(b"another")
+    with pytest.raises(CorruptPageError):
+        rig.read(2)
+    rig.store.close()
+    assert rig.read(0) == content_of(0, 0)
+    rig.engine.close()
 
 
 class StoreMachine(RuleBasedStateMachine):

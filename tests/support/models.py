@@ -176,8 +176,9 @@ def build(
     meta: bool = False,
     seed: int = 0,
     reshard: bool = True,
+    device: str = "cpu",
 ) -> nn.Module:
-    """Return a sharded model; the same call gives the same values."""
+    """Return a sharded model; the same call gives the same values, on any device."""
     torch.manual_seed(seed)
     with torch.device("meta" if meta else "cpu"):
         model = MODELS[name]()
@@ -189,12 +190,12 @@ def build(
                 block.checkpointed = True
         else:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-    return shard(model, policy, reshard=reshard)
+    return shard(model if meta else model.to(device), policy, reshard=reshard, device=device)
 
 
-def shard(model: nn.Module, policy: str = "bf16", *, reshard: bool = True) -> nn.Module:
+def shard(model: nn.Module, policy: str = "bf16", *, reshard: bool = True, device: str = "cpu") -> nn.Module:
     """Shard a model, layer by layer."""
-    mesh = infinity.mesh("cpu")
+    mesh = infinity.mesh(device)
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh, mp_policy=POLICIES[policy], reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=POLICIES[policy])

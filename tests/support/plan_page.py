@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SAMPLE = shlex.split(
     "plan --parameters 70e9 --layers 80 --hidden 8192 --vocabulary 128256 --host-memory 256GiB "
-    "--nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --batch-tokens 32768"
+    "--nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --update-cores 8 --batch-tokens 32768"
 )
 
 

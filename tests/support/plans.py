@@ -26,4 +26,4 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Layout]:
     least = least_frames(max(len(access) for access in trace))
     used = len({use.page for access in trace for use in access})
     frames = draw(st.integers(least, max(least, used)))  # mostly fewer than the pages
-    return prepend(prefix, make_plan(trace, layout, frames)), layout
+    return prepend(prefix, make_plan(trace, layout, frames), layout), layout

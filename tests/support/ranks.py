@@ -24,8 +24,8 @@ class RankFailedError(AssertionError):
 class RankPool:
     """Processes of one group. A failed call ends them; the next one starts new ones."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        self.world_size, self._backend = world_size, backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -52,7 +52,7 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, self.world_size, self._folder.name), daemon=True
+                target=_serve, args=(theirs, rank, self.world_size, self._backend, self._folder.name), daemon=True
             )
             process.start()
             theirs.close()
@@ -98,13 +98,13 @@ class RankPool:
             self._folder = None
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, backend: str, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600))
     while True:
         try:
             function, arguments = pipe.recv()

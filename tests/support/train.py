@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import infinity
 from infinity.config import StorageConfig
@@ -51,17 +53,20 @@ NO_DTENSOR = {"rprop"}
 
 
 class LocalOptimizer:
-    """Runs an optimizer on the local tensors of sharded parameters."""
+    """Runs an optimizer on the CPU, on copies of the local tensors of sharded parameters, which may be on a device."""
 
     def __init__(self, params: list[nn.Parameter], make: Callable[[Any], torch.optim.Optimizer]) -> None:
         self._params = params
-        self._locals = [nn.Parameter(param.to_local().detach()) for param in params]
+        self._locals = [nn.Parameter(param.to_local().detach().to("cpu", copy=True)) for param in params]
         self._inner = make(self._locals)
 
     def step(self) -> None:
         for param, part in zip(self._params, self._locals, strict=True):
-            part.grad = param.grad.to_local() if param.grad is not None else None
+            part.grad = param.grad.to_local().to("cpu", copy=True) if param.grad is not None else None
         self._inner.step()
+        with torch.no_grad():
+            for param, part in zip(self._params, self._locals, strict=True):
+                param.to_local().copy_(part)
 
     def zero_grad(self) -> None:
         for param in self._params:
@@ -90,6 +95,9 @@ class Recipe:
     reshard: bool = True
     steps: int = STEPS
     seed: int = 0
+    device: str = "cpu"
+    updates: str = "cpu"  # where they compute: there or on `device`
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +127,16 @@ class Outcome:
 
 
 def build(recipe: Recipe) -> nn.Module:
-    """Return the recipe's model, sharded."""
-    model = models.build(recipe.model, policy=recipe.policy, checkpointing=recipe.checkpointing, reshard=recipe.reshard)
+    """Return the recipe's model, sharded, on the device of this rank."""
+    if recipe.device != "cpu":
+        torch.get_device_module(recipe.device).set_device(dist.get_rank() if dist.is_initialized() else 0)
+    model = models.build(
+        recipe.model,
+        policy=recipe.policy,
+        checkpointing=recipe.checkpointing,
+        reshard=recipe.reshard,
+        device=recipe.device,
+    )
     if recipe.slices:
         infinity.micro_batches(model, recipe.slices)
     return model
@@ -134,6 +150,13 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     matrices = [param for param in trained if param.ndim > 1]
     vectors = [param for param in trained if param.ndim <= 1]
     return OPTIMIZERS[recipe.optimizer]([{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 1e-3}])
+
+
+def local_optimizer(recipe: Recipe, model: nn.Module) -> LocalOptimizer:
+    """Return the recipe's optimizer, on the CPU, over what is trained."""
+    if recipe.groups:
+        raise ValueError("a LocalOptimizer has one param group, and the recipe several")
+    return LocalOptimizer([p for p in model.parameters() if p.requires_grad], OPTIMIZERS[recipe.optimizer])
 
 
 def batch(model: nn.Module, seed: int, sequences: int = 2) -> torch.Tensor:
@@ -152,46 +175,73 @@ def train(
     first: int = 0,
     scheduler: Any = None,
 ) -> None:
-    """Run the steps of a recipe, as a user's loop does."""
+    """Run the steps of a recipe, as a user's loop does.
+
+    Nothing is asked of a device before the last step: whoever asks waits for all that was launched.
+    """
+    losses: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
+    evaluations: list[torch.Tensor] = []
     torch.manual_seed(recipe.seed + first)  # dropout
     if scheduler is None and recipe.groups:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step in range(first, recipe.steps):
         for part in range(recipe.micro):
-            loss = models.loss_of(model, batch(model, 10 * step + part, recipe.sequences)) / recipe.micro
+            tokens = batch(model, 10 * step + part, recipe.sequences).to(recipe.device)
+            loss = models.loss_of(model, tokens) / recipe.micro
             loss.backward()
-            outcome.losses.append(loss.item())
+            losses.append(loss.detach())
         if recipe.clip is not None:
-            outcome.norms.append(_clip(optimizer, model, recipe.clip))
+            norms.append(_clip(optimizer, model, recipe.clip))
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
         optimizer.zero_grad()
         if recipe.evaluate and step % 3 == 1:
-            outcome.evaluations.append(evaluate(model, recipe.sequences))
+            evaluations.append(_evaluated(model, recipe.sequences, recipe.device))
+    outcome.losses += [loss.item() for loss in losses]
+    outcome.norms += [norm.item() for norm in norms]
+    outcome.evaluations += [loss.item() for loss in evaluations]
 
 
-def _clip(optimizer: torch.optim.Optimizer, model: nn.Module, most: float) -> float:
+def _clip(optimizer: torch.optim.Optimizer, model: nn.Module, most: float) -> torch.Tensor:
     if isinstance(optimizer, infinity.PagedOptimizer):
         norm = optimizer.clip_grad_norm_(most)
     else:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def evaluate(model: nn.Module, sequences: int = 2) -> float:
     """Return the loss of a batch without gradients."""
+    return _evaluated(model, sequences, "cpu").item()
+
+
+def _evaluated(model: nn.Module, sequences: int, device: str) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
-        loss = models.loss_of(model, batch(model, 999, sequences)).item()
+        loss = models.loss_of(model, batch(model, 999, sequences).to(device))
     model.train()
     return loss
 
 
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Let torch compute the same bits every time, on a device too, or raise where it has no such kernel."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # backward of the others may add up in any order
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part, flat, a copy."""
+    """Return this rank's part, flat, a copy on the CPU."""
     part = value.to_local() if isinstance(value, DTensor) else value
-    return part.detach().clone().reshape(-1)
+    return part.detach().to("cpu", copy=True).reshape(-1)
 
 
 def state_in_memory(model: nn.Module, optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
@@ -230,8 +280,8 @@ def in_memory(recipe: Recipe) -> Outcome:
 @functools.cache
 def _in_memory(recipe: Recipe) -> Outcome:
     model = build(recipe)
-    if recipe.optimizer in NO_DTENSOR:
-        optimizer = LocalOptimizer(list(model.parameters()), OPTIMIZERS[recipe.optimizer])
+    if recipe.optimizer in NO_DTENSOR or recipe.updates != recipe.device:
+        optimizer = local_optimizer(recipe, model)
     else:
         optimizer = make_optimizer(recipe, model)
     outcome = Outcome()
@@ -258,6 +308,8 @@ def offloaded(
     """Yield an offloaded model and its optimizer."""
     model = build(recipe)
     optimizer = make_optimizer(recipe, model)
+    if recipe.device != "cpu":
+        sections["update"] = {"device": recipe.updates, **sections.get("update", {})}
     config = settings(folder, paging, host_bytes(paging, model, optimizer, folder), **sections)
     with (
         faulty(SLOW, seed=recipe.seed) if paging.delays else nullcontext(),
@@ -375,8 +427,9 @@ def _state_differences(name: str, expected: dict[str, torch.Tensor], found: dict
 
 def compare(recipe: Recipe, paging: Paging, folder: str) -> list[str]:
     """Train a recipe both ways; return what differs. Runs on every rank."""
-    expected = in_memory(recipe)
-    found = paged(recipe, paging, Path(folder))
+    with reproducible() if recipe.deterministic else nullcontext():
+        expected = in_memory(recipe)
+        found = paged(recipe, paging, Path(folder))
     return differences(expected, found) + _pretences(recipe, paging, found)
 
 

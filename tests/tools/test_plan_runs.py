@@ -72,7 +72,7 @@ def plan_and_run(
                 drives=Drives(count=1, read=1e9, write=1e9),
                 device=Accelerator(name="", flops=1e12),
                 update_seconds=UPDATE_SECONDS,
-                update_cores=int(run.worker.threaded),
+                update_cores=run.update_cores,
             )
             work = Workload(
                 batch_tokens=64 * ranks * passes,

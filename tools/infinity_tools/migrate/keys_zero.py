@@ -78,8 +78,8 @@ OFFLOAD: list[Key] = [
     *unneeded(_OPTIMIZER, "pipeline_read pipeline_write pipeline fast_init", _PLAN),
     *lacking(_OPTIMIZER, "ratio", "no share of the updates runs on the GPU", "leave it out: all run on the host",
              off=(1, 1.0)),
-    *unneeded(_OPTIMIZER, "super_offload cpuadam_cores_perc", "the thread for updates takes update.cores, by default 1 "
-              "where a GPU computes", "update.cores"),
+    *unneeded(_OPTIMIZER, "super_offload cpuadam_cores_perc", "the thread for updates takes update.cores, by "
+              "default up to 8 where a GPU computes", "update.cores"),
 ]  # fmt: skip
 
 AIO: list[Key] = [

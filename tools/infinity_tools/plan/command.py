@@ -127,7 +127,8 @@ def plan(
         int | None,
         typer.Option(
             callback=setting("update.cores"),
-            help="Cores of a thread for updates, beside computation; 0: none. [default: 1 with an accelerator, else 0]",
+            help="Cores of a thread for updates, beside computation; 0: none. [default: with an accelerator, as many "
+            "as a run on this machine takes; else 0]",
             rich_help_panel=_RUN,
         ),
     ] = None,

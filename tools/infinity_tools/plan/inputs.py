@@ -280,13 +280,13 @@ def _config_of(model: ModelShape) -> ModelSource:
 
 def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config) -> Machine:
     kind = "cuda" if device.memory_bytes or device.link else "cpu"
-    beside = settings.update.cores_beside(kind, 0)
-    computing = max(1, len(os.sched_getaffinity(0)) // asked.ranks)
+    cores = max(1, len(os.sched_getaffinity(0)) // asked.ranks)  # those of this machine, where another one is planned
+    beside = settings.update.cores_beside(kind, cores=cores, computing=cores)
     return Machine(
         drives=drives,
         ranks_per_node=asked.ranks,
         device=device,
-        update_seconds=UPDATE_SECONDS if beside else {name: each / computing for name, each in UPDATE_SECONDS.items()},
+        update_seconds=UPDATE_SECONDS if beside else {name: each / cores for name, each in UPDATE_SECONDS.items()},
         update_cores=beside,
         hash_rate=HASH_RATE if device.link else 0.0,
         access_seconds=ACCESS_SECONDS if device.link else 0.0,

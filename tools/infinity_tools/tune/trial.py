@@ -144,7 +144,7 @@ class Trials:
                 "update.placement": paged.update_placement,
                 "memory.page_bytes": run.layout.page_bytes,
                 "storage.engine": run.stats.header.info["io_engine"],
-                "update.cores": int(run.worker.threaded),
+                "update.cores": run.update_cores,
             },
         )
 

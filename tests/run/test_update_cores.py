@@ -1,0 +1,51 @@
+"""How many cores the thread for updates takes by itself, in runs and in plans; what is left for verifying pages."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity.config import UpdateConfig
+from support import models
+from support.command import run_here
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "expected"),
+    [("cuda", 1, 1), ("cuda", 3, 1), ("cuda", 4, 1), ("cuda", 8, 5), ("cuda", 11, 8), ("cuda", 64, 8),
+     ("cpu", 1, 0), ("cpu", 2, 0), ("cpu", 3, 1), ("cpu", 64, 1)],
+)  # fmt: skip
+def test_what_is_left_of_the_cores(device: str, cores: int, expected: int) -> None:
+    """Beside a GPU all but three, up to eight; beside a CPU that computes on two, one if there is one."""
+    assert UpdateConfig().cores_beside(device, cores=cores, computing=2) == expected
+    assert UpdateConfig(cores=5).cores_beside(device, cores=cores, computing=2) == 5
+
+
+@pytest.mark.parametrize(("cores", "expected", "verifiers"), [(1, 0, 0), (2, 1, 0), (5, 1, 0), (6, 1, 2), (64, 1, 4)])
+def test_a_run_counts_the_cores_of_its_rank(
+    cores: int, expected: int, verifiers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch computes on one here."""
+    assert torch.get_num_threads() == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    model = models.build("even")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with infinity.offload(model, optimizer, {"storage": {"paths": [str(tmp_path)]}}) as paged:
+        assert paged.run.update_cores == expected
+        assert paged.run.worker.threaded is bool(expected)
+        assert paged.run.verifiers == verifiers
+
+
+def test_a_plan_takes_what_a_run_on_this_machine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each rank on a node."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    line = "plan --parameters 3e8 --layers 8 --hidden 1536 --vocabulary 16000 --host-memory 512MiB --no-changes --json"
+    for gpu, ranks, expected in (("h100", 1, "on 8 cores"), ("h100", 2, "on 5 cores"), ("h100", 8, "on 1 core ")):
+        given = f"--nvme-bandwidth 7e9/5e9 --gpu {gpu} --ranks {ranks} --batch-tokens 8192"
+        found = json.loads(run_here(*line.split(), *given.split()).output)
+        assert any(expected in assumed for assumed in found["assumptions"]), found["assumptions"]
