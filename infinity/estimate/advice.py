@@ -71,7 +71,7 @@ def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
     before = _Inputs(of.workload, of.machine, of.settings)
     work, drives, settings = before.workload, before.machine.drives, before.settings
     if len(of.plan.resident) < len(of.layout.pages):
-        arena = 2 * align_up(of.budget.host_bytes, MIB)
+        arena = 2 * align_up(of.settings.memory.host_bytes, MIB)
         price = f'memory.host_bytes = "{format_setting(arena)}"'
         yield f"{format_size(arena / 2)} more host memory", price, before.setting("memory.host_bytes", arena)
     formats = tuple(FORMATS)

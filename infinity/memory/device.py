@@ -243,6 +243,13 @@ class AcceleratorDevice:
 class CudaDevice(AcceleratorDevice):
     """A GPU of CUDA or ROCm."""
 
+    def spare_bytes(self) -> int:
+        """Return what is free, as far as this process may use it (`set_per_process_memory_fraction`)."""
+        total = torch.cuda.mem_get_info(self.name)[1]
+        allowed = torch.cuda.get_per_process_memory_fraction(self.name) * total
+        reserved = torch.cuda.memory_reserved(self.name)
+        return max(0, min(super().spare_bytes(), int(allowed) - reserved - max(_MARGIN_BYTES, total // _MARGIN_PARTS)))
+
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         """Register memory."""
         self.enter_thread()
@@ -297,8 +304,8 @@ def _error(cudart: Any, status: int) -> str:
         return f"error {status}"
 
 
-KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": CpuDevice, "cuda": CudaDevice}
-"""By type of device; any other is an `AcceleratorDevice`."""
+KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": CpuDevice, "meta": CpuDevice, "cuda": CudaDevice}
+"""By type of device; any other is an `AcceleratorDevice`. What is on the meta device does nothing at any time."""
 
 
 @cache
