@@ -1,0 +1,610 @@
+"""A model larger than the memory that a GPU is left with: infinity beside everything resident, and beside its plan.
+
+All variants are alive at once, each in a process of its own, and take turns on one GPU; each but the first under a cap
+of device memory (`torch.cuda.set_per_process_memory_fraction`), which the model exceeds several times:
+
+- `fsdp_memory`: FSDP2 and torch's optimizer, everything in device memory, no cap.
+- `fsdp_cpu_offload`: FSDP2's CPUOffloadPolicy: parameters and optimizer in host memory, the updates of (b) and (c).
+- `infinity_host`: an arena that all of the state stays in.
+- `infinity_nvme`: an arena of `--host-memory`; what is not in there is on NVMe.
+
+A turn is `--steps` steps without a pause, of which the first does not count: it begins with the device idle and leaves
+in flight what the following ones hide. Losses are read when the turn has ended. Reported are medians, and medians of
+the differences and ratios round by round:
+
+- `tokens_per_second`, and `tflops` by the operations that infinity/estimate counts, recomputation included.
+- `exposed`: seconds of a step that are not hidden, by what they are for. `drives` is `infinity_nvme` less
+  `infinity_host`; `links_and_updates`, copies between host and device and updates on the CPU, `infinity_host` less
+  `fsdp_memory`; beside each what the plan predicts before a run, of computation as fast as that of `fsdp_memory`.
+  `ledger`: where the training thread was. On a GPU its `compute` is launching kernels, and waiting for them.
+- `bytes` of a step over the drives and to the device, measured and planned.
+- `losses`: whether variants whose updates run on the same kind of device had the same bits in every step. Where not,
+  the exit status is 1.
+
+Without a GPU, and without `--device cpu`, which is for trying it, the exit status is 2.
+
+    python benchmarks/bench_gpu.py --nvme DIR [--model llama-1b --layers 16] [--tokens 16384 --cap-fraction 0.1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench_step import RESULTS, ROOT, machine, publish, spread
+
+VARIANTS = ("fsdp_memory", "fsdp_cpu_offload", "infinity_host", "infinity_nvme")
+PAGED = VARIANTS[2:]
+SHAPE = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "inner": "intermediate_size",
+    "heads": "num_attention_heads", "vocabulary": "vocab_size",
+}  # fmt: skip
+"""Options, and what they are called in LlamaConfig."""
+WARM = 2
+"""Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
+PARTS = ("compute", "collective", "copy", "update", "read_stall", "write_stall", "arena_stall", "python")
+COPIED = 256 << 20
+"""Bytes that the speed of the link is measured with."""
+
+
+def source_of(options: argparse.Namespace) -> Any:
+    """Return the model: a preset, but for what options say of its shape."""
+    from transformers import LlamaConfig
+
+    from infinity_tools.presets import PRESETS, ModelSource
+
+    values = dict(PRESETS[options.model].values)
+    values |= {key: getattr(options, name) for name, key in SHAPE.items() if getattr(options, name)}
+    values["num_key_value_heads"] = values["num_attention_heads"]
+    values["max_position_embeddings"] = max(values["max_position_embeddings"], options.seq)
+    return ModelSource(name=options.model, config=LlamaConfig(**values))
+
+
+def first_values(module: Any) -> None:
+    """Set a module's own matrices, by its name alone, so that they are the same whoever asks for them and when."""
+    import torch
+
+    generator = torch.Generator().manual_seed(module.first_seed)
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02, generator=generator)
+
+
+def build(options: argparse.Namespace, variant: str, folder: str, device_bytes: int) -> tuple[Any, Any]:
+    """Return the model and the optimizer of a variant."""
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    import infinity
+    from infinity_tools.presets import layers_of, on_meta
+
+    model = on_meta(source_of(options))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for name, module in model.named_modules():
+        module.first_seed = zlib.crc32(name.encode())
+    if variant not in PAGED:
+        model.to_empty(device="cpu")
+        model.init_weights()
+        model.apply(first_values)
+    mesh, policy = infinity.mesh(options.device), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if "offload" in variant else OffloadPolicy()
+    for layer in (*layers_of(model), model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if variant in PAGED:
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        config = settings_of(options, variant, parameters) | {"storage": {"paths": [folder]}, "run": {"keep": "never"}}
+        config["memory"]["device_bytes"] = device_bytes
+        optimizer = infinity.offload(model, optimizer, config, init=first_values)
+    return model, optimizer
+
+
+def settings_of(options: argparse.Namespace, variant: str, parameters: int) -> dict[str, Any]:
+    """Return the settings that a plan depends on."""
+    # State, gradients and ends of pages.
+    arena = 18 * parameters + (1 << 29) if variant == "infinity_host" else options.host_memory
+    return {
+        "memory": {"host_bytes": arena, "page_bytes": options.page_bytes},
+        "update": {"placement": options.update, "cores": options.update_cores},
+    }
+
+
+def link_speed(device: Any) -> float:
+    """Return bytes per second of copies between registered host memory and a device, the slower direction; 0: none."""
+    import torch
+
+    if device.type == "cpu":
+        return 0.0
+    here, there = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True), torch.empty(
+        COPIED, dtype=torch.uint8, device=device
+    )
+    slower = float("inf")
+    for target, source in ((there, here), (here, there)):
+        rates = []
+        for _ in range(5):
+            torch.accelerator.synchronize()
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.accelerator.synchronize()
+            rates.append(COPIED / (time.perf_counter() - began))
+        slower = min(slower, statistics.median(rates))
+    del there
+    torch.cuda.empty_cache()
+    return slower
+
+
+def prepare(options: argparse.Namespace, variant: str) -> tuple[dict[str, Any], int]:
+    """Ready this process for a variant; return what is known of its device, and memory for staged weights there."""
+    import torch
+
+    if options.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # else every allocation is filled
+    if options.device == "cpu":
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        return {"name": "this processor", "memory_bytes": 0, "cap_bytes": 0}, 0
+    properties = torch.cuda.get_device_properties(0)
+    cap = int(options.cap_fraction * properties.total_memory)
+    if variant != "fsdp_memory":
+        torch.cuda.set_per_process_memory_fraction(options.cap_fraction, 0)
+    facts = {"name": properties.name, "memory_bytes": properties.total_memory, "cap_bytes": cap}
+    # What is free on a device does not say what a capped process may take of it.
+    return facts, options.device_bytes or cap // 4
+
+
+def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
+    """Hold one variant; take so many steps per message and answer with figures, at last with those of all of them."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need
+    warnings.simplefilter("ignore")
+    try:
+        serve(pipe, variant, options, folder)
+    except Exception as error:
+        pipe.send({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+
+
+def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
+    """Do what `worker` says."""
+    import torch
+
+    from infinity_tools.plan.shapes import shape_of
+
+    device, device_bytes = prepare(options, variant)
+    if variant == "fsdp_memory":
+        device["link"] = link_speed(torch.device(options.device))
+    model, optimizer = build(options, variant, folder, device_bytes)
+    facts: dict[str, Any] = {"device": device, "update_device": "cpu"}
+    if variant == "fsdp_memory":
+        facts |= {"update_device": options.device, "shape": shape_of(source_of(options))}
+    elif variant in PAGED:
+        run = optimizer.run
+        cores = options.update_cores if options.update_cores >= 0 else int(run.worker.threaded)
+        facts |= {"host_bytes": run.host_bytes, "state_bytes": run.layout.state_bytes, "update_cores": cores}
+    pipe.send(facts)
+    number = 0
+    while count := pipe.recv():
+        pipe.send(turn(options, variant, model, optimizer, number, count))
+        number += count
+    found = {"peak_device_bytes": 0 if options.device == "cpu" else torch.cuda.max_memory_allocated()}
+    if variant in PAGED:
+        found |= foretold(optimizer)
+        optimizer.close()
+    pipe.send(found)
+
+
+def turn(
+    options: argparse.Namespace, variant: str, model: Any, optimizer: Any, number: int, count: int
+) -> dict[str, Any]:
+    """Take `count` steps from a number on; return figures of those behind the first one, and all losses."""
+    import torch
+
+    losses, began, copied = [], 0.0, 0.0
+    vocabulary = min(256, model.config.vocab_size)  # bytes
+    for step in range(count):
+        torch.manual_seed(number + step)
+        tokens = torch.randint(0, vocabulary, (options.tokens // options.seq, options.seq)).to(options.device)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if not step:
+            synchronise(options)
+            began, copied = time.perf_counter(), copied_bytes(optimizer, variant)
+    synchronise(options)
+    counted = count - 1
+    answer: dict[str, Any] = {"seconds": (time.perf_counter() - began) / counted}
+    answer["losses"] = [float(loss) for loss in losses]
+    if variant in PAGED:
+        records = optimizer.records[-counted:]
+        answer["parts"] = {p: statistics.mean(getattr(r, f"{p}_seconds") for r in records) for p in PARTS}
+        answer |= {
+            "read": statistics.mean(record.read_bytes for record in records),
+            "write": statistics.mean(record.written_bytes for record in records),
+            "gathered": (copied_bytes(optimizer, variant) - copied) / counted,
+        }
+        while any(optimizer.run.pager.in_flight().values()):  # is not to slow down whoever comes next
+            time.sleep(0.01)
+    return answer
+
+
+def synchronise(options: argparse.Namespace) -> None:
+    """Wait for the device."""
+    import torch
+
+    if options.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def copied_bytes(optimizer: Any, variant: str) -> float:
+    """Return the bytes of weights that were gathered so far."""
+    if variant not in PAGED:
+        return 0.0
+    return float(optimizer.run.stats.snapshot().value("gather_copied_bytes_total"))
+
+
+def foretold(optimizer: Any) -> dict[str, Any]:
+    """Return where updates run, and what the plan that was followed predicts of a step with the run's own rates."""
+    records, traffic = optimizer.records[WARM:], optimizer.run.plan.traffic
+    moving = [r for r in records if r.transfer_seconds]
+    rate = max(((r.read_bytes + r.written_bytes) / r.transfer_seconds for r in moving), default=0.0)
+    busy = statistics.median(record.seconds - record.stall_seconds for record in records)
+    return {
+        "placement": optimizer.update_placement,
+        "plan_bytes": {"read": traffic.read_bytes, "write": traffic.written_bytes},
+        "clock_seconds": optimizer.predict_seconds(rate, busy) if rate else None,
+    }
+
+
+def planned(
+    options: argparse.Namespace, variant: str, facts: Mapping[str, Any], flops: float, drives: Any
+) -> dict[str, Any]:
+    """Return what infinity/estimate says of a variant: the only place that reads its `Seconds`.
+
+    Args:
+        options: of the command.
+        variant: one of `PAGED`.
+        facts: by variant, what its process said at its start.
+        flops: operations per second of everything resident.
+        drives: of this machine.
+    """
+    from infinity.config import load_config
+    from infinity.estimate.estimate import estimate
+    from infinity.estimate.machine import UPDATE_SECONDS, Accelerator, Machine
+
+    shape, device, cores = facts["fsdp_memory"]["shape"], facts["fsdp_memory"]["device"], facts[variant]["update_cores"]
+    computing = 1 if cores else len(os.sched_getaffinity(0))
+    machine = Machine(
+        drives=drives,
+        device=Accelerator(name=device["name"], flops=flops, memory_bytes=device["cap_bytes"], link=device["link"]),
+        update_seconds={name: each / computing for name, each in UPDATE_SECONDS.items()},
+        update_cores=cores,
+    )
+    found = estimate(shape, workload(options), machine, load_config(settings_of(options, variant, shape.parameters)))
+    seconds = found.seconds
+    return {
+        "step_seconds": seconds.step,
+        "exposed": {
+            "drives": seconds.storage,
+            "links_and_updates": max(0.0, seconds.step - seconds.storage - seconds.computation),
+        },
+        "bytes": {
+            "read": found.traffic.read_bytes, "write": found.traffic.written_bytes, "gathered": found.gathered_bytes,
+        },
+        "seconds": asdict(seconds),
+    }  # fmt: skip
+
+
+def workload(options: argparse.Namespace) -> Any:
+    """Return what is trained how, as infinity/estimate has it."""
+    from infinity.estimate.estimate import Workload
+
+    return Workload(batch_tokens=options.tokens, sequence=options.seq, checkpointing=True)
+
+
+class Variants:
+    """The processes of all variants."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self._pipes: dict[str, Connection] = {}
+        self._processes = []  # in the order of the variants
+        for variant in options.variants:
+            ours, theirs = context.Pipe()
+            (home := folder / variant).mkdir()
+            process = context.Process(target=worker, args=(theirs, variant, options, str(home)), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes[variant] = ours
+            self._processes.append(process)
+
+    def answer(self, variant: str) -> dict[str, Any]:
+        """Return the next answer of a variant; where it has failed, say why and exit."""
+        try:
+            found: dict[str, Any] = self._pipes[variant].recv()
+        except EOFError:
+            sys.exit(f"bench_gpu: {variant} died without a word")
+        if "error" in found:
+            sys.exit(f"{found['traceback']}bench_gpu: {variant} failed: {found['error']}")
+        return found
+
+    def ask(self, variant: str, steps: int) -> dict[str, Any]:
+        """Have a variant take steps, or end where that is none; return its answer."""
+        self._pipes[variant].send(steps)
+        return self.answer(variant)
+
+    def join(self) -> None:
+        """Wait until all have ended."""
+        for process in self._processes:
+            process.join()
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Let all variants take turns; return all figures."""
+    from rich.progress import Progress
+
+    from infinity_tools.plan.drives import drives_at, typed_drives
+
+    bandwidth = options.nvme_bandwidth
+    drives = typed_drives(bandwidth, 1, 0, 0) if bandwidth else drives_at([folder], 0)[0]
+    variants = Variants(options, folder)
+    with Progress(transient=True, disable=options.json) as progress:
+        task = progress.add_task("models are made", total=(2 + options.rounds) * len(options.variants))
+
+        def each(what: str, do: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+            found = {}
+            progress.update(task, description=what)
+            for variant in options.variants:
+                found[variant] = do(variant)
+                progress.advance(task)
+            return found
+
+        facts = each("models are made", variants.answer)
+        first = each("first steps", lambda variant: variants.ask(variant, max(WARM, options.steps)))
+        rounds = [
+            each("steps in turn", lambda variant: variants.ask(variant, options.steps)) for _ in range(options.rounds)
+        ]
+    last = {variant: variants.ask(variant, 0) for variant in options.variants}
+    variants.join()
+    return figures(options, facts, [first, *rounds], last, drives)
+
+
+def figures(
+    options: argparse.Namespace,
+    facts: dict[str, dict[str, Any]],
+    turns: list[dict[str, dict[str, Any]]],
+    last: dict[str, dict[str, Any]],
+    drives: Any,
+) -> dict[str, Any]:
+    """Return the figures of all variants, out of what their processes have said; the first turn counts for losses."""
+    shape = facts["fsdp_memory"].pop("shape")
+    flops = workload(options).flops(shape)
+    seconds = {variant: [row[variant]["seconds"] for row in turns[1:]] for variant in options.variants}
+    reached = flops / statistics.median(seconds["fsdp_memory"])
+    plans = {
+        variant: planned(options, variant, {**facts, "fsdp_memory": {**facts["fsdp_memory"], "shape": shape}}, reached,
+                         drives)
+        for variant in PAGED if variant in facts
+    }  # fmt: skip
+
+    def difference(more: str, less: str) -> dict[str, float] | None:
+        if more not in seconds or less not in seconds:
+            return None
+        return spread([a - b for a, b in zip(seconds[more], seconds[less], strict=True)])
+
+    measured = {
+        "drives": difference("infinity_nvme", "infinity_host"),
+        "links_and_updates": difference("infinity_host", "fsdp_memory"),
+    }
+    found: dict[str, Any] = {}
+    for variant, values in seconds.items():
+        found[variant] = {
+            "update_device": facts[variant]["update_device"],
+            "step_seconds": spread(values),
+            "tokens_per_second": spread([options.tokens / value for value in values]),
+            "tflops": spread([flops / value / 1e12 for value in values]),
+            "over_in_memory": spread([a / b for a, b in zip(values, seconds["fsdp_memory"], strict=True)]),
+            "peak_device_bytes": last[variant]["peak_device_bytes"],
+            "samples": values,
+        }
+        if variant in PAGED:
+            rows, plan, end = [row[variant] for row in turns[1:]], plans[variant], last[variant]
+            found[variant] |= {
+                **{name: facts[variant][name] for name in ("host_bytes", "state_bytes", "update_cores")},
+                "placement": end["placement"],
+                "planned_seconds": {"before": plan["step_seconds"], "with_own_rates": end["clock_seconds"]},
+                "bytes": {
+                    name: {
+                        "measured": statistics.median(row[name] for row in rows),
+                        "planned_before": plan["bytes"][name],
+                        "planned": end["plan_bytes"].get(name),
+                    }
+                    for name in ("read", "write", "gathered")
+                },
+                "exposed": {
+                    "ledger": {part: statistics.median(row["parts"][part] for row in rows) for part in PARTS},
+                    **{
+                        name: {"measured": measured[name], "planned": plan["exposed"][name]}
+                        for name in measured if variant == "infinity_nvme" or name != "drives"
+                    },
+                },
+                "planned_parts": plan["seconds"],
+            }  # fmt: skip
+    losses = {variant: [loss for row in turns for loss in row[variant]["losses"]] for variant in options.variants}
+    return {
+        "device": facts["fsdp_memory"]["device"],
+        "model": {"parameters": shape.parameters, "layers": len(shape.layers), "hidden": shape.hidden},
+        "flops_per_step": flops,
+        "drives": asdict(drives),
+        "variants": found,
+        "losses": compared(losses, {variant: facts[variant]["update_device"] for variant in losses}),
+    }
+
+
+def compared(losses: Mapping[str, list[float]], devices: Mapping[str, str]) -> dict[str, Any]:
+    """Return by kind of device that updates run on which variants there are, and whether all their losses are equal."""
+    found: dict[str, Any] = {"steps": len(next(iter(losses.values()))), "by_update_device": {}}
+    for device in sorted(set(devices.values())):
+        names = [variant for variant in losses if devices[variant] == device]
+        rows = zip(*(losses[name] for name in names), strict=True)
+        differing = [step for step, row in enumerate(rows) if len(set(row)) > 1]
+        found["by_update_device"][device] = {
+            "variants": names, "equal": not differing, "first_difference": differing[0] if differing else None,
+            "last": {name: losses[name][-1] for name in names},
+        }  # fmt: skip
+    return found
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw tokens per second, and exposed seconds beside the planned ones."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    names = list(result["variants"])
+    rates = [result["variants"][name]["tokens_per_second"]["median"] for name in names]
+    bars = left.bar(range(len(names)), rates, color=["#ee6677", "#ccbb44", "#228833", "#4477aa"][: len(names)])
+    left.bar_label(bars, [f"{result['variants'][name]['tflops']['median']:.3g} TFLOP/s" for name in names])
+    left.set_xticks(range(len(names)), [name.replace("_", "\n", 1) for name in names])
+    left.set_ylabel("tokens per second")
+    config = result["config"]
+    left.set_title(f"{config['model']}, {result['model']['parameters'] / 1e6:.4g} M, {result['device']['name']}")
+    rows = exposures(result)
+    for shift, key, colour in ((-0.2, 1, "#4477aa"), (0.2, 2, "#bbbbbb")):
+        label = "measured" if key == 1 else "planned"
+        right.bar([at + shift for at in range(len(rows))], [row[key] for row in rows], 0.4, color=colour, label=label)
+    right.set_xticks(range(len(rows)), [row[0] for row in rows])
+    right.set_ylabel("exposed seconds per step")
+    right.set_title(f"{config['tokens']} tokens per step")
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.grid(alpha=0.3, axis="y")
+    figure.savefig(file, dpi=120)
+
+
+def exposures(result: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Return what for, measured and planned seconds of a step that are exposed; of those that were measured."""
+    found = {}
+    for row in result["variants"].values():
+        for name, value in row.get("exposed", {}).items():
+            if name != "ledger" and value["measured"] is not None:
+                found[name] = (name.replace("_", " "), value["measured"]["median"], value["planned"])
+    return list(found.values())
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from infinity.units import format_size
+
+    console, device = Console(), result["device"]
+    capped = f", capped at {format_size(device['cap_bytes'])}" if device["cap_bytes"] else ""
+    table = Table(title=f"{result['model']['parameters'] / 1e6:.0f} M parameters, {device['name']}{capped}", box=None)
+    for name in ("variant", "s/step", "tokens/s", "TFLOP/s", "/memory", "device peak", "planned s", "own rates s"):
+        table.add_column(name, justify="left" if name == "variant" else "right")
+    for variant, row in result["variants"].items():
+        plan = row.get("planned_seconds", {})
+        table.add_row(
+            variant, f"{row['step_seconds']['median']:.3g}", f"{row['tokens_per_second']['median']:.4g}",
+            f"{row['tflops']['median']:.3g}", f"{row['over_in_memory']['median']:.2f}",
+            format_size(row["peak_device_bytes"]) if row["peak_device_bytes"] else "",
+            *(f"{plan[name]:.3g}" if plan.get(name) else "" for name in ("before", "with_own_rates")),
+        )  # fmt: skip
+    console.print(table)
+    for name, seconds, plan in exposures(result):
+        console.print(f"exposed, {name}: {seconds:.3g} s measured, {plan:.3g} s planned")
+    for variant, row in result["variants"].items():
+        for name, value in row.get("bytes", {}).items():
+            plan = value["planned_before"] if value["planned"] is None else value["planned"]
+            console.print(f"{variant}, {name}: {format_size(value['measured'])}, planned {format_size(plan)}")
+    for kind, row in result["losses"]["by_update_device"].items():
+        equal = "the same bits" if row["equal"] else f"DIFFERENT from step {row['first_difference'] + 1} on"
+        console.print(f"losses, updates on {kind}: {equal} ({', '.join(row['variants'])})")
+
+
+def main() -> None:
+    """Measure and write results/gpu.json and its picture."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    llamas = ("tiny", "llama-100m", "llama-1b")
+    parser.add_argument("--model", choices=llamas, default="llama-1b", help="preset; the options below change it")
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, default=0, help="0: the preset's")
+    parser.add_argument("--tokens", type=int, default=8192, help="per step")
+    parser.add_argument("--seq", type=int, default=2048, help="tokens per sequence, at most")
+    parser.add_argument("--steps", type=int, default=4, help="of a turn; the first does not count")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
+    parser.add_argument("--cap-fraction", type=float, default=0.05, help="of the GPU's memory, for capped variants")
+    parser.add_argument("--device-bytes", default="0", help="memory.device_bytes; 0: a quarter of the cap")
+    parser.add_argument("--host-memory", default="2GiB", help="arena of infinity_nvme")
+    parser.add_argument("--page-bytes", default="0", help="memory.page_bytes; 0: derived")
+    parser.add_argument("--update", default="auto", help="update.placement")
+    parser.add_argument("--update-cores", type=int, default=-1, help="update.cores; -1: infinity's choice")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True,
+                        help="deterministic algorithms, without which losses may differ")  # fmt: skip
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the benchmark")
+    parser.add_argument("--threads", type=int, default=0, help="with --device cpu: that compute; 0: torch's choice")
+    parser.add_argument("--nvme", type=Path, default=Path(), help="folder on the drive; about 56 bytes per parameter")
+    parser.add_argument("--nvme-bandwidth", help="what the drive does, such as 7e9/5e9; default: measured")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    options = parser.parse_args()
+    check(options, parser)
+    left_out = ("nvme", "out", "json")
+    result = {"config": {k: v for k, v in vars(options).items() if k not in left_out}, **machine()}
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme) as folder:
+        result |= measure(options, Path(folder))
+    publish(result, options, draw, show)
+    sys.exit(not all(row["equal"] for row in result["losses"]["by_update_device"].values()))
+
+
+def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse what cannot be measured, in one line and with status 2; read sizes."""
+    from infinity.units import parse_size
+
+    for name in ("device_bytes", "host_memory", "page_bytes"):
+        text = getattr(options, name)
+        setattr(options, name, 0 if text == "0" else parse_size(text, name=f"--{name.replace('_', '-')}"))
+    options.variants = options.variants.split(",")
+    options.seq = min(options.seq, options.tokens)
+    problem = None
+    if unknown := set(options.variants) - set(VARIANTS):
+        problem = f"unknown variants {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}"
+    elif "fsdp_memory" not in options.variants:
+        problem = "--variants must contain fsdp_memory, whose computation the others are compared with"
+    elif options.tokens % options.seq:
+        problem = f"--tokens {options.tokens} is not a multiple of --seq {options.seq}"
+    elif options.steps < 2:
+        problem = f"--steps {options.steps}: the first step of a turn does not count; give 2 or more"
+    elif not 0 < options.cap_fraction <= 1:
+        problem = f"--cap-fraction {options.cap_fraction} must be above 0 and at most 1"
+    elif options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            problem = f"torch {torch.__version__} sees no GPU; --device cpu tries the benchmark without one"
+    if problem is not None:
+        parser.exit(2, f"bench_gpu: {problem}\n")
+
+
+if __name__ == "__main__":
+    main()
