@@ -4,7 +4,7 @@ All variants are alive at once, each in a process of its own, and take turns on 
 of device memory (`torch.cuda.set_per_process_memory_fraction`), which the model exceeds several times:
 
 - `fsdp_memory`: FSDP2 and torch's optimizer, everything in device memory, no cap.
-- `fsdp_cpu_offload`: FSDP2's CPUOffloadPolicy: parameters and optimizer in host memory, the updates of (b) and (c).
+- `fsdp_cpu_offload`: FSDP2's CPUOffloadPolicy: parameters and optimizer in host memory, the updates of the other two.
 - `infinity_host`: an arena that all of the state stays in.
 - `infinity_nvme`: an arena of `--host-memory`; what is not in there is on NVMe.
 
@@ -129,9 +129,8 @@ def link_speed(device: Any) -> float:
 
     if device.type == "cpu":
         return 0.0
-    here, there = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True), torch.empty(
-        COPIED, dtype=torch.uint8, device=device
-    )
+    here = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
     slower = float("inf")
     for target, source in ((there, here), (here, there)):
         rates = []
@@ -152,7 +151,7 @@ def prepare(options: argparse.Namespace, variant: str) -> tuple[dict[str, Any], 
     import torch
 
     if options.deterministic:
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # else every allocation is filled
     if options.device == "cpu":
         if options.threads:
@@ -391,15 +390,11 @@ def figures(
     drives: Any,
 ) -> dict[str, Any]:
     """Return the figures of all variants, out of what their processes have said; the first turn counts for losses."""
-    shape = facts["fsdp_memory"].pop("shape")
+    shape = facts["fsdp_memory"]["shape"]
     flops = workload(options).flops(shape)
     seconds = {variant: [row[variant]["seconds"] for row in turns[1:]] for variant in options.variants}
     reached = flops / statistics.median(seconds["fsdp_memory"])
-    plans = {
-        variant: planned(options, variant, {**facts, "fsdp_memory": {**facts["fsdp_memory"], "shape": shape}}, reached,
-                         drives)
-        for variant in PAGED if variant in facts
-    }  # fmt: skip
+    plans = {variant: planned(options, variant, facts, reached, drives) for variant in PAGED if variant in facts}
 
     def difference(more: str, less: str) -> dict[str, float] | None:
         if more not in seconds or less not in seconds:
@@ -480,7 +475,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
     names = list(result["variants"])
     rates = [result["variants"][name]["tokens_per_second"]["median"] for name in names]
     bars = left.bar(range(len(names)), rates, color=["#ee6677", "#ccbb44", "#228833", "#4477aa"][: len(names)])
-    left.bar_label(bars, [f"{result['variants'][name]['tflops']['median']:.3g} TFLOP/s" for name in names])
+    left.bar_label(bars, [f"{result['variants'][name]['tflops']['median']:.3g}\nTFLOP/s" for name in names])
+    left.margins(y=0.15)
     left.set_xticks(range(len(names)), [name.replace("_", "\n", 1) for name in names])
     left.set_ylabel("tokens per second")
     config = result["config"]
@@ -517,9 +513,14 @@ def show(result: dict[str, Any]) -> None:
 
     console, device = Console(), result["device"]
     capped = f", capped at {format_size(device['cap_bytes'])}" if device["cap_bytes"] else ""
-    table = Table(title=f"{result['model']['parameters'] / 1e6:.0f} M parameters, {device['name']}{capped}", box=None)
-    for name in ("variant", "s/step", "tokens/s", "TFLOP/s", "/memory", "device peak", "planned s", "own rates s"):
-        table.add_column(name, justify="left" if name == "variant" else "right")
+    title = f"{result['model']['parameters'] / 1e6:.4g} M parameters, {device['name']}{capped}"
+    console.print(
+        "s/step: median. /memory: over everything resident. peak: of device memory. plan: seconds of a step that "
+        "infinity/estimate says before a run; clock: that the plan predicts with the run's own rates."
+    )
+    table = Table(title=f"\n{title}", box=None, padding=(0, 1, 0, 0))
+    for name in ("variant", "s/step", "tokens/s", "TFLOP/s", "/memory", "peak", "plan", "clock"):
+        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
     for variant, row in result["variants"].items():
         plan = row.get("planned_seconds", {})
         table.add_row(
@@ -537,7 +538,7 @@ def show(result: dict[str, Any]) -> None:
             console.print(f"{variant}, {name}: {format_size(value['measured'])}, planned {format_size(plan)}")
     for kind, row in result["losses"]["by_update_device"].items():
         equal = "the same bits" if row["equal"] else f"DIFFERENT from step {row['first_difference'] + 1} on"
-        console.print(f"losses, updates on {kind}: {equal} ({', '.join(row['variants'])})")
+        console.print(f"losses, updates on {kind}: {equal} ({', '.join(row['variants'])})", soft_wrap=True)
 
 
 def main() -> None:
@@ -579,18 +580,24 @@ def main() -> None:
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse what cannot be measured, in one line and with status 2; read sizes."""
+    from infinity.errors import ConfigError
     from infinity.units import parse_size
 
-    for name in ("device_bytes", "host_memory", "page_bytes"):
-        text = getattr(options, name)
-        setattr(options, name, 0 if text == "0" else parse_size(text, name=f"--{name.replace('_', '-')}"))
     options.variants = options.variants.split(",")
     options.seq = min(options.seq, options.tokens)
+    try:
+        for name in ("device_bytes", "host_memory", "page_bytes"):
+            text = getattr(options, name)
+            setattr(options, name, 0 if text == "0" else parse_size(text, name=f"--{name.replace('_', '-')}"))
+    except ConfigError as error:
+        parser.exit(2, f"bench_gpu: {error}\n")
     problem = None
     if unknown := set(options.variants) - set(VARIANTS):
         problem = f"unknown variants {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}"
     elif "fsdp_memory" not in options.variants:
         problem = "--variants must contain fsdp_memory, whose computation the others are compared with"
+    elif not options.nvme.is_dir():
+        problem = f"--nvme {str(options.nvme)!r} is not a folder"
     elif options.tokens % options.seq:
         problem = f"--tokens {options.tokens} is not a multiple of --seq {options.seq}"
     elif options.steps < 2:

@@ -1,0 +1,101 @@
+"""`make bench-gpu` as far as it goes without a GPU: on the CPU, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "benchmarks" / "bench_gpu.py"
+VARIANTS = ["fsdp_memory", "infinity_host", "infinity_nvme"]
+TINY = ("--variants", ",".join(VARIANTS), "--device", "cpu", "--threads", 1, "--model", "tiny",
+        "--layers", 2, "--tokens", 32, "--seq", 16, "--steps", 2, "--rounds", 2, "--host-memory", "1536KiB",
+        "--page-bytes", "64KiB", "--nvme-bandwidth", "1e9/1e9")  # fmt: skip
+
+
+def bench(*options: object) -> subprocess.CompletedProcess[str]:
+    """Run the benchmark as `make bench-gpu` does, without a GPU."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", PROGRAM, *map(str, options)],
+        capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run on the CPU prints, which is what it stores."""
+    folder = tmp_path_factory.mktemp("bench")
+    done = bench(*TINY, "--nvme", folder, "--out", folder / "gpu.json", "--json")
+    assert done.returncode == 0, done.stderr
+    printed: dict[str, Any] = json.loads(done.stdout)
+    assert json.loads((folder / "gpu.json").read_text()) == printed
+    assert sorted(path.name for path in folder.iterdir()) == ["gpu.json", "gpu.png"]
+    return printed
+
+
+def test_all_variants_have_the_same_bits(found: dict[str, Any]) -> None:
+    """On the CPU all updates run there; every step of every turn is compared."""
+    assert found["losses"]["steps"] == 6
+    (kind, row), *others = found["losses"]["by_update_device"].items()
+    assert not others
+    assert (kind, row["equal"], row["first_difference"]) == ("cpu", True, None)
+    assert row["variants"] == VARIANTS
+    assert len(set(row["last"].values())) == 1
+
+
+def test_rates_are_those_of_the_steps(found: dict[str, Any]) -> None:
+    """Tokens and operations over seconds, by variant."""
+    for row in found["variants"].values():
+        assert len(row["samples"]) == 2
+        fastest = row["step_seconds"]["min"]
+        assert row["tokens_per_second"]["max"] == pytest.approx(32 / fastest)
+        assert row["tflops"]["max"] == pytest.approx(found["flops_per_step"] / fastest / 1e12)
+    assert found["flops_per_step"] > 8 * 0.9 * 32 * (found["model"]["parameters"] - 2 * 256 * 64)
+
+
+def test_bytes_and_seconds_stand_beside_those_of_the_plan(found: dict[str, Any]) -> None:
+    """What fits moves nothing over the drive; what does not moves what was planned before, or less while it starts."""
+    host, nvme = found["variants"]["infinity_host"], found["variants"]["infinity_nvme"]
+    for name in ("read", "write"):
+        assert host["bytes"][name] == {"measured": 0, "planned_before": 0, "planned": 0}
+        moved = nvme["bytes"][name]
+        assert moved["planned_before"] == moved["planned"] > 0
+        assert moved["measured"] > 0
+    for row in (host, nvme):
+        assert 0.9 < row["bytes"]["gathered"]["measured"] / row["bytes"]["gathered"]["planned_before"] <= 1
+        assert row["planned_seconds"]["before"] > 0
+        assert sum(row["exposed"]["ledger"].values()) > 0
+    assert nvme["planned_seconds"]["with_own_rates"] > 0
+    assert nvme["host_bytes"] < nvme["state_bytes"] < host["host_bytes"]
+    assert set(nvme["exposed"]) == {"ledger", "drives", "links_and_updates"}
+    for name in ("drives", "links_and_updates"):
+        assert set(nvme["exposed"][name]["measured"]) == {"median", "min", "max"}
+        assert nvme["exposed"][name]["planned"] >= 0
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    """In one line, with status 2; and so where it is asked for what cannot be compared."""
+    for options, said in (((), "sees no GPU"), (("--tokens", 33, "--seq", 16), "not a multiple")):
+        done = bench(*options)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_losses_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among variants whose updates run on the same kind of device, and only there."""
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    from bench_gpu import compared
+
+    losses = {"a": [3.0, 2.0], "b": [3.0, 2.5], "c": [3.0, 2.5]}
+    by_device = compared(losses, {"a": "cuda", "b": "cpu", "c": "cpu"})["by_update_device"]
+    assert {device: row["equal"] for device, row in by_device.items()} == {"cpu": True, "cuda": True}
+    (row,) = compared(losses, dict.fromkeys(losses, "cpu"))["by_update_device"].values()
+    assert (row["equal"], row["first_difference"]) == (False, 1)
