@@ -135,10 +135,10 @@ def link_speed(device: Any) -> float:
     for target, source in ((there, here), (here, there)):
         rates = []
         for _ in range(5):
-            torch.accelerator.synchronize()
+            torch.cuda.synchronize()
             began = time.perf_counter()
             target.copy_(source, non_blocking=True)
-            torch.accelerator.synchronize()
+            torch.cuda.synchronize()
             rates.append(COPIED / (time.perf_counter() - began))
         slower = min(slower, statistics.median(rates))
     del there
@@ -170,10 +170,14 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
     """Hold one variant; take so many steps per message and answer with figures, at last with those of all of them."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need
     warnings.simplefilter("ignore")
+    from infinity.errors import InfinityError
+
     try:
         serve(pipe, variant, options, folder)
-    except Exception as error:
-        pipe.send({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+    except InfinityError as error:  # says what to change
+        pipe.send({"error": str(error)})
+    except Exception:
+        pipe.send({"error": traceback.format_exc()})
 
 
 def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
@@ -338,7 +342,7 @@ class Variants:
         except EOFError:
             sys.exit(f"bench_gpu: {variant} died without a word")
         if "error" in found:
-            sys.exit(f"{found['traceback']}bench_gpu: {variant} failed: {found['error']}")
+            sys.exit(f"bench_gpu: {variant} failed: {found['error']}")
         return found
 
     def ask(self, variant: str, steps: int) -> dict[str, Any]:
@@ -564,7 +568,7 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the benchmark")
     parser.add_argument("--threads", type=int, default=0, help="with --device cpu: that compute; 0: torch's choice")
-    parser.add_argument("--nvme", type=Path, default=Path(), help="folder on the drive; about 56 bytes per parameter")
+    parser.add_argument("--nvme", type=Path, default=Path(), help="folder on the drive; about 66 bytes per parameter")
     parser.add_argument("--nvme-bandwidth", help="what the drive does, such as 7e9/5e9; default: measured")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")

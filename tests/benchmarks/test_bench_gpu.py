@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "benchmarks" / "bench_gpu.py"
@@ -99,3 +101,20 @@ def test_losses_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {device: row["equal"] for device, row in by_device.items()} == {"cpu": True, "cuda": True}
     (row,) = compared(losses, dict.fromkeys(losses, "cpu"))["by_update_device"].values()
     assert (row["equal"], row["first_difference"]) == (False, 1)
+
+
+@pytest.mark.parametrize("variant", ["fsdp_memory", "fsdp_cpu_offload", "infinity_host", "infinity_nvme"])
+def test_all_but_the_first_are_capped(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is a double: what each process asks of torch before it has a model."""
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    from bench_gpu import prepare
+
+    caps: list[tuple[float, int]] = []
+    device = SimpleNamespace(name="a GPU", total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *cap: caps.append(cap))
+    options = SimpleNamespace(device="cuda", deterministic=False, cap_fraction=0.05, device_bytes=0)
+    facts, staged = prepare(options, variant)
+    assert caps == ([] if variant == "fsdp_memory" else [(0.05, 0)])
+    assert facts == {"name": "a GPU", "memory_bytes": 80 << 30, "cap_bytes": 4 << 30}
+    assert staged == 1 << 30
