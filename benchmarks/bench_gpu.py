@@ -4,7 +4,7 @@ All variants are alive at once, each in a process of its own, and take turns on 
 of device memory (`torch.cuda.set_per_process_memory_fraction`), which the model exceeds several times:
 
 - `fsdp_memory`: FSDP2 and torch's optimizer, everything in device memory, no cap.
-- `fsdp_cpu_offload`: FSDP2's CPUOffloadPolicy: parameters and optimizer in host memory, the updates of the other two.
+- `fsdp_cpu_offload`: FSDP2's CPUOffloadPolicy: parameters and optimizer in host memory, updates on the CPU.
 - `infinity_host`: an arena that all of the state stays in.
 - `infinity_nvme`: an arena of `--host-memory`; what is not in there is on NVMe.
 
@@ -14,10 +14,10 @@ the differences and ratios round by round:
 
 - `tokens_per_second`, and `tflops` by the operations that infinity/estimate counts, recomputation included.
 - `exposed`: seconds of a step that are not hidden, by what they are for. `drives` is `infinity_nvme` less
-  `infinity_host`; `links_and_updates`, copies between host and device and updates on the CPU, `infinity_host` less
-  `fsdp_memory`; beside each what the plan predicts before a run, of computation as fast as that of `fsdp_memory`.
+  `infinity_host`; `links_and_updates`, copies between host and device and updates, `infinity_host` less `fsdp_memory`;
+  beside each what is planned before a run, of computation as fast as that of `fsdp_memory`.
   `ledger`: where the training thread was. On a GPU its `compute` is launching kernels, and waiting for them.
-- `bytes` of a step over the drives and to the device, measured and planned.
+- `bytes` of a step over the drives and over the link, and of weights that are gathered, measured and planned.
 - `losses`: whether variants whose updates run on the same kind of device had the same bits in every step. Where not,
   the exit status is 1.
 
@@ -55,6 +55,9 @@ SHAPE = {
 """Options, and what they are called in LlamaConfig."""
 WARM = 2
 """Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
+LINK = ("to_device", "from_device")
+MOVED = 24
+"""Bytes per parameter that cross the link for an update on the device: master and two moments, there and back."""
 PARTS = ("compute", "collective", "copy", "update", "read_stall", "write_stall", "arena_stall", "python")
 COPIED = 256 << 20
 """Bytes that the speed of the link is measured with."""
@@ -119,7 +122,7 @@ def settings_of(options: argparse.Namespace, variant: str, parameters: int) -> d
     arena = 18 * parameters + (1 << 29) if variant == "infinity_host" else options.host_memory
     return {
         "memory": {"host_bytes": arena, "page_bytes": options.page_bytes},
-        "update": {"placement": options.update, "cores": options.update_cores},
+        "update": {"placement": options.update, "cores": options.update_cores, "device": options.update_device},
     }
 
 
@@ -197,6 +200,7 @@ def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: s
         run = optimizer.run
         cores = options.update_cores if options.update_cores >= 0 else int(run.worker.threaded)
         facts |= {"host_bytes": run.host_bytes, "state_bytes": run.layout.state_bytes, "update_cores": cores}
+        facts["update_device"] = options.device if run.updates_on_device else "cpu"
     pipe.send(facts)
     number = 0
     while count := pipe.recv():
@@ -215,7 +219,7 @@ def turn(
     """Take `count` steps from a number on; return figures of those behind the first one, and all losses."""
     import torch
 
-    losses, began, copied = [], 0.0, 0.0
+    losses, began, before = [], 0.0, {}
     vocabulary = min(256, model.config.vocab_size)  # bytes
     for step in range(count):
         torch.manual_seed(number + step)
@@ -227,7 +231,7 @@ def turn(
         losses.append(loss.detach())
         if not step:
             synchronise(options)
-            began, copied = time.perf_counter(), copied_bytes(optimizer, variant)
+            began, before = time.perf_counter(), copied_bytes(optimizer, variant)
     synchronise(options)
     counted = count - 1
     answer: dict[str, Any] = {"seconds": (time.perf_counter() - began) / counted}
@@ -238,7 +242,7 @@ def turn(
         answer |= {
             "read": statistics.mean(record.read_bytes for record in records),
             "write": statistics.mean(record.written_bytes for record in records),
-            "gathered": (copied_bytes(optimizer, variant) - copied) / counted,
+            **{name: (value - before[name]) / counted for name, value in copied_bytes(optimizer, variant).items()},
         }
         while any(optimizer.run.pager.in_flight().values()):  # is not to slow down whoever comes next
             time.sleep(0.01)
@@ -253,22 +257,26 @@ def synchronise(options: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
-def copied_bytes(optimizer: Any, variant: str) -> float:
-    """Return the bytes of weights that were gathered so far."""
+def copied_bytes(optimizer: Any, variant: str) -> dict[str, float]:
+    """Return the bytes of weights that were gathered so far, and those that crossed the link, by direction."""
     if variant not in PAGED:
-        return 0.0
-    return float(optimizer.run.stats.snapshot().value("gather_copied_bytes_total"))
+        return {}
+    page = optimizer.run.stats.snapshot()
+    link = {way: page.value("link_bytes_total", direction=way) for way in LINK}
+    return {"gathered": page.value("gather_copied_bytes_total"), **link}
 
 
 def foretold(optimizer: Any) -> dict[str, Any]:
     """Return where updates run, and what the plan that was followed predicts of a step with the run's own rates."""
     records, traffic = optimizer.records[WARM:], optimizer.run.plan.traffic
+    page = optimizer.run.stats.snapshot()
+    link = {way: page.value("plan_predicted_link_bytes_per_step", direction=way) for way in LINK}
     moving = [r for r in records if r.transfer_seconds]
     rate = max(((r.read_bytes + r.written_bytes) / r.transfer_seconds for r in moving), default=0.0)
     busy = statistics.median(record.seconds - record.stall_seconds for record in records)
     return {
         "placement": optimizer.update_placement,
-        "plan_bytes": {"read": traffic.read_bytes, "write": traffic.written_bytes},
+        "plan_bytes": {"read": traffic.read_bytes, "write": traffic.written_bytes, **link},
         "clock_seconds": optimizer.predict_seconds(rate, busy) if rate else None,
     }
 
@@ -290,11 +298,15 @@ def planned(
     from infinity.estimate.machine import UPDATE_SECONDS, Accelerator, Machine
 
     shape, device, cores = facts["fsdp_memory"]["shape"], facts["fsdp_memory"]["device"], facts[variant]["update_cores"]
-    computing = 1 if cores else len(os.sched_getaffinity(0))
+    if facts[variant]["update_device"] != "cpu":
+        update_seconds, cores = {"fp32": MOVED / device["link"]}, 1
+    else:
+        computing = 1 if cores else len(os.sched_getaffinity(0))
+        update_seconds = {name: each / computing for name, each in UPDATE_SECONDS.items()}
     machine = Machine(
         drives=drives,
         device=Accelerator(name=device["name"], flops=flops, memory_bytes=device["cap_bytes"], link=device["link"]),
-        update_seconds={name: each / computing for name, each in UPDATE_SECONDS.items()},
+        update_seconds=update_seconds,
         update_cores=cores,
     )
     found = estimate(shape, workload(options), machine, load_config(settings_of(options, variant, shape.parameters)))
@@ -429,10 +441,10 @@ def figures(
                 "bytes": {
                     name: {
                         "measured": statistics.median(row[name] for row in rows),
-                        "planned_before": plan["bytes"][name],
+                        "planned_before": plan["bytes"].get(name),
                         "planned": end["plan_bytes"].get(name),
                     }
-                    for name in ("read", "write", "gathered")
+                    for name in ("read", "write", "gathered", *LINK)
                 },
                 "exposed": {
                     "ledger": {part: statistics.median(row["parts"][part] for row in rows) for part in PARTS},
@@ -538,6 +550,8 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"exposed, {name}: {seconds:.3g} s measured, {plan:.3g} s planned")
     for variant, row in result["variants"].items():
         for name, value in row.get("bytes", {}).items():
+            if name in LINK and not device["link"]:
+                continue
             plan = value["planned_before"] if value["planned"] is None else value["planned"]
             console.print(f"{variant}, {name}: {format_size(value['measured'])}, planned {format_size(plan)}")
     for kind, row in result["losses"]["by_update_device"].items():
@@ -562,6 +576,7 @@ def main() -> None:
     parser.add_argument("--host-memory", default="2GiB", help="arena of infinity_nvme")
     parser.add_argument("--page-bytes", default="0", help="memory.page_bytes; 0: derived")
     parser.add_argument("--update", default="auto", help="update.placement")
+    parser.add_argument("--update-device", choices=("auto", "cpu", "cuda"), default="auto", help="update.device")
     parser.add_argument("--update-cores", type=int, default=-1, help="update.cores; -1: infinity's choice")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True,
                         help="deterministic algorithms, without which losses may differ")  # fmt: skip

@@ -70,6 +70,9 @@ def test_bytes_and_seconds_stand_beside_those_of_the_plan(found: dict[str, Any])
         assert moved["planned_before"] == moved["planned"] > 0
         assert moved["measured"] > 0
     for row in (host, nvme):
+        assert row["update_device"] == "cpu"
+        for way in ("to_device", "from_device"):  # there is no link
+            assert row["bytes"][way] == {"measured": 0, "planned_before": None, "planned": 0}
         assert 0.9 < row["bytes"]["gathered"]["measured"] / row["bytes"]["gathered"]["planned_before"] <= 1
         assert row["planned_seconds"]["before"] > 0
         assert sum(row["exposed"]["ledger"].values()) > 0
