@@ -13,10 +13,11 @@ in flight what the following ones hide. Losses are read when the turn has ended.
 the differences and ratios round by round:
 
 - `tokens_per_second`, and `tflops` by the operations that infinity/estimate counts, recomputation included.
-- `exposed`: seconds of a step that are not hidden, by what they are for. `drives` is `infinity_nvme` less
-  `infinity_host`; `links_and_updates`, copies between host and device and updates, `infinity_host` less `fsdp_memory`;
-  beside each what is planned before a run, of computation as fast as that of `fsdp_memory`.
-  `ledger`: where the training thread was. On a GPU its `compute` is launching kernels, and waiting for them.
+- `exposed`: seconds of a step that are not hidden, beside what is planned before a run, of computation as fast as that
+  of `fsdp_memory`. `between_variants`: `drives` is `infinity_nvme` less `infinity_host`; `links_and_updates`, copies
+  between host and device and updates, is `infinity_host` less `fsdp_memory`. `by_resource`: where the training thread
+  was (the ledger), and what the planned step would be shorter if the resource took no time. On a GPU the thread's
+  computation is launching kernels, and waiting for them.
 - `bytes` of a step over the drives and over the link, and of weights that are gathered, measured and planned.
 - `losses`: whether variants whose updates run on the same kind of device had the same bits in every step. Where not,
   the exit status is 1.
@@ -58,7 +59,16 @@ WARM = 2
 LINK = ("to_device", "from_device")
 MOVED = 24
 """Bytes per parameter that cross the link for an update on the device: master and two moments, there and back."""
-PARTS = ("compute", "collective", "copy", "update", "read_stall", "write_stall", "arena_stall", "python")
+RESOURCES = {
+    "computation": (("computation",), ("compute",)),
+    "collectives": (("collectives",), ("collective",)),
+    "links": (("weights", "gradients"), ("copy",)),
+    "updates": (("updates",), ("update",)),
+    "drives": (("drives", "hashing"), ("read_stall", "write_stall", "arena_stall")),
+    "Python": (("interpreter", "fixed"), ("python",)),
+}
+"""By resource, what it is called in infinity/estimate and in the ledger."""
+PARTS = [part for _, parts in RESOURCES.values() for part in parts]
 COPIED = 256 << 20
 """Bytes that the speed of the link is measured with."""
 
@@ -284,7 +294,7 @@ def foretold(optimizer: Any) -> dict[str, Any]:
 def planned(
     options: argparse.Namespace, variant: str, facts: Mapping[str, Any], flops: float, drives: Any
 ) -> dict[str, Any]:
-    """Return what infinity/estimate says of a variant: the only place that reads its `Seconds`.
+    """Return what infinity/estimate says of a variant.
 
     Args:
         options: of the command.
@@ -294,11 +304,12 @@ def planned(
         drives: of this machine.
     """
     from infinity.config import load_config
-    from infinity.estimate.estimate import estimate
-    from infinity.estimate.machine import UPDATE_SECONDS, Accelerator, Machine
+    from infinity.estimate.estimate import STORAGE, estimate
+    from infinity.estimate.machine import ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Accelerator, Machine
 
     shape, device, cores = facts["fsdp_memory"]["shape"], facts["fsdp_memory"]["device"], facts[variant]["update_cores"]
-    if facts[variant]["update_device"] != "cpu":
+    on_device = facts[variant]["update_device"] != "cpu"
+    if on_device:
         update_seconds, cores = {"fp32": MOVED / device["link"]}, 1
     else:
         computing = 1 if cores else len(os.sched_getaffinity(0))
@@ -308,20 +319,32 @@ def planned(
         device=Accelerator(name=device["name"], flops=flops, memory_bytes=device["cap_bytes"], link=device["link"]),
         update_seconds=update_seconds,
         update_cores=cores,
+        hash_rate=HASH_RATE if device["link"] else 0.0,
+        access_seconds=ACCESS_SECONDS if device["link"] else 0.0,
     )
     found = estimate(shape, workload(options), machine, load_config(settings_of(options, variant, shape.parameters)))
-    seconds = found.seconds
+    loads, step = found.seconds.loads, found.seconds.step
+
+    def without(*names: str) -> float:
+        return found.step_seconds(options.tokens, *names)
+
+    link = (found.gathered_bytes, found.returned_bytes) if device["link"] and not on_device else (None, None)
+    moved = {"read": found.traffic.read_bytes, "write": found.traffic.written_bytes, "gathered": found.gathered_bytes}
     return {
-        "step_seconds": seconds.step,
-        "exposed": {
-            "drives": seconds.storage,
-            "links_and_updates": max(0.0, seconds.step - seconds.storage - seconds.computation),
+        "step_seconds": step,
+        "between_variants": {
+            "drives": max(0.0, step - without(*STORAGE)),
+            "links_and_updates": max(0.0, without(*STORAGE) - loads["computation"].busy),
         },
-        "bytes": {
-            "read": found.traffic.read_bytes, "write": found.traffic.written_bytes, "gathered": found.gathered_bytes,
+        "by_resource": {
+            name: {
+                "planned_busy": sum(loads[own].busy for own in names),
+                "planned": max(0.0, step - without(*names)),
+            }
+            for name, (names, _) in RESOURCES.items()
         },
-        "seconds": asdict(seconds),
-    }  # fmt: skip
+        "bytes": {**moved, **dict(zip(LINK, link, strict=True))},
+    }
 
 
 def workload(options: argparse.Namespace) -> Any:
@@ -447,13 +470,18 @@ def figures(
                     for name in ("read", "write", "gathered", *LINK)
                 },
                 "exposed": {
-                    "ledger": {part: statistics.median(row["parts"][part] for row in rows) for part in PARTS},
-                    **{
-                        name: {"measured": measured[name], "planned": plan["exposed"][name]}
+                    "between_variants": {
+                        name: {"measured": measured[name], "planned": plan["between_variants"][name]}
                         for name in measured if variant == "infinity_nvme" or name != "drives"
                     },
+                    "by_resource": {
+                        name: {
+                            "ledger": statistics.median(sum(row["parts"][part] for part in parts) for row in rows),
+                            **plan["by_resource"][name],
+                        }
+                        for name, (_, parts) in RESOURCES.items()
+                    },
                 },
-                "planned_parts": plan["seconds"],
             }  # fmt: skip
     losses = {variant: [loss for row in turns for loss in row[variant]["losses"]] for variant in options.variants}
     return {
@@ -514,8 +542,8 @@ def exposures(result: dict[str, Any]) -> list[tuple[str, float, float]]:
     """Return what for, measured and planned seconds of a step that are exposed; of those that were measured."""
     found = {}
     for row in result["variants"].values():
-        for name, value in row.get("exposed", {}).items():
-            if name != "ledger" and value["measured"] is not None:
+        for name, value in row.get("exposed", {}).get("between_variants", {}).items():
+            if value["measured"] is not None:
                 found[name] = (name.replace("_", " "), value["measured"]["median"], value["planned"])
     return list(found.values())
 
@@ -548,6 +576,13 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     for name, seconds, plan in exposures(result):
         console.print(f"exposed, {name}: {seconds:.3g} s measured, {plan:.3g} s planned")
+    table = Table(title="\nseconds of a step by resource", box=None, padding=(0, 1, 0, 0))
+    for name in ("variant", "resource", "ledger", "planned exposed", "planned busy"):
+        table.add_column(name, justify="left" if name in ("variant", "resource") else "right", no_wrap=True)
+    for variant, row in result["variants"].items():
+        for name, value in row.get("exposed", {}).get("by_resource", {}).items():
+            table.add_row(variant, name, *(f"{value[key]:.2g}" for key in ("ledger", "planned", "planned_busy")))
+    console.print(table)
     for variant, row in result["variants"].items():
         for name, value in row.get("bytes", {}).items():
             if name in LINK and not device["link"]:

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.estimate.machine import Drives
+from infinity.estimate.model import decoder
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "benchmarks" / "bench_gpu.py"
 VARIANTS = ["fsdp_memory", "infinity_host", "infinity_nvme"]
@@ -75,13 +78,22 @@ def test_bytes_and_seconds_stand_beside_those_of_the_plan(found: dict[str, Any])
             assert row["bytes"][way] == {"measured": 0, "planned_before": None, "planned": 0}
         assert 0.9 < row["bytes"]["gathered"]["measured"] / row["bytes"]["gathered"]["planned_before"] <= 1
         assert row["planned_seconds"]["before"] > 0
-        assert sum(row["exposed"]["ledger"].values()) > 0
+        resources = row["exposed"]["by_resource"]
+        assert list(resources) == ["computation", "collectives", "links", "updates", "drives", "Python"]
+        assert all(one["planned"] >= 0 for one in resources.values())
+        assert resources["computation"]["planned_busy"] == pytest.approx(
+            found["variants"]["fsdp_memory"]["step_seconds"]["median"]
+        )
+        assert resources["computation"]["ledger"] > 0
+        assert resources["updates"]["planned_busy"] > 0
+    assert host["exposed"]["by_resource"]["drives"]["planned_busy"] == 0
+    assert nvme["exposed"]["by_resource"]["drives"]["planned_busy"] > 0
     assert nvme["planned_seconds"]["with_own_rates"] > 0
     assert nvme["host_bytes"] < nvme["state_bytes"] < host["host_bytes"]
-    assert set(nvme["exposed"]) == {"ledger", "drives", "links_and_updates"}
     for name in ("drives", "links_and_updates"):
-        assert set(nvme["exposed"][name]["measured"]) == {"median", "min", "max"}
-        assert nvme["exposed"][name]["planned"] >= 0
+        between = nvme["exposed"]["between_variants"][name]
+        assert set(between["measured"]) == {"median", "min", "max"}
+        assert between["planned"] >= 0
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -121,3 +133,29 @@ def test_all_but_the_first_are_capped(variant: str, monkeypatch: pytest.MonkeyPa
     assert caps == ([] if variant == "fsdp_memory" else [(0.05, 0)])
     assert facts == {"name": "a GPU", "memory_bytes": 80 << 30, "cap_bytes": 4 << 30}
     assert staged == 1 << 30
+
+
+@pytest.mark.parametrize("updates", ["cpu", "cuda"])
+def test_what_is_planned_for_a_gpu(updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies over the link, checksums and Python have their seconds; the link's bytes are known for updates on the CPU."""
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    from bench_gpu import LINK, planned
+
+    shape = decoder(parameters=1e9, layers=20, hidden=2048, vocabulary=256)
+    options = SimpleNamespace(
+        tokens=8192, seq=2048, host_memory=2 << 30, page_bytes=0, update="auto", update_cores=-1, update_device=updates
+    )
+    device = {"name": "a GPU", "cap_bytes": 4 << 30, "link": 55e9}
+    facts = {
+        "fsdp_memory": {"shape": shape, "device": device},
+        "infinity_nvme": {"update_cores": 1, "update_device": updates},
+    }
+    plan = planned(options, "infinity_nvme", facts, 400e12, Drives(count=1, read=7e9, write=5e9))
+    resources = {name: one["planned_busy"] for name, one in plan["by_resource"].items()}
+    assert all(seconds > 0 for name, seconds in resources.items() if name != "collectives")
+    if updates == "cpu":
+        assert resources["links"] == pytest.approx(sum(plan["bytes"][way] for way in LINK) / 55e9)
+    else:
+        assert [plan["bytes"][way] for way in LINK] == [None, None]
+        assert resources["updates"] == pytest.approx(24 * shape.parameters / 55e9)
+    assert plan["step_seconds"] >= max(resources.values())
