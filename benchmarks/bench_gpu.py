@@ -67,7 +67,7 @@ RESOURCES = {
     "drives": (("drives", "hashing"), ("read_stall", "write_stall", "arena_stall")),
     "Python": (("interpreter", "fixed"), ("python",)),
 }
-"""By resource, what it is called in infinity/estimate and in the ledger."""
+"""By resource, what it is called in infinity/estimate and in the ledger; it is as busy as the busiest there."""
 PARTS = [part for _, parts in RESOURCES.values() for part in parts]
 COPIED = 256 << 20
 """Bytes that the speed of the link is measured with."""
@@ -338,7 +338,7 @@ def planned(
         },
         "by_resource": {
             name: {
-                "planned_busy": sum(loads[own].busy for own in names),
+                "planned_busy": max(loads[own].busy for own in names),
                 "planned": max(0.0, step - without(*names)),
             }
             for name, (names, _) in RESOURCES.items()
