@@ -166,6 +166,8 @@ def prepare(options: argparse.Namespace, variant: str) -> tuple[dict[str, Any], 
     if options.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # else every allocation is filled
+        torch.backends.cuda.enable_cudnn_sdp(False)  # of these two, backward adds up in any order
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
     if options.device == "cpu":
         if options.threads:
             torch.set_num_threads(options.threads)
@@ -208,8 +210,8 @@ def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: s
         facts |= {"update_device": options.device, "shape": shape_of(source_of(options))}
     elif variant in PAGED:
         run = optimizer.run
-        cores = options.update_cores if options.update_cores >= 0 else int(run.worker.threaded)
-        facts |= {"host_bytes": run.host_bytes, "state_bytes": run.layout.state_bytes, "update_cores": cores}
+        facts |= {"host_bytes": run.host_bytes, "state_bytes": run.layout.state_bytes}
+        facts["update_cores"] = run.update_cores
         facts["update_device"] = options.device if run.updates_on_device else "cpu"
     pipe.send(facts)
     number = 0

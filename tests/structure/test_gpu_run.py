@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
-from support.ranks import RankPool
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,14 +22,3 @@ def test_without_a_gpu_it_fails_and_says_so() -> None:
     (command,) = [line for line in done.stdout.replace("\\\n", "").splitlines() if "pytest" in line]
     assert "TORCH_CUDA_SANITIZER=1 CUBLAS_WORKSPACE_CONFIG=:4096:8" in command
     assert "tests/fsdp/test_parity_gpu.py" in command
-
-
-def test_ranks_are_as_deterministic_as_the_process_that_starts_them() -> None:
-    """The plugin sets it in one process."""
-    pool = RankPool(1)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert pool.run(torch.are_deterministic_algorithms_enabled) == [True]
-    finally:
-        torch.use_deterministic_algorithms(False)
-        pool.close()
