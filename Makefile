@@ -11,13 +11,19 @@ ARGS ?=
 TRIALS ?= 1000
 VERSIONS ?= 2.11 2.13 newest
 
+# What `make gpu-test` and `make bench-gpu` run. Name another Python that has torch for its GPU, and pytest, hypothesis, rich
+# and transformers, and nothing is installed: it runs the sources as they lie here.
+GPU_PYTHON ?= $(BIN)/python
+GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
+SOURCES := $(CURDIR):$(CURDIR)/tools:$(CURDIR)/daemon:$(CURDIR)/tests
+
 # Tests of parts, without processes of their own: what `make quick` runs.
 QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry tests/store/test_store.py \
   tests/store/test_shares.py tests/schedule/test_pager.py tests/schedule/test_planner.py tests/content/test_layout.py \
   tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands docs docs-pictures docs-site install clean
+.PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gpu gpu-test docs docs-pictures docs-site install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -63,6 +69,12 @@ test-wheel: install
 test-torch: install
 	$(BIN)/python tests/torch_versions.py $(VERSIONS) $(ARGS)
 
+# On a GPU: bits, and races that torch's sanitizer sees, with deterministic algorithms; two ranks where there are two GPUs.
+# Without a GPU it fails and says so.
+gpu-test: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),install)
+	PYTHONPATH=$(SOURCES) TORCH_CUDA_SANITIZER=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 \
+	  $(GPU_PYTHON) -m pytest -p support.gpu -m gpu $(GPU_TESTS) $(ARGS)
+
 fuzz: install
 	$(BIN)/pytest tests/checkpoint/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
@@ -89,6 +101,9 @@ bench-plan: install
 
 bench-formats: install
 	$(BIN)/python benchmarks/bench_formats.py $(ARGS)
+
+bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),install)
+	PYTHONPATH=$(SOURCES) $(GPU_PYTHON) -W ignore benchmarks/bench_gpu.py $(ARGS)
 
 bench-tune: install
 	$(BIN)/python -W ignore benchmarks/bench_tune.py $(ARGS)

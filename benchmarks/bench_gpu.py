@@ -1,0 +1,673 @@
+"""A model larger than the memory that a GPU is left with: infinity beside everything resident, and beside its plan.
+
+All variants are alive at once, each in a process of its own, and take turns on one GPU; each but the first under a cap
+of device memory (`torch.cuda.set_per_process_memory_fraction`), which the model exceeds several times:
+
+- `fsdp_memory`: FSDP2 and torch's optimizer, everything in device memory, no cap.
+- `fsdp_cpu_offload`: FSDP2's CPUOffloadPolicy: parameters and optimizer in host memory, updates on the CPU.
+- `infinity_host`: an arena that all of the state stays in.
+- `infinity_nvme`: an arena of `--host-memory`; what is not in there is on NVMe.
+
+A turn is `--steps` steps without a pause, of which the first does not count: it begins with the device idle and leaves
+in flight what the following ones hide. Losses are read when the turn has ended. Reported are medians, and medians of
+the differences and ratios round by round:
+
+- `tokens_per_second`, and `tflops` by the operations that infinity/estimate counts, recomputation included.
+- `exposed`: seconds of a step that are not hidden, beside what is planned before a run, of computation as fast as that
+  of `fsdp_memory`. `between_variants`: `drives` is `infinity_nvme` less `infinity_host`; `links_and_updates`, copies
+  between host and device and updates, is `infinity_host` less `fsdp_memory`. `by_resource`: where the training thread
+  was (the ledger), and what the planned step would be shorter if the resource took no time. On a GPU the thread's
+  computation is launching kernels, and waiting for them.
+- `bytes` of a step over the drives and over the link, and of weights that are gathered, measured and planned.
+- `losses`: whether variants whose updates run on the same kind of device had the same bits in every step. Where not,
+  the exit status is 1.
+
+Without a GPU, and without `--device cpu`, which is for trying it, the exit status is 2.
+
+    python benchmarks/bench_gpu.py --nvme DIR [--model llama-1b --layers 16] [--tokens 16384 --cap-fraction 0.1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench_step import RESULTS, ROOT, machine, publish, spread
+
+VARIANTS = ("fsdp_memory", "fsdp_cpu_offload", "infinity_host", "infinity_nvme")
+PAGED = VARIANTS[2:]
+SHAPE = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "inner": "intermediate_size",
+    "heads": "num_attention_heads", "vocabulary": "vocab_size",
+}  # fmt: skip
+"""Options, and what they are called in LlamaConfig."""
+WARM = 2
+"""Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
+LINK = ("to_device", "from_device")
+MOVED = 24
+"""Bytes per parameter that cross the link for an update on the device: master and two moments, there and back."""
+RESOURCES = {
+    "computation": (("computation",), ("compute",)),
+    "collectives": (("collectives",), ("collective",)),
+    "links": (("weights", "gradients"), ("copy",)),
+    "updates": (("updates",), ("update",)),
+    "drives": (("drives", "hashing"), ("read_stall", "write_stall", "arena_stall")),
+    "Python": (("interpreter", "fixed"), ("python",)),
+}
+"""By resource, what it is called in infinity/estimate and in the ledger; it is as busy as the busiest there."""
+PARTS = [part for _, parts in RESOURCES.values() for part in parts]
+COPIED = 256 << 20
+"""Bytes that the speed of the link is measured with."""
+
+
+def source_of(options: argparse.Namespace) -> Any:
+    """Return the model: a preset, but for what options say of its shape."""
+    from transformers import LlamaConfig
+
+    from infinity_tools.presets import PRESETS, ModelSource
+
+    values = dict(PRESETS[options.model].values)
+    values |= {key: getattr(options, name) for name, key in SHAPE.items() if getattr(options, name)}
+    values["num_key_value_heads"] = values["num_attention_heads"]
+    values["max_position_embeddings"] = max(values["max_position_embeddings"], options.seq)
+    return ModelSource(name=options.model, config=LlamaConfig(**values))
+
+
+def first_values(module: Any) -> None:
+    """Set a module's own matrices, by its name alone, so that they are the same whoever asks for them and when."""
+    import torch
+
+    generator = torch.Generator().manual_seed(module.first_seed)
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02, generator=generator)
+
+
+def build(options: argparse.Namespace, variant: str, folder: str, device_bytes: int) -> tuple[Any, Any]:
+    """Return the model and the optimizer of a variant."""
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    import infinity
+    from infinity_tools.presets import layers_of, on_meta
+
+    model = on_meta(source_of(options))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for name, module in model.named_modules():
+        module.first_seed = zlib.crc32(name.encode())
+    if variant not in PAGED:
+        model.to_empty(device="cpu")
+        model.init_weights()
+        model.apply(first_values)
+    mesh, policy = infinity.mesh(options.device), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if "offload" in variant else OffloadPolicy()
+    for layer in (*layers_of(model), model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if variant in PAGED:
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        config = settings_of(options, variant, parameters) | {"storage": {"paths": [folder]}, "run": {"keep": "never"}}
+        config["memory"]["device_bytes"] = device_bytes
+        optimizer = infinity.offload(model, optimizer, config, init=first_values)
+    return model, optimizer
+
+
+def settings_of(options: argparse.Namespace, variant: str, parameters: int) -> dict[str, Any]:
+    """Return the settings that a plan depends on."""
+    # State, gradients and ends of pages.
+    arena = 18 * parameters + (1 << 29) if variant == "infinity_host" else options.host_memory
+    return {
+        "memory": {"host_bytes": arena, "page_bytes": options.page_bytes},
+        "update": {"placement": options.update, "cores": options.update_cores, "device": options.update_device},
+    }
+
+
+def link_speed(device: Any) -> float:
+    """Return bytes per second of copies between registered host memory and a device, the slower direction; 0: none."""
+    import torch
+
+    if device.type == "cpu":
+        return 0.0
+    here = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    slower = float("inf")
+    for target, source in ((there, here), (here, there)):
+        rates = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            rates.append(COPIED / (time.perf_counter() - began))
+        slower = min(slower, statistics.median(rates))
+    del there
+    torch.cuda.empty_cache()
+    return slower
+
+
+def prepare(options: argparse.Namespace, variant: str) -> tuple[dict[str, Any], int]:
+    """Ready this process for a variant; return what is known of its device, and memory for staged weights there."""
+    import torch
+
+    if options.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # else every allocation is filled
+        torch.backends.cuda.enable_cudnn_sdp(False)  # of these two, backward adds up in any order
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+    if options.device == "cpu":
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        return {"name": "this processor", "memory_bytes": 0, "cap_bytes": 0}, 0
+    properties = torch.cuda.get_device_properties(0)
+    cap = int(options.cap_fraction * properties.total_memory)
+    if variant != "fsdp_memory":
+        torch.cuda.set_per_process_memory_fraction(options.cap_fraction, 0)
+    facts = {"name": properties.name, "memory_bytes": properties.total_memory, "cap_bytes": cap}
+    # What is free on a device does not say what a capped process may take of it.
+    return facts, options.device_bytes or cap // 4
+
+
+def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
+    """Hold one variant; take so many steps per message and answer with figures, at last with those of all of them."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need
+    warnings.simplefilter("ignore")
+    from infinity.errors import InfinityError
+
+    try:
+        serve(pipe, variant, options, folder)
+    except InfinityError as error:  # says what to change
+        pipe.send({"error": str(error)})
+    except Exception:
+        pipe.send({"error": traceback.format_exc()})
+
+
+def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
+    """Do what `worker` says."""
+    import torch
+
+    from infinity_tools.plan.shapes import shape_of
+
+    device, device_bytes = prepare(options, variant)
+    if variant == "fsdp_memory":
+        device["link"] = link_speed(torch.device(options.device))
+    model, optimizer = build(options, variant, folder, device_bytes)
+    facts: dict[str, Any] = {"device": device, "update_device": "cpu"}
+    if variant == "fsdp_memory":
+        facts |= {"update_device": options.device, "shape": shape_of(source_of(options))}
+    elif variant in PAGED:
+        run = optimizer.run
+        facts |= {"host_bytes": run.host_bytes, "state_bytes": run.layout.state_bytes}
+        facts["update_cores"] = run.update_cores
+        facts["update_device"] = options.device if run.updates_on_device else "cpu"
+    pipe.send(facts)
+    number = 0
+    while count := pipe.recv():
+        pipe.send(turn(options, variant, model, optimizer, number, count))
+        number += count
+    found = {"peak_device_bytes": 0 if options.device == "cpu" else torch.cuda.max_memory_allocated()}
+    if variant in PAGED:
+        found |= foretold(optimizer)
+        optimizer.close()
+    pipe.send(found)
+
+
+def turn(
+    options: argparse.Namespace, variant: str, model: Any, optimizer: Any, number: int, count: int
+) -> dict[str, Any]:
+    """Take `count` steps from a number on; return figures of those behind the first one, and all losses."""
+    import torch
+
+    losses, began, before = [], 0.0, {}
+    vocabulary = min(256, model.config.vocab_size)  # bytes
+    for step in range(count):
+        torch.manual_seed(number + step)
+        tokens = torch.randint(0, vocabulary, (options.tokens // options.seq, options.seq)).to(options.device)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if not step:
+            synchronise(options)
+            began, before = time.perf_counter(), copied_bytes(optimizer, variant)
+    synchronise(options)
+    counted = count - 1
+    answer: dict[str, Any] = {"seconds": (time.perf_counter() - began) / counted}
+    answer["losses"] = [float(loss) for loss in losses]
+    if variant in PAGED:
+        records = optimizer.records[-counted:]
+        answer["parts"] = {p: statistics.mean(getattr(r, f"{p}_seconds") for r in records) for p in PARTS}
+        answer |= {
+            "read": statistics.mean(record.read_bytes for record in records),
+            "write": statistics.mean(record.written_bytes for record in records),
+            **{name: (value - before[name]) / counted for name, value in copied_bytes(optimizer, variant).items()},
+        }
+        while any(optimizer.run.pager.in_flight().values()):  # is not to slow down whoever comes next
+            time.sleep(0.01)
+    return answer
+
+
+def synchronise(options: argparse.Namespace) -> None:
+    """Wait for the device."""
+    import torch
+
+    if options.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def copied_bytes(optimizer: Any, variant: str) -> dict[str, float]:
+    """Return the bytes of weights that were gathered so far, and those that crossed the link, by direction."""
+    if variant not in PAGED:
+        return {}
+    page = optimizer.run.stats.snapshot()
+    link = {way: page.value("link_bytes_total", direction=way) for way in LINK}
+    return {"gathered": page.value("gather_copied_bytes_total"), **link}
+
+
+def foretold(optimizer: Any) -> dict[str, Any]:
+    """Return where updates run, and what the plan that was followed predicts of a step with the run's own rates."""
+    records, traffic = optimizer.records[WARM:], optimizer.run.plan.traffic
+    page = optimizer.run.stats.snapshot()
+    link = {way: page.value("plan_predicted_link_bytes_per_step", direction=way) for way in LINK}
+    moving = [r for r in records if r.transfer_seconds]
+    rate = max(((r.read_bytes + r.written_bytes) / r.transfer_seconds for r in moving), default=0.0)
+    busy = statistics.median(record.seconds - record.stall_seconds for record in records)
+    return {
+        "placement": optimizer.update_placement,
+        "plan_bytes": {"read": traffic.read_bytes, "write": traffic.written_bytes, **link},
+        "clock_seconds": optimizer.predict_seconds(rate, busy) if rate else None,
+    }
+
+
+def planned(
+    options: argparse.Namespace, variant: str, facts: Mapping[str, Any], flops: float, drives: Any
+) -> dict[str, Any]:
+    """Return what infinity/estimate says of a variant.
+
+    Args:
+        options: of the command.
+        variant: one of `PAGED`.
+        facts: by variant, what its process said at its start.
+        flops: operations per second of everything resident.
+        drives: of this machine.
+    """
+    from infinity.config import load_config
+    from infinity.estimate.estimate import STORAGE, estimate
+    from infinity.estimate.machine import ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Accelerator, Machine
+
+    shape, device, cores = facts["fsdp_memory"]["shape"], facts["fsdp_memory"]["device"], facts[variant]["update_cores"]
+    on_device = facts[variant]["update_device"] != "cpu"
+    if on_device:
+        update_seconds, cores = {"fp32": MOVED / device["link"]}, 1
+    else:
+        computing = 1 if cores else len(os.sched_getaffinity(0))
+        update_seconds = {name: each / computing for name, each in UPDATE_SECONDS.items()}
+    machine = Machine(
+        drives=drives,
+        device=Accelerator(name=device["name"], flops=flops, memory_bytes=device["cap_bytes"], link=device["link"]),
+        update_seconds=update_seconds,
+        update_cores=cores,
+        hash_rate=HASH_RATE if device["link"] else 0.0,
+        access_seconds=ACCESS_SECONDS if device["link"] else 0.0,
+    )
+    found = estimate(shape, workload(options), machine, load_config(settings_of(options, variant, shape.parameters)))
+    loads, step = found.seconds.loads, found.seconds.step
+
+    def without(*names: str) -> float:
+        return found.step_seconds(options.tokens, *names)
+
+    link = (found.gathered_bytes, found.returned_bytes) if device["link"] and not on_device else (None, None)
+    moved = {"read": found.traffic.read_bytes, "write": found.traffic.written_bytes, "gathered": found.gathered_bytes}
+    return {
+        "step_seconds": step,
+        "between_variants": {
+            "drives": max(0.0, step - without(*STORAGE)),
+            "links_and_updates": max(0.0, without(*STORAGE) - loads["computation"].busy),
+        },
+        "by_resource": {
+            name: {
+                "planned_busy": max(loads[own].busy for own in names),
+                "planned": max(0.0, step - without(*names)),
+            }
+            for name, (names, _) in RESOURCES.items()
+        },
+        "bytes": {**moved, **dict(zip(LINK, link, strict=True))},
+    }
+
+
+def workload(options: argparse.Namespace) -> Any:
+    """Return what is trained how, as infinity/estimate has it."""
+    from infinity.estimate.estimate import Workload
+
+    return Workload(batch_tokens=options.tokens, sequence=options.seq, checkpointing=True)
+
+
+class Variants:
+    """The processes of all variants."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self._pipes: dict[str, Connection] = {}
+        self._processes = []  # in the order of the variants
+        for variant in options.variants:
+            ours, theirs = context.Pipe()
+            (home := folder / variant).mkdir()
+            process = context.Process(target=worker, args=(theirs, variant, options, str(home)), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes[variant] = ours
+            self._processes.append(process)
+
+    def answer(self, variant: str) -> dict[str, Any]:
+        """Return the next answer of a variant; where it has failed, say why and exit."""
+        try:
+            found: dict[str, Any] = self._pipes[variant].recv()
+        except EOFError:
+            sys.exit(f"bench_gpu: {variant} died without a word")
+        if "error" in found:
+            sys.exit(f"bench_gpu: {variant} failed: {found['error']}")
+        return found
+
+    def ask(self, variant: str, steps: int) -> dict[str, Any]:
+        """Have a variant take steps, or end where that is none; return its answer."""
+        self._pipes[variant].send(steps)
+        return self.answer(variant)
+
+    def join(self) -> None:
+        """Wait until all have ended."""
+        for process in self._processes:
+            process.join()
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Let all variants take turns; return all figures."""
+    from rich.progress import Progress
+
+    from infinity_tools.plan.drives import drives_at, typed_drives
+
+    bandwidth = options.nvme_bandwidth
+    drives = typed_drives(bandwidth, 1, 0, 0) if bandwidth else drives_at([folder], 0)[0]
+    variants = Variants(options, folder)
+    with Progress(transient=True, disable=options.json) as progress:
+        task = progress.add_task("models are made", total=(2 + options.rounds) * len(options.variants))
+
+        def each(what: str, do: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+            found = {}
+            progress.update(task, description=what)
+            for variant in options.variants:
+                found[variant] = do(variant)
+                progress.advance(task)
+            return found
+
+        facts = each("models are made", variants.answer)
+        first = each("first steps", lambda variant: variants.ask(variant, max(WARM, options.steps)))
+        rounds = [
+            each("steps in turn", lambda variant: variants.ask(variant, options.steps)) for _ in range(options.rounds)
+        ]
+    last = {variant: variants.ask(variant, 0) for variant in options.variants}
+    variants.join()
+    return figures(options, facts, [first, *rounds], last, drives)
+
+
+def figures(
+    options: argparse.Namespace,
+    facts: dict[str, dict[str, Any]],
+    turns: list[dict[str, dict[str, Any]]],
+    last: dict[str, dict[str, Any]],
+    drives: Any,
+) -> dict[str, Any]:
+    """Return the figures of all variants, out of what their processes have said; the first turn counts for losses."""
+    shape = facts["fsdp_memory"]["shape"]
+    flops = workload(options).flops(shape)
+    seconds = {variant: [row[variant]["seconds"] for row in turns[1:]] for variant in options.variants}
+    reached = flops / statistics.median(seconds["fsdp_memory"])
+    plans = {variant: planned(options, variant, facts, reached, drives) for variant in PAGED if variant in facts}
+
+    def difference(more: str, less: str) -> dict[str, float] | None:
+        if more not in seconds or less not in seconds:
+            return None
+        return spread([a - b for a, b in zip(seconds[more], seconds[less], strict=True)])
+
+    measured = {
+        "drives": difference("infinity_nvme", "infinity_host"),
+        "links_and_updates": difference("infinity_host", "fsdp_memory"),
+    }
+    found: dict[str, Any] = {}
+    for variant, values in seconds.items():
+        found[variant] = {
+            "update_device": facts[variant]["update_device"],
+            "step_seconds": spread(values),
+            "tokens_per_second": spread([options.tokens / value for value in values]),
+            "tflops": spread([flops / value / 1e12 for value in values]),
+            "over_in_memory": spread([a / b for a, b in zip(values, seconds["fsdp_memory"], strict=True)]),
+            "peak_device_bytes": last[variant]["peak_device_bytes"],
+            "samples": values,
+        }
+        if variant in PAGED:
+            rows, plan, end = [row[variant] for row in turns[1:]], plans[variant], last[variant]
+            found[variant] |= {
+                **{name: facts[variant][name] for name in ("host_bytes", "state_bytes", "update_cores")},
+                "placement": end["placement"],
+                "planned_seconds": {"before": plan["step_seconds"], "with_own_rates": end["clock_seconds"]},
+                "bytes": {
+                    name: {
+                        "measured": statistics.median(row[name] for row in rows),
+                        "planned_before": plan["bytes"].get(name),
+                        "planned": end["plan_bytes"].get(name),
+                    }
+                    for name in ("read", "write", "gathered", *LINK)
+                },
+                "exposed": {
+                    "between_variants": {
+                        name: {"measured": measured[name], "planned": plan["between_variants"][name]}
+                        for name in measured if variant == "infinity_nvme" or name != "drives"
+                    },
+                    "by_resource": {
+                        name: {
+                            "ledger": statistics.median(sum(row["parts"][part] for part in parts) for row in rows),
+                            **plan["by_resource"][name],
+                        }
+                        for name, (_, parts) in RESOURCES.items()
+                    },
+                },
+            }  # fmt: skip
+    losses = {variant: [loss for row in turns for loss in row[variant]["losses"]] for variant in options.variants}
+    return {
+        "device": facts["fsdp_memory"]["device"],
+        "model": {"parameters": shape.parameters, "layers": len(shape.layers), "hidden": shape.hidden},
+        "flops_per_step": flops,
+        "drives": asdict(drives),
+        "variants": found,
+        "losses": compared(losses, {variant: facts[variant]["update_device"] for variant in losses}),
+    }
+
+
+def compared(losses: Mapping[str, list[float]], devices: Mapping[str, str]) -> dict[str, Any]:
+    """Return by kind of device that updates run on which variants there are, and whether all their losses are equal."""
+    found: dict[str, Any] = {"steps": len(next(iter(losses.values()))), "by_update_device": {}}
+    for device in sorted(set(devices.values())):
+        names = [variant for variant in losses if devices[variant] == device]
+        rows = zip(*(losses[name] for name in names), strict=True)
+        differing = [step for step, row in enumerate(rows) if len(set(row)) > 1]
+        found["by_update_device"][device] = {
+            "variants": names, "equal": not differing, "first_difference": differing[0] if differing else None,
+            "last": {name: losses[name][-1] for name in names},
+        }  # fmt: skip
+    return found
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw tokens per second, and exposed seconds beside the planned ones."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    names = list(result["variants"])
+    rates = [result["variants"][name]["tokens_per_second"]["median"] for name in names]
+    bars = left.bar(range(len(names)), rates, color=["#ee6677", "#ccbb44", "#228833", "#4477aa"][: len(names)])
+    left.bar_label(bars, [f"{result['variants'][name]['tflops']['median']:.3g}\nTFLOP/s" for name in names])
+    left.margins(y=0.15)
+    left.set_xticks(range(len(names)), [name.replace("_", "\n", 1) for name in names])
+    left.set_ylabel("tokens per second")
+    config = result["config"]
+    left.set_title(f"{config['model']}, {result['model']['parameters'] / 1e6:.4g} M, {result['device']['name']}")
+    rows = exposures(result)
+    for shift, key, colour in ((-0.2, 1, "#4477aa"), (0.2, 2, "#bbbbbb")):
+        label = "measured" if key == 1 else "planned"
+        right.bar([at + shift for at in range(len(rows))], [row[key] for row in rows], 0.4, color=colour, label=label)
+    right.set_xticks(range(len(rows)), [row[0] for row in rows])
+    right.set_ylabel("exposed seconds per step")
+    right.set_title(f"{config['tokens']} tokens per step")
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.grid(alpha=0.3, axis="y")
+    figure.savefig(file, dpi=120)
+
+
+def exposures(result: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Return what for, measured and planned seconds of a step that are exposed; of those that were measured."""
+    found = {}
+    for row in result["variants"].values():
+        for name, value in row.get("exposed", {}).get("between_variants", {}).items():
+            if value["measured"] is not None:
+                found[name] = (name.replace("_", " "), value["measured"]["median"], value["planned"])
+    return list(found.values())
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from infinity.units import format_size
+
+    console, device = Console(), result["device"]
+    capped = f", capped at {format_size(device['cap_bytes'])}" if device["cap_bytes"] else ""
+    title = f"{result['model']['parameters'] / 1e6:.4g} M parameters, {device['name']}{capped}"
+    console.print(
+        "s/step: median. /memory: over everything resident. peak: of device memory. plan: seconds of a step that "
+        "infinity/estimate says before a run; clock: that the plan predicts with the run's own rates."
+    )
+    table = Table(title=f"\n{title}", box=None, padding=(0, 1, 0, 0))
+    for name in ("variant", "s/step", "tokens/s", "TFLOP/s", "/memory", "peak", "plan", "clock"):
+        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    for variant, row in result["variants"].items():
+        plan = row.get("planned_seconds", {})
+        table.add_row(
+            variant, f"{row['step_seconds']['median']:.3g}", f"{row['tokens_per_second']['median']:.4g}",
+            f"{row['tflops']['median']:.3g}", f"{row['over_in_memory']['median']:.2f}",
+            format_size(row["peak_device_bytes"]) if row["peak_device_bytes"] else "",
+            *(f"{plan[name]:.3g}" if plan.get(name) else "" for name in ("before", "with_own_rates")),
+        )  # fmt: skip
+    console.print(table)
+    for name, seconds, plan in exposures(result):
+        console.print(f"exposed, {name}: {seconds:.3g} s measured, {plan:.3g} s planned")
+    table = Table(title="\nseconds of a step by resource", box=None, padding=(0, 1, 0, 0))
+    for name in ("variant", "resource", "ledger", "planned exposed", "planned busy"):
+        table.add_column(name, justify="left" if name in ("variant", "resource") else "right", no_wrap=True)
+    for variant, row in result["variants"].items():
+        for name, value in row.get("exposed", {}).get("by_resource", {}).items():
+            table.add_row(variant, name, *(f"{value[key]:.2g}" for key in ("ledger", "planned", "planned_busy")))
+    console.print(table)
+    for variant, row in result["variants"].items():
+        for name, value in row.get("bytes", {}).items():
+            if name in LINK and not device["link"]:
+                continue
+            plan = value["planned_before"] if value["planned"] is None else value["planned"]
+            console.print(f"{variant}, {name}: {format_size(value['measured'])}, planned {format_size(plan)}")
+    for kind, row in result["losses"]["by_update_device"].items():
+        equal = "the same bits" if row["equal"] else f"DIFFERENT from step {row['first_difference'] + 1} on"
+        console.print(f"losses, updates on {kind}: {equal} ({', '.join(row['variants'])})", soft_wrap=True)
+
+
+def main() -> None:
+    """Measure and write results/gpu.json and its picture."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    llamas = ("tiny", "llama-100m", "llama-1b")
+    parser.add_argument("--model", choices=llamas, default="llama-1b", help="preset; the options below change it")
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int, default=0, help="0: the preset's")
+    parser.add_argument("--tokens", type=int, default=8192, help="per step")
+    parser.add_argument("--seq", type=int, default=2048, help="tokens per sequence, at most")
+    parser.add_argument("--steps", type=int, default=4, help="of a turn; the first does not count")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
+    parser.add_argument("--cap-fraction", type=float, default=0.05, help="of the GPU's memory, for capped variants")
+    parser.add_argument("--device-bytes", default="0", help="memory.device_bytes; 0: a quarter of the cap")
+    parser.add_argument("--host-memory", default="2GiB", help="arena of infinity_nvme")
+    parser.add_argument("--page-bytes", default="0", help="memory.page_bytes; 0: derived")
+    parser.add_argument("--update", default="auto", help="update.placement")
+    parser.add_argument("--update-device", choices=("auto", "cpu", "cuda"), default="auto", help="update.device")
+    parser.add_argument("--update-cores", type=int, default=-1, help="update.cores; -1: infinity's choice")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True,
+                        help="deterministic algorithms, without which losses may differ")  # fmt: skip
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the benchmark")
+    parser.add_argument("--threads", type=int, default=0, help="with --device cpu: that compute; 0: torch's choice")
+    parser.add_argument("--nvme", type=Path, default=Path(), help="folder on the drive; about 66 bytes per parameter")
+    parser.add_argument("--nvme-bandwidth", help="what the drive does, such as 7e9/5e9; default: measured")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    options = parser.parse_args()
+    check(options, parser)
+    left_out = ("nvme", "out", "json")
+    result = {"config": {k: v for k, v in vars(options).items() if k not in left_out}, **machine()}
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme) as folder:
+        result |= measure(options, Path(folder))
+    publish(result, options, draw, show)
+    sys.exit(not all(row["equal"] for row in result["losses"]["by_update_device"].values()))
+
+
+def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse what cannot be measured, in one line and with status 2; read sizes."""
+    from infinity.errors import ConfigError
+    from infinity.units import parse_size
+
+    options.variants = options.variants.split(",")
+    options.seq = min(options.seq, options.tokens)
+    try:
+        for name in ("device_bytes", "host_memory", "page_bytes"):
+            text = getattr(options, name)
+            setattr(options, name, 0 if text == "0" else parse_size(text, name=f"--{name.replace('_', '-')}"))
+    except ConfigError as error:
+        parser.exit(2, f"bench_gpu: {error}\n")
+    problem = None
+    if unknown := set(options.variants) - set(VARIANTS):
+        problem = f"unknown variants {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}"
+    elif "fsdp_memory" not in options.variants:
+        problem = "--variants must contain fsdp_memory, whose computation the others are compared with"
+    elif not options.nvme.is_dir():
+        problem = f"--nvme {str(options.nvme)!r} is not a folder"
+    elif options.tokens % options.seq:
+        problem = f"--tokens {options.tokens} is not a multiple of --seq {options.seq}"
+    elif options.steps < 2:
+        problem = f"--steps {options.steps}: the first step of a turn does not count; give 2 or more"
+    elif not 0 < options.cap_fraction <= 1:
+        problem = f"--cap-fraction {options.cap_fraction} must be above 0 and at most 1"
+    elif options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            problem = f"torch {torch.__version__} sees no GPU; --device cpu tries the benchmark without one"
+    if problem is not None:
+        parser.exit(2, f"bench_gpu: {problem}\n")
+
+
+if __name__ == "__main__":
+    main()

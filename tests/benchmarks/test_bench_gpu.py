@@ -1,0 +1,161 @@
+"""`make bench-gpu` as far as it goes without a GPU: on the CPU, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.estimate.machine import Drives
+from infinity.estimate.model import decoder
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "benchmarks" / "bench_gpu.py"
+VARIANTS = ["fsdp_memory", "infinity_host", "infinity_nvme"]
+TINY = ("--variants", ",".join(VARIANTS), "--device", "cpu", "--threads", 1, "--model", "tiny",
+        "--layers", 2, "--tokens", 32, "--seq", 16, "--steps", 2, "--rounds", 2, "--host-memory", "1536KiB",
+        "--page-bytes", "64KiB", "--nvme-bandwidth", "1e9/1e9")  # fmt: skip
+
+
+def bench(*options: object) -> subprocess.CompletedProcess[str]:
+    """Run the benchmark as `make bench-gpu` does, without a GPU."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", PROGRAM, *map(str, options)],
+        capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run on the CPU prints, which is what it stores."""
+    folder = tmp_path_factory.mktemp("bench")
+    done = bench(*TINY, "--nvme", folder, "--out", folder / "gpu.json", "--json")
+    assert done.returncode == 0, done.stderr
+    printed: dict[str, Any] = json.loads(done.stdout)
+    assert json.loads((folder / "gpu.json").read_text()) == printed
+    assert sorted(path.name for path in folder.iterdir()) == ["gpu.json", "gpu.png"]
+    return printed
+
+
+def test_all_variants_have_the_same_bits(found: dict[str, Any]) -> None:
+    """On the CPU all updates run there; every step of every turn is compared."""
+    assert found["losses"]["steps"] == 6
+    (kind, row), *others = found["losses"]["by_update_device"].items()
+    assert not others
+    assert (kind, row["equal"], row["first_difference"]) == ("cpu", True, None)
+    assert row["variants"] == VARIANTS
+    assert len(set(row["last"].values())) == 1
+
+
+def test_rates_are_those_of_the_steps(found: dict[str, Any]) -> None:
+    """Tokens and operations over seconds, by variant."""
+    for row in found["variants"].values():
+        assert len(row["samples"]) == 2
+        fastest = row["step_seconds"]["min"]
+        assert row["tokens_per_second"]["max"] == pytest.approx(32 / fastest)
+        assert row["tflops"]["max"] == pytest.approx(found["flops_per_step"] / fastest / 1e12)
+    assert found["flops_per_step"] > 8 * 0.9 * 32 * (found["model"]["parameters"] - 2 * 256 * 64)
+
+
+def test_bytes_and_seconds_stand_beside_those_of_the_plan(found: dict[str, Any]) -> None:
+    """What fits moves nothing over the drive; what does not moves what was planned before, or less while it starts."""
+    host, nvme = found["variants"]["infinity_host"], found["variants"]["infinity_nvme"]
+    for name in ("read", "write"):
+        assert host["bytes"][name] == {"measured": 0, "planned_before": 0, "planned": 0}
+        moved = nvme["bytes"][name]
+        assert moved["planned_before"] == moved["planned"] > 0
+        assert moved["measured"] > 0
+    for row in (host, nvme):
+        assert row["update_device"] == "cpu"
+        for way in ("to_device", "from_device"):  # there is no link
+            assert row["bytes"][way] == {"measured": 0, "planned_before": None, "planned": 0}
+        assert 0.9 < row["bytes"]["gathered"]["measured"] / row["bytes"]["gathered"]["planned_before"] <= 1
+        assert row["planned_seconds"]["before"] > 0
+        resources = row["exposed"]["by_resource"]
+        assert list(resources) == ["computation", "collectives", "links", "updates", "drives", "Python"]
+        assert all(one["planned"] >= 0 for one in resources.values())
+        assert resources["computation"]["planned_busy"] == pytest.approx(
+            found["variants"]["fsdp_memory"]["step_seconds"]["median"]
+        )
+        assert resources["computation"]["ledger"] > 0
+        assert resources["updates"]["planned_busy"] > 0
+    assert host["exposed"]["by_resource"]["drives"]["planned_busy"] == 0
+    assert nvme["exposed"]["by_resource"]["drives"]["planned_busy"] > 0
+    assert nvme["planned_seconds"]["with_own_rates"] > 0
+    assert nvme["host_bytes"] < nvme["state_bytes"] < host["host_bytes"]
+    for name in ("drives", "links_and_updates"):
+        between = nvme["exposed"]["between_variants"][name]
+        assert set(between["measured"]) == {"median", "min", "max"}
+        assert between["planned"] >= 0
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    """In one line, with status 2; and so where it is asked for what cannot be compared."""
+    for options, said in (((), "sees no GPU"), (("--tokens", 33, "--seq", 16), "not a multiple")):
+        done = bench(*options)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_losses_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among variants whose updates run on the same kind of device, and only there."""
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    from bench_gpu import compared
+
+    losses = {"a": [3.0, 2.0], "b": [3.0, 2.5], "c": [3.0, 2.5]}
+    by_device = compared(losses, {"a": "cuda", "b": "cpu", "c": "cpu"})["by_update_device"]
+    assert {device: row["equal"] for device, row in by_device.items()} == {"cpu": True, "cuda": True}
+    (row,) = compared(losses, dict.fromkeys(losses, "cpu"))["by_update_device"].values()
+    assert (row["equal"], row["first_difference"]) == (False, 1)
+
+
+@pytest.mark.parametrize("variant", ["fsdp_memory", "fsdp_cpu_offload", "infinity_host", "infinity_nvme"])
+def test_all_but_the_first_are_capped(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is a double: what each process asks of torch before it has a model."""
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    from bench_gpu import prepare
+
+    caps: list[tuple[float, int]] = []
+    device = SimpleNamespace(name="a GPU", total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *cap: caps.append(cap))
+    options = SimpleNamespace(device="cuda", deterministic=False, cap_fraction=0.05, device_bytes=0)
+    facts, staged = prepare(options, variant)
+    assert caps == ([] if variant == "fsdp_memory" else [(0.05, 0)])
+    assert facts == {"name": "a GPU", "memory_bytes": 80 << 30, "cap_bytes": 4 << 30}
+    assert staged == 1 << 30
+
+
+@pytest.mark.parametrize("updates", ["cpu", "cuda"])
+def test_what_is_planned_for_a_gpu(updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links, checksums and Python have their seconds; bytes of the link are known for updates on the CPU."""
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    from bench_gpu import LINK, planned
+
+    shape = decoder(parameters=1e9, layers=20, hidden=2048, vocabulary=256)
+    options = SimpleNamespace(
+        tokens=8192, seq=2048, host_memory=2 << 30, page_bytes=0, update="auto", update_cores=-1, update_device=updates
+    )
+    device = {"name": "a GPU", "cap_bytes": 4 << 30, "link": 55e9}
+    facts = {
+        "fsdp_memory": {"shape": shape, "device": device},
+        "infinity_nvme": {"update_cores": 1, "update_device": updates},
+    }
+    plan = planned(options, "infinity_nvme", facts, 400e12, Drives(count=1, read=7e9, write=5e9))
+    resources = {name: one["planned_busy"] for name, one in plan["by_resource"].items()}
+    assert all(seconds > 0 for name, seconds in resources.items() if name != "collectives")
+    if updates == "cpu":
+        assert resources["links"] == pytest.approx(max(plan["bytes"][way] for way in LINK) / 55e9)
+    else:
+        assert [plan["bytes"][way] for way in LINK] == [None, None]
+        assert resources["updates"] == pytest.approx(24 * shape.parameters / 55e9)
+    assert plan["step_seconds"] >= max(resources.values())
