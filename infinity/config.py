@@ -92,7 +92,7 @@ class MemoryConfig:
         0,
         "Memory of this rank's GPU for weights: those of the next unit are copied there ahead of its gather, and what "
         "is left keeps units from one gather of a step to the next. 0: what is free after the first step, but for a "
-        "tenth of all, at least 2 GiB. Not used on the CPU.",
+        "tenth of all, at least 1 GiB. Not used on the CPU.",
         size=True,
     )
 

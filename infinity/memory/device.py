@@ -25,7 +25,7 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 1e-3
 """Seconds between two looks at a mark: twice as many after each, as few as a copy of a small page takes at first."""
 _LARGEST_PIECE: Final = 64 * GIB
 """Most bytes that are registered at once: newer drivers refuse single registrations of half a TiB."""
-_MARGIN_BYTES, _MARGIN_PARTS = 2 * GIB, 10
+_MARGIN_BYTES, _MARGIN_PARTS = GIB, 10
 """What stays free of a device's memory: so much, or one of so many parts of all."""
 _PORTABLE: Final = 1
 """`cudaHostRegisterPortable`: pinned for every device of this process, whichever was current."""
@@ -231,9 +231,14 @@ class AcceleratorDevice:
         tensor.record_stream(stream)
 
     def spare_bytes(self) -> int:
-        """Return what the driver has free, which torch's allocator does not hold, less a margin for longer steps."""
+        """Return what is free, less a margin for longer steps."""
+        free, total = self._memory()
+        return max(0, free - max(_MARGIN_BYTES, total // _MARGIN_PARTS))
+
+    def _memory(self) -> tuple[int, int]:
+        """Return the bytes that nobody holds, and those of all memory."""
         free, total = self._module.mem_get_info(self.name)
-        return max(0, int(free) - max(_MARGIN_BYTES, int(total) // _MARGIN_PARTS))
+        return int(free), int(total)
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         """Do nothing: there is no call for it that all accelerators have."""
@@ -243,12 +248,11 @@ class AcceleratorDevice:
 class CudaDevice(AcceleratorDevice):
     """A GPU of CUDA or ROCm."""
 
-    def spare_bytes(self) -> int:
-        """Return what is free, as far as this process may use it (`set_per_process_memory_fraction`)."""
-        total = torch.cuda.mem_get_info(self.name)[1]
-        allowed = torch.cuda.get_per_process_memory_fraction(self.name) * total
-        reserved = torch.cuda.memory_reserved(self.name)
-        return max(0, min(super().spare_bytes(), int(allowed) - reserved - max(_MARGIN_BYTES, total // _MARGIN_PARTS)))
+    def _memory(self) -> tuple[int, int]:
+        """Return what is free and what there is, as far as this process may have it."""
+        free, total = super()._memory()
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self.name) * total)
+        return min(free, allowed - torch.cuda.memory_reserved(self.name)), allowed
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         """Register memory."""
