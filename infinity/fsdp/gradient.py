@@ -271,6 +271,10 @@ class _Number:
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return it on a device; that it comes from is waited for when it is first needed on the host."""
+        current = self._device.current()
+        if device == self._device.name:
+            self._made.before(current)
+            self._device.keep(self._copies[device], current)
         if device not in self._copies:
             stream = self._device.stream("numbers")  # whatever this thread's own stream waits for, it is not needed
             self._made.before(stream)

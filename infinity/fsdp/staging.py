@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -86,11 +87,15 @@ class Staging:
         if (staged, kept) == self._provided:
             return
         self.drop()
+        stream = self._device.stream("stage")
+        for slot in (*self._free, *self._own.values()):
+            self._device.keep(slot.memory, stream)  # copies into it may not have ended
         self._free, self._own, self._provided = deque(), {}, (frozenset(), frozenset())
         passing = [unit_bytes(self._layout, unit) for unit in staged - kept]
         free = [self._new_slot(max(passing)) for _ in range(SLOTS if passing else 0)]
         own = {unit: self._new_slot(unit_bytes(self._layout, unit)) for unit in sorted(kept)}
         self._free, self._own, self._provided = deque(free), own, (staged, kept)
+        self._device.mark(self._device.current()).before(stream)  # behind what the memory was used for before
         if staged and self._thread is None:
             self._thread = ThreadPoolExecutor(1, "infinity-stage", self._device.enter_thread)
 
@@ -111,7 +116,7 @@ class Staging:
 
     def _parts(self, unit: int) -> deque[_Part]:
         """Lease the pages of a unit, shard by shard, as `gather_accesses` has them."""
-        stream = self._device.stream("stage")
+        mark = partial(self._device.mark, self._device.stream("stage"))
         accesses = gather_accesses(self._layout, unit)
         parts: deque[_Part] = deque()
         offset = 0
@@ -119,7 +124,7 @@ class Staging:
             placed = self._layout.shards[shard]
             pages = self._layout.segments[placed.segment].param_pages
             for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.padded):
-                lease = self._pager.lease(next(accesses), threaded=True, copies=lambda: self._device.mark(stream))
+                lease = self._pager.lease(next(accesses), threaded=True, copies=mark)
                 parts.append(_Part(lease, page, placed, first, last, offset))
             offset += shard_bytes(self._layout, shard)
         return parts

@@ -105,6 +105,10 @@ class DevicePages:
                 del self._back[index]
         self._batches.append(self.mark())
 
+    def join(self) -> None:
+        """Let this thread's stream wait for all updates so far: what the optimizer counts may be on the device."""
+        self._device.mark(self._device.stream("update")).before(self._device.current())
+
     def mark(self) -> Mark:
         """Return a mark behind all copies back so far."""
         return self._device.mark(self._device.stream("back"))

@@ -189,8 +189,10 @@ class Updates:
             self._fetcher.close()
 
     def drain(self) -> None:
-        """Wait until everything that was run has been updated."""
+        """Wait until everything that was run has been updated, or let the device wait where that updates."""
         self._worker.drain()
+        if self._on_device is not None:
+            self._on_device.join()
 
     # One of them #
 
