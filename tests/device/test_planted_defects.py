@@ -1,0 +1,30 @@
+"""The simulated device is itself tested: what takes order away from the package is found, and both sides are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.device.defects import DEFECTS, sides
+from support.tables import all_but
+
+
+@pytest.mark.parametrize(
+    "name",
+    all_but(
+        DEFECTS,
+        "copies: the thread does not wait",
+        "gradients: copied to pages before they are there",
+        "gradients: dropped before the copy has ended",
+        "number: copied to the thread of updates before it is there",
+        "staging: a slot is copied out of before it is filled",
+        "update: the training thread does not wait for it",
+        "page: used while it is being read",
+        "weights: computed with before their copy",
+    ),
+)
+def test_a_planted_defect_is_found(name: str, tmp_path: Path) -> None:
+    """With a message that says what came too early, by whom, and what it ought to be behind."""
+    found = DEFECTS[name].found(tmp_path)
+    assert sides(DEFECTS[name], found), "\n".join(found) or "nothing was found"

@@ -1,0 +1,77 @@
+"""On a simulated device paging changes no bit, and nothing is unordered: placements, arenas, ranks and ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.device.cases import KINDS, STEPS, compared, ended_and_resumed
+from support.ranks import RankPool
+from support.session import Session
+from support.tables import in_turn, one_of, variants
+from support.train import Paging, Recipe, compare
+
+SOME = 120 << 10
+"""Bytes of the device that are enough to stage weights of a `Toy`, and to keep none."""
+RECIPES = {
+    "plain": Recipe(model="toy", steps=4),
+    "clip": Recipe(model="toy", steps=4, clip=0.5),
+    "clip-by-torch": Recipe(model="toy", steps=4, clip=0.5, clips="torch"),
+    "accumulate": Recipe(model="toy", steps=3, micro=2),
+    "accumulate-clip-fp32": Recipe(model="toy", steps=3, micro=2, clip=0.5, policy="fp32"),
+    "evaluate": Recipe(model="toy", steps=4, evaluate=True),
+    "edit": Recipe(model="toy", steps=4, evaluate=True, edit=True),
+    "edit-clip": Recipe(model="toy", steps=4, evaluate=True, edit=True, clip=0.5),
+    "checkpointing": Recipe(model="toy", steps=4, checkpointing=True),
+    "spare-clip": Recipe(model="spare", steps=4, clip=0.5),
+    "repeated": Recipe(model="repeated", steps=4),
+    "no-reshard": Recipe(model="toy", steps=4, reshard=False),
+    "frozen-clip": Recipe(model="frozen", steps=4, clip=0.5),
+    "tied": Recipe(model="tied", steps=4),
+    "pure-bf16": Recipe(model="toy", steps=4, policy="pure_bf16"),
+    "gpt2": Recipe(model="gpt2", steps=3),
+}
+PAGINGS = {
+    "least-auto": Paging(arena="least"),
+    "middle-forward": Paging(placement="in_forward"),
+    "least-after": Paging(arena="least", placement="after_backward"),
+    "all-auto": Paging(arena="all"),
+    "least-auto-staged": Paging(arena="least", device=SOME),
+    "least-forward-kept": Paging(arena="least", placement="in_forward", device=64 << 20),
+    "all-after-staged": Paging(arena="all", placement="after_backward", device=SOME),
+    "least-forward-no-worker": Paging(arena="least", placement="in_forward", cores=0),
+}
+EDITS = {name: RECIPES[name] for name in ("clip-by-torch", "edit", "edit-clip")}
+"""What no other test compares on the CPU itself."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("recipe", "paging"), one_of(3, variants(RECIPES, PAGINGS)))
+def test_paging_changes_no_bit_on_a_device(kind: str, recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
+    """And every access of a page, a gradient or a number is ordered behind those that it has to be."""
+    assert compared(kind, recipe, paging, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("recipe", "paging"), one_of(3, variants(EDITS, PAGINGS)))
+def test_paging_changes_no_bit_on_the_cpu(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
+    """The same trainings where nothing is asynchronous."""
+    assert compare(recipe, paging, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("kind", one_of(2, KINDS))
+@pytest.mark.parametrize(("recipe", "paging"), one_of(4, variants(RECIPES, PAGINGS)))
+def test_two_ranks(kind: str, recipe: Recipe, paging: Paging, tmp_path: Path, pair: RankPool) -> None:
+    """On every rank."""
+    assert pair.run(compared, kind, recipe, paging, str(tmp_path)) == [[], []]
+
+
+@pytest.mark.parametrize(("where", "kind"), one_of(2, in_turn(("forward", "backward", "step", "between"), KINDS)))
+def test_a_training_that_ends_early_is_resumed(where: str, kind: str, tmp_path: Path) -> None:
+    """From its last commit, bit for bit; what is closed while it is being copied is waited for."""
+    (tmp_path / "undisturbed").mkdir()
+    with Session(tmp_path / "undisturbed") as session:
+        expected = session.run(until=STEPS, every=2)
+    losses, troubles = ended_and_resumed(kind, where, str(tmp_path))
+    assert troubles == []
+    assert losses == expected

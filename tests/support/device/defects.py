@@ -1,0 +1,367 @@
+"""Defects of the package: each takes something away that orders threads, streams or the host, and has to be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from infinity.content.format import Role
+from infinity.content.views import section
+from infinity.fsdp import gradient
+from infinity.fsdp.staging import Staging
+from infinity.memory.device import AcceleratorDevice
+from infinity.optim import fetch, gradients
+from infinity.optim.fetch import GradientFetcher
+from infinity.optim.gradients import Gradients
+from infinity.schedule import cache, copies
+from infinity.schedule.pager import Pager
+from infinity.schedule.trace import Mode, Use
+from infinity.schedule.transfers import Transfers
+from support.device.cases import ended_early
+from support.device.simulation import SimulatedDevice, simulation
+from support.device.streams import LOOKS
+from support.train import Outcome, Paging, Recipe, offloaded, train
+
+COMPUTATION, BACK, REDUCTION = "the stream of the computation", "the stream 'back'", "FSDP2's reduce_scatter_stream"
+UPDATE, TRAINING, COPIES = "thread infinity-update_0", "thread MainThread", "thread infinity-copies"
+IN_BACKWARD = Recipe(model="toy", steps=3)
+IN_FORWARD = Recipe(model="toy", steps=3, clip=1.0)
+LEAST = Paging(arena="least")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defect:
+    """One change, a training that it breaks, and the two sides that the message names."""
+
+    change: Callable[[], AbstractContextManager[Any]]
+    later: str
+    """What comes too early, and who does it; ``|`` stands between others that it may be."""
+    earlier: str
+    """What it ought to be behind."""
+    recipe: Recipe = IN_BACKWARD
+    paging: Paging = LEAST
+    looks: int = LOOKS
+    """See `Streams`."""
+    run: Callable[[Recipe, Paging, Path], None] | None = None
+    """What is done; by default the recipe is trained."""
+
+    def found(self, folder: Path) -> list[str]:
+        """Do it, and return what was not ordered; a training on wrong values may end with an error."""
+        with simulation("order", looks=self.looks) as device, self.change():
+            try:
+                (self.run or _train)(self.recipe, self.paging, folder)
+            except Exception:
+                if not device.races.found:
+                    raise
+        return list(device.races.found)
+
+
+def _train(recipe: Recipe, paging: Paging, folder: Path) -> None:
+    with offloaded(recipe, paging, folder) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+
+
+def _flush_behind_copy(recipe: Recipe, paging: Paging, folder: Path) -> None:
+    """Write pages to NVMe right behind a copy from the device into one of them."""
+    with offloaded(recipe, paging, folder) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        run = optimizer.run
+        page = next(page for page in run.layout.pages if page.role is Role.PARAM)
+        back = run.device.stream("back")
+        uses = (Use(page.index, Mode.UPDATE),)
+        with run.pager.access(uses, planned=False, copies=partial(run.device.mark, back)) as (content,):
+            weights = section(content, page, run.layout, page.start, page.stop)
+            run.device.copy(weights, weights.clone(), back)
+        run.pager.flush()
+
+
+def _end_early(recipe: Recipe, paging: Paging, folder: Path) -> None:
+    ended_early(recipe, paging, folder)
+
+
+class _Passed:
+    """A mark that says that the device has come to it."""
+
+    def passed(self) -> bool:
+        return True
+
+    def before(self, stream: Any) -> None:
+        """Nothing waits."""
+
+
+def _without_marks(*, fetches: bool) -> AbstractContextManager[Any]:
+    """Let pages go when an access ends, whatever is still being copied."""
+    access = Pager.access
+
+    def unmarked(pager: Any, uses: Any, **settings: Any) -> Any:
+        if settings.get("copies") is not None and uses[0].mode.modifies is not fetches:
+            settings["copies"]()
+            settings["copies"] = None
+        return access(pager, uses, **settings)
+
+    return patch.object(Pager, "access", unmarked)
+
+
+def _without_wait(cause: str, *, page: bool = True) -> AbstractContextManager[Any]:
+    """Let nobody wait for one cause; `page`: where a page is waited for, else where all are."""
+    wait = Transfers.wait
+
+    def hasty(transfers: Any, ready: Any, why: str, of: int, **settings: Any) -> None:
+        if why != cause or (of >= 0) is not page:
+            wait(transfers, ready, why, of, **settings)
+
+    return patch.object(Transfers, "wait", hasty)
+
+
+@contextmanager
+def _without_arrival() -> Iterator[None]:
+    begin = GradientFetcher.begin
+    with patch.object(GradientFetcher, "begin", lambda self, grads, arrived, ranges: begin(self, grads, (), ranges)):
+        yield
+
+
+@contextmanager
+def _without_end_of_ring() -> Iterator[None]:
+    def copy_ahead(self: Any) -> None:
+        while self._waiting:
+            self._coming.append(self._copy(self._waiting.popleft()))
+
+    with patch.object(GradientFetcher, "_copy_ahead", copy_ahead):
+        yield
+
+
+@contextmanager
+def _gradients_dropped() -> Iterator[None]:
+    """Let go of gradients when the copies of all have been queued, not when they have ended."""
+    begin, copy_ahead = GradientFetcher.begin, GradientFetcher._copy_ahead
+
+    def begun(self: Any, grads: Any, arrived: Any, ranges: Any) -> None:
+        begin(self, dict(grads), arrived, ranges)
+        grads.clear()
+        copied(self)
+
+    def copied(self: Any) -> None:
+        copy_ahead(self)
+        if not self._waiting:
+            self._grads = {}
+
+    with patch.object(GradientFetcher, "begin", begun), patch.object(GradientFetcher, "_copy_ahead", copied):
+        yield
+
+
+@contextmanager
+def _walked_without_order() -> Iterator[None]:
+    """Copy gradients to their pages without waiting for what has made them."""
+    mark = AcceleratorDevice.mark
+
+    def walk(self: Any, *args: Any) -> None:
+        with patch.object(AcceleratorDevice, "mark", lambda device, stream: _Late(mark(device, stream))):
+            original(self, *args)
+
+    original = Gradients._walk
+    with patch.object(Gradients, "_walk", walk):
+        yield
+
+
+class _Late:
+    """A mark that no stream waits for."""
+
+    def __init__(self, mark: Any) -> None:
+        self.passed = mark.passed
+
+    def before(self, stream: Any) -> None:
+        """Nothing waits."""
+
+
+@contextmanager
+def _gathered_on_another_stream() -> Iterator[None]:
+    """Copy weights on a stream that nothing waits for."""
+    from infinity.fsdp.shard_io import ShardIO
+
+    original = ShardIO._copy_param
+
+    def copy_param(self: Any, *args: Any, **settings: Any) -> None:
+        device = self._device
+        with patch.object(device, "current", lambda: device.stream("aside")):
+            original(self, *args, **settings)
+
+    with patch.object(ShardIO, "_copy_param", copy_param):
+        yield
+
+
+@contextmanager
+def _closed_without_drain() -> Iterator[None]:
+    def drain(self: Any) -> bool:
+        self._cursor = None
+        self._cache.copies.close()
+        return True
+
+    with patch.object(Pager, "drain", drain):
+        yield
+
+
+@contextmanager
+def _numbers_without_order() -> Iterator[None]:
+    begin = gradient._Number.__init__
+
+    def begun(self: Any, value: torch.Tensor) -> None:
+        begin(self, value)
+        self._made = _Passed()
+
+    with patch.object(gradient._Number, "__init__", begun):
+        yield
+
+
+@contextmanager
+def _staged_without_order(name: str) -> Iterator[None]:
+    """Let a slot be filled again, or copied out of, without waiting for the stream that uses it."""
+    if name == "left":
+        fill = Staging._fill
+
+        def filled(self: Any, slot: Any, parts: Any) -> Any:
+            slot.left = None
+            return fill(self, slot, parts)
+
+        change = patch.object(Staging, "_fill", filled)
+    else:
+        copied = Staging._copied
+        change = patch.object(Staging, "_copied", lambda self, slot: _Late(copied(self, slot)))
+    with change:
+        yield
+
+
+def _hasty(module: Any) -> AbstractContextManager[Any]:
+    """Let a module take every mark for passed."""
+    return patch.object(module, "wait", lambda *_, **__: True)
+
+
+DEFECTS: dict[str, Defect] = {
+    "weights: no mark behind their copy": Defect(
+        change=partial(_without_marks, fetches=True),
+        later="an NVMe read into it|aten._fused_adamw_",
+        earlier=f"a copy to the device (reads, {COMPUTATION})",
+    ),
+    "gradients: no mark behind their copy": Defect(
+        change=partial(_without_marks, fetches=False),
+        later="an NVMe write from it|aten.",
+        earlier=f"a copy to the host (writes, {BACK})",
+        recipe=IN_FORWARD,
+    ),
+    "copies: the thread does not wait": Defect(
+        change=partial(_hasty, copies),
+        later="an NVMe read into it|aten._fused_adamw_",
+        earlier=f"a copy to the device (reads, {COMPUTATION})",
+    ),
+    "gradients: not there when they are copied": Defect(
+        change=_without_arrival,
+        later=f"a copy to the host (reads, {BACK})",
+        earlier=f"aten.copy_.default (writes, {REDUCTION})",
+    ),
+    "gradients: copied to pages before they are there": Defect(
+        change=_walked_without_order,
+        later=f"a copy to the host (reads, {BACK})",
+        earlier=f"aten.copy_.default (writes, {REDUCTION})",
+        recipe=Recipe(model="toy", steps=2, micro=2),  # behind the first one the host does not look at them
+    ),
+    "ring: read before the copy has ended": Defect(
+        change=partial(_hasty, fetch),
+        later=f"aten._fused_adamw_.default (writes, {UPDATE})",
+        earlier=f"a copy to the host (writes, {BACK})",
+    ),
+    "ring: a slot is used again early": Defect(
+        change=_without_end_of_ring,
+        later=f"a copy to the host (writes, {BACK})|aten._fused_adamw_.default (writes, {UPDATE})",
+        earlier=f"a copy to the host (writes, {BACK})|aten._fused_adamw_.default (writes, {UPDATE})",
+        recipe=Recipe(model="even", steps=2),  # units of more ranges than there are slots
+    ),
+    "gradients: dropped before the copy has ended": Defect(
+        change=_gradients_dropped,
+        later=f"({REDUCTION}), once it was freed,",
+        earlier=f"a copy to the host (reads, {BACK})",
+    ),
+    "gradients: the allocator is not told of the copy": Defect(
+        change=lambda: patch.object(SimulatedDevice, "keep", lambda *_: None),
+        later=f"({REDUCTION}), once it was freed,",
+        earlier=f"a copy to the host (reads, {BACK})",
+        recipe=IN_FORWARD,
+    ),
+    "edit: does not wait for the page's copy to the device": Defect(
+        change=lambda: patch.object(cache, "_is_left_by_device", lambda state, mode: True),
+        later=f"aten.copy_.default (writes, {TRAINING})|aten.copy_.default (writes, {COMPUTATION})",
+        earlier=f"a copy to the device (reads, {COMPUTATION})",
+        recipe=Recipe(model="toy", steps=2, evaluate=True, edit=True),
+        paging=Paging(arena="all"),
+        looks=100,
+    ),
+    "close: does not wait for copies": Defect(
+        change=_closed_without_drain,
+        later="unregistering it",
+        earlier=f"a copy to the device (reads, {COMPUTATION})",
+        run=_end_early,
+    ),
+    "number: read before it is there": Defect(
+        change=partial(_hasty, gradients),
+        later=f"aten._local_scalar_dense.default (reads, {TRAINING})",
+        earlier=f"a copy to the host (writes, {REDUCTION})",
+        recipe=IN_FORWARD,
+    ),
+    "number: copied to the thread of updates before it is there": Defect(
+        change=_numbers_without_order,
+        later="a number's copy to the host (reads, the stream 'numbers')",
+        earlier=f"aten.clone.default (writes, {COMPUTATION})",
+        recipe=Recipe(model="toy", steps=3, clip=1.0, clips="torch"),
+    ),
+    "weights: computed with before their copy": Defect(
+        change=_gathered_on_another_stream,
+        later=f"(reads, {COMPUTATION})",
+        earlier="a copy to the device (writes, the stream 'aside')",
+    ),
+    "update: the training thread does not wait for it": Defect(
+        change=partial(_without_wait, "update"),
+        later=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
+        earlier=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
+        paging=Paging(arena="all"),
+    ),
+    "page: used while it is being read": Defect(
+        change=partial(_without_wait, "read"),
+        later=f"a copy to the device (reads, {COMPUTATION})",
+        earlier="an NVMe read into it (writes, ",
+    ),
+    "page: written while a copy from the device fills it": Defect(
+        change=partial(_without_wait, "copy", page=False),
+        later="an NVMe write from it (reads, ",
+        earlier=f"a copy to the host (writes, {BACK})",
+        run=_flush_behind_copy,
+        looks=100,
+    ),
+    "staging: a slot is copied out of before it is filled": Defect(
+        change=partial(_staged_without_order, "copied"),
+        later=f"aten.copy_.default (reads, {COMPUTATION})",
+        earlier="a copy to the device (writes, the stream 'stage')",
+        paging=Paging(arena="least", device=256 << 10),
+    ),
+    "staging: a slot is filled before it has been copied out of": Defect(
+        change=partial(_staged_without_order, "left"),
+        later="a copy to the device (writes, the stream 'stage')",
+        earlier=f"aten.copy_.default (reads, {COMPUTATION})",
+        paging=Paging(arena="least", device=120 << 10),  # two slots, and nothing that is kept
+    ),
+}
+"""By name, what has to be found."""
+
+
+def sides(defect: Defect, messages: list[str]) -> list[str]:
+    """Return the messages that name both sides of a defect."""
+    return [
+        message
+        for message in messages
+        if any(later in message.partition(" is not ordered behind ")[0] for later in defect.later.split("|"))
+        and any(earlier in message.partition(" is not ordered behind ")[2] for earlier in defect.earlier.split("|"))
+    ]

@@ -1,0 +1,388 @@
+"""The simulated device: what is launched on it, and what it is given in place of `torch.cpu`'s streams."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from infinity.fsdp import private
+from infinity.memory import device as room
+from infinity.memory.device import AcceleratorDevice, Pinned
+from support.device import threads
+from support.device.clocks import Memory, Races
+from support.device.memory import MemoryMap
+from support.device.streams import LOOKS, Stream, Streams
+
+POISON = 0xEE
+aten, c10d = torch.ops.aten, torch.ops.c10d
+_ONLY_ALLOCATE = (
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+_WAITING = (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
+"""Operations whose result is on the host, so that they wait for the current stream."""
+_WRITTEN_FIRST = (c10d._allgather_base_.default, c10d._reduce_scatter_base_.default)
+"""Collectives that write their first argument and read the second, which their schemas do not say."""
+_CHANGED = (c10d.allreduce_.default, c10d.broadcast_.default)
+"""Collectives that read and write what they are given."""
+
+
+class Simulation:
+    """Everything about one simulated device. Bits and results are those of the CPU.
+
+    Args:
+        late: copies between pinned memory and the device happen when something that is ordered behind them does, and
+            not before; until then their targets are poisoned. Otherwise they happen at once, which their order permits
+            too.
+        seed: of how often marks are looked at in vain.
+        looks: a mark has been passed at the latest when it is looked at so often.
+    """
+
+    def __init__(self, *, late: bool, seed: int = 0, looks: int = LOOKS) -> None:
+        self.late = late
+        self.races = Races()
+        self.streams = Streams(seed, looks)
+        self.memory = MemoryMap(self.races, lambda: self.streams.thread.clock)
+        self.lock = self.streams.lock
+        self.copies = 0  # between pinned memory and the device
+        self.delayed = 0  # of those, how many happened behind the call
+        self._targets: list[tuple[int, int]] = []  # addresses of what late copies have yet to read: not to be poisoned
+        self._local = threading.local()  # by thread, whether operations are the simulation's own, and only of the host
+
+    # What threads do #
+
+    @property
+    def quiet(self) -> bool:
+        """Whether this thread does something for the simulation itself."""
+        return getattr(self._local, "quiet", False)
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Let operations of this thread not be looked at."""
+        before, self._local.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self._local.quiet = before
+
+    @property
+    def host_only(self) -> bool:
+        """Whether this is a thread of the package, which computes on the host."""
+        return getattr(self._local, "host_only", False)
+
+    def enter_thread(self) -> None:
+        """Look at the operations of a thread of the package until it ends."""
+        if threading.current_thread() is not threading.main_thread():
+            self._local.host_only = True
+            _Mode(self).__enter__()
+
+    # What is done #
+
+    def operate(
+        self,
+        name: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        run: Callable[[], Any],
+        *,
+        waits: bool,
+    ) -> Any:
+        """Run an operation on the device or, where its memory is there, on the host; note what it accesses.
+
+        Args:
+            name: of it.
+            reads: what it reads.
+            writes: what it changes; what it returns is found here.
+            run: does it.
+            waits: whether the host has the result when it returns.
+        """
+        with self.lock:
+            stream = self.streams.current()
+            read = [part for tensor in reads for part in self.memory.of(tensor)]
+            written = [part for tensor in writes for part in self.memory.of(tensor)]
+            used = [span.memory for span in (*read, *written)]
+            on_host = self.host_only or any(part.on_host for part in used)
+            on_device = [part for part in used if part.owner is not None]
+            mine = not on_host and bool(on_device)
+            if on_host and on_device and name == "aten.copy_.default":
+                mine, on_host, waits = True, False, True  # the device copies, and the host waits for it
+            elif on_host:
+                waits = False
+            stream.launch()
+            if mine:
+                stream.run()
+        result = run()
+        known = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
+        returned = _plain(result)
+        fresh = [tensor for tensor in returned if tensor.untyped_storage()._cdata not in known]
+        with self.lock:
+            for tensor in fresh:
+                self.memory.allocate(tensor.untyped_storage(), stream, name, placed=mine).on_host |= on_host
+            if returned and not fresh and not written:
+                return result  # a view
+            if on_host and on_device:
+                self.races.mixed(name, on_device[0], next((part for part in used if part.on_host), None))
+            if on_host and name != "aten.copy_.default":  # all of it is on the host, or an accelerator would refuse
+                for part in used:
+                    part.on_host = part.on_host or part.owner is None
+            actor = stream if mine else self.streams.thread
+            for part in read:
+                self.races.access(actor, part, name, writes=False)
+            for part in written:
+                if mine:
+                    self.memory.place(part.memory, stream)
+                self.races.access(actor, part, name, writes=True)
+            if name not in _ALLOCATING:
+                for tensor in fresh:
+                    for part in self.memory.of(tensor):
+                        self.races.access(actor, part, name, writes=True)
+            if waits:
+                stream.synchronize()
+        return result
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between host and device on the current stream, without waiting for it.
+
+        Memory that is not pinned is read, or written, before this returns, as on an accelerator.
+        """
+        with self.lock:
+            stream = self.streams.current()
+            stream.launch()
+            read, written = self.memory.of(source), self.memory.of(target)
+            pinned = any(self._is_pinned(part.memory) for part in (*read, *written))
+            to_host = any(part.memory.on_host for part in written)
+            for part in written:
+                if not to_host:
+                    self.memory.place(part.memory, stream)
+            what = "a copy to the host" if to_host else "a copy to the device"
+            for part in read:
+                by_host = part.memory.on_host and not self._is_pinned(part.memory)
+                self.races.access(self.streams.thread if by_host else stream, part, what, writes=False)
+            for part in written:
+                self.races.access(stream, part, what, writes=True)
+            self.copies += 1
+            if not pinned or not self.late:
+                stream.run()
+                with self.silence(), torch.no_grad():
+                    target.copy_(source)
+                if not pinned:
+                    stream.synchronize()
+            else:
+                ordered = to_host and all(part.memory.owner is stream for part in read)
+                self._delay(target, source, stream, to_host=to_host, kept=ordered)
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Do as `record_stream`."""
+        with self.lock:
+            for part in self.memory.of(tensor):
+                part.memory.kept.add(stream)
+            if self.late:
+                stream.push(lambda: tensor)  # it lives until the stream has come here
+
+    def _is_pinned(self, memory: Memory) -> bool:
+        return any(memory in pinned.pieces for pinned in self.memory.pinned)
+
+    def _delay(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, to_host: bool, kept: bool) -> None:
+        """Queue a copy. The queue does not keep the tensor on the device, as that of an accelerator does not.
+
+        Args:
+            to_host: which way.
+            kept: whether the memory of `source` is not used again before it has been read: what would is behind that.
+        """
+        self.delayed += 1
+        span = source.data_ptr(), source.data_ptr() + source.numel() * source.itemsize
+        with self.silence(), torch.no_grad():
+            self._poison(target)
+        on_device = _Weak(source if to_host else target, keep=kept)
+        host = target if to_host else source
+        self._targets.append(span)
+        del target, source
+
+        def run() -> None:
+            self._targets.remove(span)
+            with self.silence(), torch.no_grad():
+                other = on_device.tensor()
+                if other is None and to_host:
+                    self._poison(host)  # the memory has gone to somebody else
+                elif other is not None:
+                    (host if to_host else other).copy_(other if to_host else host)
+
+        stream.push(run)
+
+    def _poison(self, tensor: torch.Tensor) -> None:
+        start = tensor.data_ptr()
+        stop = start + tensor.numel() * tensor.itemsize
+        if tensor.is_contiguous() and not any(a < stop and start < b for a, b in self._targets):
+            tensor.reshape(-1).view(torch.uint8).fill_(POISON)
+
+    # What it is put in place of #
+
+    @contextmanager
+    def __call__(self) -> Iterator[Simulation]:
+        """Be the device of this process; the training thread enters."""
+        streams, before = self.streams, dict(room.KINDS)
+        resize, lazy_init = torch.UntypedStorage.resize_, FSDPCommContext.lazy_init
+
+        def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            with self.lock:
+                if storage.nbytes():
+                    self.memory.release(storage)
+                found = resize(storage, nbytes)
+                if nbytes:
+                    stream = streams.current()
+                    stream.launch()
+                    self.memory.allocate(storage, stream, "a gathered parameter", placed=True)
+            return found
+
+        def named(context: FSDPCommContext, device: torch.device) -> None:
+            lazy_init(context, device)
+            for name, stream in vars(context).items():
+                if isinstance(stream, Stream):
+                    stream.name = f"FSDP2's {name}"
+
+        room.open_device.cache_clear()
+        with ExitStack() as stack:
+            for name, value in {
+                "Stream": streams.make_stream,
+                "Event": streams.make_event,
+                "current_stream": streams.current,
+                "stream": streams.on,
+                "synchronize": streams.synchronize,
+            }.items():
+                stack.enter_context(patch.object(torch.cpu, name, value))
+            stack.enter_context(patch.object(torch.accelerator, "current_stream", streams.current))
+            stack.enter_context(patch.dict(room.KINDS, {"cpu": lambda name: SimulatedDevice(name, self)}))
+            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+            stack.enter_context(patch.object(FSDPCommContext, "lazy_init", named))
+            # The CPU reduces into memory of its own, which the host hands out; an accelerator does not.
+            stack.enter_context(patch.object(private, "reuse_reduce_buffers", lambda groups: lambda: None))
+            stack.enter_context(threads.followed(self))
+            stack.enter_context(_Mode(self))
+            try:
+                yield self
+            finally:
+                room.open_device.cache_clear()
+        assert before == room.KINDS
+
+
+class SimulatedDevice(AcceleratorDevice):
+    """The device of the package, over the simulated streams."""
+
+    def __init__(self, name: torch.device, simulation: Simulation) -> None:
+        super().__init__(name)
+        self._simulation = simulation
+
+    def enter_thread(self) -> None:
+        super().enter_thread()
+        self._simulation.enter_thread()
+
+    def stream(self, purpose: str) -> Stream:
+        stream = super().stream(purpose)
+        stream.name = f"the stream {purpose!r}"
+        return stream
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self._simulation.keep(tensor, stream)
+
+    def spare_bytes(self) -> int:
+        return 0  # what is used is set: `memory.device_bytes`
+
+    def pin(self, memory: memoryview, piece: int) -> Pinned:
+        owner = type(sys._getframe(1).f_locals.get("self")).__name__
+        with self._simulation.lock:
+            return self._simulation.memory.pin(memory, piece, f"memory of {owner}")
+
+
+class _Mode(TorchDispatchMode):
+    """Looks at every operation of a thread."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()
+        self._simulation = simulation
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = [kind for kind in types if kind not in (torch.Tensor, torch.nn.Parameter)]
+        if made and FakeTensor not in made:
+            return NotImplemented  # a tensor that is made of others: what it does with them comes here
+        if made or self._simulation.quiet:
+            return func(*args, **kwargs)
+        if func is aten.copy_.default and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking")):
+            self._simulation.copy(args[0], args[1])
+            return args[0]
+        reads, writes = _accesses(func, args, kwargs)
+        return self._simulation.operate(str(func), reads, writes, lambda: func(*args, **kwargs), waits=func in _WAITING)
+
+
+_ALLOCATING = {str(func) for func in _ONLY_ALLOCATE}
+
+
+def _plain(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among some values that have memory of their own."""
+    return [
+        value
+        for value in tree_leaves(values)
+        if type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and value.untyped_storage().nbytes()
+    ]
+
+
+def _accesses(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return what an operation reads and what it writes."""
+    if func in _WRITTEN_FIRST:
+        return _plain(args[1]), _plain(args[0])
+    if func in _CHANGED:
+        return _plain(args[0]), _plain(args[0])
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    for argument in func._schema.arguments:
+        if argument.name in given:
+            changed = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if changed else reads).extend(_plain(given[argument.name]))
+    if func in _ONLY_ALLOCATE:
+        return [], writes
+    return reads, writes
+
+
+class _Weak:
+    """A tensor whose memory is only referred to, unless it is to be kept."""
+
+    def __init__(self, tensor: torch.Tensor, *, keep: bool) -> None:
+        self._kept = tensor if keep else None
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._nbytes = tensor.untyped_storage().nbytes()
+
+    def tensor(self) -> torch.Tensor | None:
+        """Return it, or None where its memory has been given back."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None or storage.nbytes() < self._nbytes:
+            return None
+        return torch.empty(0, dtype=self._dtype).set_(storage, self._offset, self._size, self._stride)
+
+
+def simulation(kind: str, seed: int = 0, looks: int = LOOKS) -> AbstractContextManager[Simulation]:
+    """Return a context in which the CPU is a simulated device: ``order`` or ``late``, see `Simulation`."""
+    return Simulation(late=kind == "late", seed=seed, looks=looks)()
