@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import StallError
+from infinity.schedule.transfers import _WAITS
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
-from infinity.telemetry.metrics import CAUSES, PARTS, PHASES
+from infinity.telemetry.metrics import PARTS, PHASES
 from infinity.telemetry.timeline import Timeline
 
 
@@ -115,7 +116,7 @@ def test_what_a_commit_takes_belongs_to_no_step(clock):
 ACTIONS = st.recursive(
     st.one_of(
         st.tuples(st.just("enter"), st.sampled_from(PHASES)),
-        st.tuples(st.just("stall"), st.sampled_from(CAUSES)),
+        st.tuples(st.just("stall"), st.sampled_from(sorted(_WAITS))),
         st.just(("step", "")),
     ),
     lambda inner: st.one_of(
