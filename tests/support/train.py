@@ -23,6 +23,7 @@ import infinity
 from infinity.config import StorageConfig
 from infinity.errors import BudgetError
 from infinity.io import DataFile, Engine, Op, Ticket
+from infinity.units import parse_size
 from support import models
 from support.fault_engine import Fault, FaultEngine, FaultKind
 
@@ -85,12 +86,16 @@ class Recipe:
     model: str = "llama"
     policy: str = "bf16"
     clip: float | None = None
+    clips: str = "optimizer"
+    """Whose function clips: ``optimizer`` or ``torch``."""
     micro: int = 1
     sequences: int = 2
     slices: int = 0
     checkpointing: bool = False
     groups: bool = False
     evaluate: bool = False
+    edit: bool = False
+    """Whether weights are changed in place behind every evaluation."""
     optimizer: str = "adamw"
     reshard: bool = True
     steps: int = STEPS
@@ -112,6 +117,8 @@ class Paging:
     paths: int = 1
     page: int = PAGE
     cores: int = 1
+    device: int = 0
+    """Bytes of the device for weights; 0: what it has free."""
 
 
 @dataclass
@@ -192,23 +199,25 @@ def train(
             loss.backward()
             losses.append(loss.detach())
         if recipe.clip is not None:
-            norms.append(_clip(optimizer, model, recipe.clip))
+            norms.append(_clip(recipe, optimizer, model))
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
         optimizer.zero_grad()
         if recipe.evaluate and step % 3 == 1:
             evaluations.append(_evaluated(model, recipe.sequences, recipe.device))
+            if recipe.edit:
+                _edit(model)
     outcome.losses += [loss.item() for loss in losses]
     outcome.norms += [norm.item() for norm in norms]
     outcome.evaluations += [loss.item() for loss in evaluations]
 
 
-def _clip(optimizer: torch.optim.Optimizer, model: nn.Module, most: float) -> torch.Tensor:
-    if isinstance(optimizer, infinity.PagedOptimizer):
-        norm = optimizer.clip_grad_norm_(most)
+def _clip(recipe: Recipe, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.Tensor:
+    if isinstance(optimizer, infinity.PagedOptimizer) and recipe.clips == "optimizer":
+        norm = optimizer.clip_grad_norm_(recipe.clip)
     else:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
@@ -223,6 +232,14 @@ def _evaluated(model: nn.Module, sequences: int, device: str) -> torch.Tensor:
         loss = models.loss_of(model, batch(model, 999, sequences).to(device))
     model.train()
     return loss
+
+
+def _edit(model: nn.Module) -> None:
+    """Change weights of the first layer in place."""
+    with torch.no_grad():
+        for param in models.layers_of(model)[0].parameters():
+            if param.ndim > 1:
+                param.copy_(param * 0.5)
 
 
 @contextmanager
@@ -325,7 +342,7 @@ def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]
         path.mkdir(exist_ok=True)
     tree: dict[str, Any] = {
         "storage": {"paths": [str(path) for path in paths], "engine": paging.engine},
-        "memory": {"host_bytes": host, "page_bytes": paging.page},
+        "memory": {"host_bytes": host, "page_bytes": paging.page, "device_bytes": paging.device},
         "state": {"format": paging.format},
         "update": {"placement": paging.placement, "cores": paging.cores},
         "telemetry": {"runtime_dir": str(folder / "runtime")},
@@ -343,7 +360,7 @@ def least_host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Op
             tiny = Paging(page=page, format=paging.format)
             infinity.offload(model, optimizer, settings(Path(apart), tiny, page)).close()
         except BudgetError as error:
-            return int(re.search(r"the least is [^(]+\((\d+) pages", str(error))[1]) * page
+            return parse_size(re.search(r"set memory.host_bytes to (\w+) or more", str(error))[1])
     return page
 
 
