@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.device.cases import KINDS, STEPS, compared, ended_and_resumed
+from support.device.cases import STEPS, compared, ended_and_resumed
+from support.device.simulation import KINDS
 from support.ranks import RankPool
 from support.session import Session
 from support.tables import in_turn, one_of, variants

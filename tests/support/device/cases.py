@@ -11,10 +11,6 @@ from support.device.simulation import Simulation, simulation
 from support.session import Session
 from support.train import Outcome, Paging, Recipe, compare, in_memory, offloaded, train
 
-KINDS = ("order", "late")
-"""Simulated devices, see `Simulation`."""
-
-
 def compared(kind: str, recipe: Recipe, paging: Paging, folder: str) -> list[str]:
     """Train a recipe in memory and paged to a device; return what differs, and what was not ordered."""
     in_memory(recipe)  # on the CPU; from here on it is known

@@ -19,11 +19,14 @@ from torch.utils._pytree import tree_leaves
 from infinity.fsdp import private
 from infinity.memory import device as room
 from infinity.memory.device import AcceleratorDevice, Pinned
+from infinity.run import run
 from support.device import threads
 from support.device.clocks import Memory, Races
 from support.device.memory import MemoryMap
 from support.device.streams import LOOKS, Stream, Streams
 
+KINDS = {"order": (False, False), "late": (True, False), "order-updates": (False, True), "late-updates": (True, True)}
+"""Simulated devices: whether copies are late, and whether pages are updated there."""
 POISON = 0xEE
 aten, c10d = torch.ops.aten, torch.ops.c10d
 _ONLY_ALLOCATE = (
@@ -48,12 +51,13 @@ class Simulation:
         late: copies between pinned memory and the device happen when something that is ordered behind them does, and
             not before; until then their targets are poisoned. Otherwise they happen at once, which their order permits
             too.
+        updates: whether pages are updated on it.
         seed: of how often marks are looked at in vain.
         looks: a mark has been passed at the latest when it is looked at so often.
     """
 
-    def __init__(self, *, late: bool, seed: int = 0, looks: int = LOOKS) -> None:
-        self.late = late
+    def __init__(self, *, late: bool, updates: bool = False, seed: int = 0, looks: int = LOOKS) -> None:
+        self.late, self.updates = late, updates
         self.races = Races()
         self.streams = Streams(seed, looks)
         self.memory = MemoryMap(self.races, lambda: self.streams.thread.clock)
@@ -81,7 +85,7 @@ class Simulation:
 
     @property
     def host_only(self) -> bool:
-        """Whether this is a thread of the package, which computes on the host."""
+        """Whether this is a thread of the package, which computes on the host, but for what it gives a stream."""
         return getattr(self._local, "host_only", False)
 
     def enter_thread(self) -> None:
@@ -97,7 +101,7 @@ class Simulation:
         name: str,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
-        run: Callable[[], Any],
+        act: Callable[[], Any],
         *,
         waits: bool,
     ) -> Any:
@@ -107,7 +111,7 @@ class Simulation:
             name: of it.
             reads: what it reads.
             writes: what it changes; what it returns is found here.
-            run: does it.
+            act: does it.
             waits: whether the host has the result when it returns.
         """
         with self.lock:
@@ -115,9 +119,11 @@ class Simulation:
             read = [part for tensor in reads for part in self.memory.of(tensor)]
             written = [part for tensor in writes for part in self.memory.of(tensor)]
             used = [span.memory for span in (*read, *written)]
-            on_host = self.host_only or any(part.on_host for part in used)
+            aside = stream is not self.streams.default
+            there = self.host_only and aside  # numbers, such as counts of steps, are moved where they are needed
+            on_host = not there and (self.host_only or any(part.on_host for part in used))
             on_device = [part for part in used if part.owner is not None]
-            mine = not on_host and bool(on_device)
+            mine = not on_host and (bool(on_device) or there)
             if on_host and on_device and name == "aten.copy_.default":
                 mine, on_host, waits = True, False, True  # the device copies, and the host waits for it
             elif on_host:
@@ -125,7 +131,7 @@ class Simulation:
             stream.launch()
             if mine:
                 stream.run()
-        result = run()
+        result = act()
         known = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
         returned = _plain(result)
         fresh = [tensor for tensor in returned if tensor.untyped_storage()._cdata not in known]
@@ -270,6 +276,8 @@ class Simulation:
             stack.enter_context(patch.object(FSDPCommContext, "lazy_init", named))
             # The CPU reduces into memory of its own, which the host hands out; an accelerator does not.
             stack.enter_context(patch.object(private, "reuse_reduce_buffers", lambda groups: lambda: None))
+            chosen = patch.object(run, "choose_update_device", lambda *_: (self.updates, "the simulation says so"))
+            stack.enter_context(chosen)
             stack.enter_context(threads.followed(self))
             stack.enter_context(_Mode(self))
             try:
@@ -384,5 +392,6 @@ class _Weak:
 
 
 def simulation(kind: str, seed: int = 0, looks: int = LOOKS) -> AbstractContextManager[Simulation]:
-    """Return a context in which the CPU is a simulated device: ``order`` or ``late``, see `Simulation`."""
-    return Simulation(late=kind == "late", seed=seed, looks=looks)()
+    """Return a context in which the CPU is a simulated device: one of `KINDS`, see `Simulation`."""
+    late, updates = KINDS[kind]
+    return Simulation(late=late, updates=updates, seed=seed, looks=looks)()
