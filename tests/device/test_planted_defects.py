@@ -22,6 +22,8 @@ from support.tables import all_but
         "update: the training thread does not wait for it",
         "page: used while it is being read",
         "weights: computed with before their copy",
+        "update there: copied back before it has been computed",
+        "update there: no mark behind the copies back",
     ),
 )
 def test_a_planted_defect_is_found(name: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from support.device.simulation import Simulation, simulation
 from support.session import Session
 from support.train import Outcome, Paging, Recipe, compare, in_memory, offloaded, train
 
+
 def compared(kind: str, recipe: Recipe, paging: Paging, folder: str) -> list[str]:
     """Train a recipe in memory and paged to a device; return what differs, and what was not ordered."""
     in_memory(recipe)  # on the CPU; from here on it is known

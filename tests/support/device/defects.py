@@ -20,6 +20,7 @@ from infinity.memory.device import AcceleratorDevice
 from infinity.optim import fetch, gradients
 from infinity.optim.fetch import GradientFetcher
 from infinity.optim.gradients import Gradients
+from infinity.optim.on_device import DevicePages
 from infinity.schedule import cache, copies
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
@@ -49,12 +50,13 @@ class Defect:
     paging: Paging = LEAST
     looks: int = LOOKS
     """See `Streams`."""
+    kind: str = "order"
     run: Callable[[Recipe, Paging, Path], None] | None = None
     """What is done; by default the recipe is trained."""
 
     def found(self, folder: Path) -> list[str]:
         """Do it, and return what was not ordered; a training on wrong values may end with an error."""
-        with simulation("order", looks=self.looks) as device, self.change():
+        with simulation(self.kind, looks=self.looks) as device, self.change():
             try:
                 (self.run or _train)(self.recipe, self.paging, folder)
             except Exception:
@@ -237,6 +239,19 @@ def _staged_without_order(name: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _updated_without_order(name: str) -> Iterator[None]:
+    """Let one step of updates on the device, `bring` or `leave`, give marks that no stream waits for."""
+    mark, original = AcceleratorDevice.mark, getattr(DevicePages, name)
+
+    def changed(self: Any, *args: Any) -> Any:
+        with patch.object(AcceleratorDevice, "mark", lambda device, stream: _Late(mark(device, stream))):
+            return original(self, *args)
+
+    with patch.object(DevicePages, name, changed):
+        yield
+
+
 def _hasty(module: Any) -> AbstractContextManager[Any]:
     """Let a module take every mark for passed."""
     return patch.object(module, "wait", lambda *_, **__: True)
@@ -328,6 +343,24 @@ DEFECTS: dict[str, Defect] = {
         later=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
         earlier=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
         paging=Paging(arena="all"),
+    ),
+    "update there: before its pages are": Defect(
+        change=partial(_updated_without_order, "bring"),
+        later="(writes, the stream 'update')",
+        earlier="a copy to the device (writes, the stream 'in')",
+        kind="order-updates",
+    ),
+    "update there: copied back before it has been computed": Defect(
+        change=partial(_updated_without_order, "leave"),
+        later=f"a copy to the host (reads, {BACK})",
+        earlier="(writes, the stream 'update')",
+        kind="order-updates",
+    ),
+    "update there: no mark behind the copies back": Defect(
+        change=lambda: patch.object(DevicePages, "mark", lambda self: _Passed()),
+        later="an NVMe write from it|a copy to the device",
+        earlier=f"a copy to the host (writes, {BACK})",
+        kind="order-updates",
     ),
     "page: used while it is being read": Defect(
         change=partial(_without_wait, "read"),
