@@ -31,7 +31,7 @@ RECIPES = {
     "frozen-clip": Recipe(model="frozen", steps=4, clip=0.5),
     "tied": Recipe(model="tied", steps=4),
     "pure-bf16": Recipe(model="toy", steps=4, policy="pure_bf16"),
-    "gpt2": Recipe(model="gpt2", steps=3),
+    "groups": Recipe(model="toy", steps=4, groups=True),
 }
 PAGINGS = {
     "least-auto": Paging(arena="least"),
