@@ -27,6 +27,7 @@ RECIPES = {
     "edit-clip": Recipe(model="toy", steps=4, evaluate=True, edit=True, clip=0.5),
     "checkpointing": Recipe(model="toy", steps=4, checkpointing=True),
     "spare-clip": Recipe(model="spare", steps=4, clip=0.5),
+    "loose-clip": Recipe(model="loose", steps=4, clip=0.5),
     "repeated": Recipe(model="repeated", steps=4),
     "no-reshard": Recipe(model="toy", steps=4, reshard=False),
     "frozen-clip": Recipe(model="frozen", steps=4, clip=0.5),

@@ -98,6 +98,14 @@ class Spare(Toy):
         self.blocks[0].register_parameter("unused", nn.Parameter(torch.randn(900)))
 
 
+class Loose(Toy):
+    """A parameter of the root that no forward uses: its unit is not complete when backward ends."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.register_parameter("unused", nn.Parameter(torch.randn(900)))
+
+
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Return the loss of next-token prediction (of the same token, for a `Toy`)."""
     if isinstance(model, Toy):
@@ -156,6 +164,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "even": Even,
     "repeated": lambda: Toy(blocks=2, order=(0, 1, 0)),
     "spare": Spare,
+    "loose": Loose,
     "buffered": Buffered,
     "frozen": frozen,
 }
