@@ -32,7 +32,7 @@ RECIPES = {
     "no-reshard": Recipe(model="toy", steps=4, reshard=False),
     "frozen-clip": Recipe(model="frozen", steps=4, clip=0.5),
     "tied": Recipe(model="tied", steps=4),
-    "pure-bf16": Recipe(model="toy", steps=4, policy="pure_bf16"),
+    "pure-bf16": Recipe(steps=4, policy="pure_bf16"),
     "groups": Recipe(model="toy", steps=4, groups=True),
 }
 PAGINGS = {
