@@ -333,6 +333,13 @@ DEFECTS: dict[str, Defect] = {
         earlier=f"aten.clone.default (writes, {COMPUTATION})",
         recipe=Recipe(model="toy", steps=3, clip=1.0, clips="torch"),
     ),
+    "number: used on the device before it is there": Defect(
+        change=_numbers_without_order,
+        later="(reads, the stream 'update')",
+        earlier=f"aten.clone.default (writes, {COMPUTATION})",
+        recipe=Recipe(model="toy", steps=3, clip=1.0, clips="torch"),
+        kind="order-updates",
+    ),
     "weights: computed with before their copy": Defect(
         change=_gathered_on_another_stream,
         later=f"(reads, {COMPUTATION})",

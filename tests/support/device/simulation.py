@@ -88,6 +88,11 @@ class Simulation:
         """Whether this is a thread of the package, which computes on the host, but for what it gives a stream."""
         return getattr(self._local, "host_only", False)
 
+    @property
+    def updating(self) -> bool:
+        """Whether this is a thread of the package that has made a stream current: it computes on the device."""
+        return self.host_only and self.streams.current() is not self.streams.default
+
     def enter_thread(self) -> None:
         """Look at the operations of a thread of the package until it ends."""
         if threading.current_thread() is not threading.main_thread():
@@ -119,8 +124,7 @@ class Simulation:
             read = [part for tensor in reads for part in self.memory.of(tensor)]
             written = [part for tensor in writes for part in self.memory.of(tensor)]
             used = [span.memory for span in (*read, *written)]
-            aside = stream is not self.streams.default
-            there = self.host_only and aside  # numbers, such as counts of steps, are moved where they are needed
+            there = self.updating  # numbers, such as counts of steps, are moved where they are needed
             on_host = not there and (self.host_only or any(part.on_host for part in used))
             on_device = [part for part in used if part.owner is not None]
             mine = not on_host and (bool(on_device) or there)

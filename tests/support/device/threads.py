@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from support.device.simulation import Simulation
 
 Done = Callable[[Exception | None], None]
-_THERE = torch.device("meta")
-"""Stands for the device in `gradient._Number`, which looks up copies of numbers by where they are."""
+_HOST = torch.device("meta")
+"""Stands for the host in `gradient._Number`, which looks copies up by where they are: here both are "cpu"."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def followed(simulation: Simulation) -> Iterator[None]:
             (staging, "wait_for", partial(_wait, simulation)),
             (PageStore, "read", _transfer(simulation, PageStore.read, "an NVMe read into it", writes=True)),
             (PageStore, "write", _transfer(simulation, PageStore.write, "an NVMe write from it", writes=False)),
-            (gradient._Number, "__init__", _number(simulation, gradient._Number.__init__)),
+            (gradient._Number, "on", _number(simulation, gradient._Number.on)),
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield
@@ -157,12 +157,17 @@ def _transfer(simulation: Simulation, original: Any, what: str, *, writes: bool)
 
 
 def _number(simulation: Simulation, original: Any) -> Any:
-    def begin(number: Any, value: torch.Tensor) -> None:
-        original(number, value)
-        (made,) = number._copies.values()
-        number._copies = {_THERE: _OnDevice(simulation, made)}
+    def on(number: Any, device: torch.device) -> torch.Tensor:
+        if simulation.updating:
+            return original(number, device)
+        if _HOST not in number._copies:
+            value = number._copies[device]
+            number._copies = {device: _OnDevice(simulation, value)}
+            original(number, _HOST)
+            number._copies[device] = value
+        return number._copies[_HOST]
 
-    return begin
+    return on
 
 
 class _OnDevice:
