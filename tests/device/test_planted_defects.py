@@ -18,6 +18,7 @@ from support.tables import all_but
         "gradients: copied to pages before they are there",
         "gradients: dropped before the copy has ended",
         "number: copied to the thread of updates before it is there",
+        "number: used on the device before it is there",
         "staging: a slot is copied out of before it is filled",
         "update: the training thread does not wait for it",
         "page: used while it is being read",

@@ -378,6 +378,7 @@ DEFECTS: dict[str, Defect] = {
         change=partial(_without_wait, "copy", page=False),
         later="an NVMe write from it (reads, ",
         earlier=f"a copy to the host (writes, {BACK})",
+        recipe=Recipe(model="toy", steps=1),
         run=_flush_behind_copy,
         looks=100,
     ),
