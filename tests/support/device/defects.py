@@ -78,7 +78,13 @@ def _flush_behind_copy(recipe: Recipe, paging: Paging, folder: Path) -> None:
         page = next(page for page in run.layout.pages if page.role is Role.PARAM)
         back = run.device.stream("back")
         uses = (Use(page.index, Mode.UPDATE),)
-        with run.pager.access(uses, planned=False, copies=partial(run.device.mark, back)) as (content,):
+
+        def mark() -> Any:
+            behind = run.device.mark(back)
+            behind._event.delay(200)
+            return behind
+
+        with run.pager.access(uses, planned=False, copies=mark) as (content,):
             weights = section(content, page, run.layout, page.start, page.stop)
             run.device.copy(weights, weights.clone(), back)
         run.pager.flush()
@@ -380,7 +386,6 @@ DEFECTS: dict[str, Defect] = {
         earlier=f"a copy to the host (writes, {BACK})",
         recipe=Recipe(model="toy", steps=1),
         run=_flush_behind_copy,
-        looks=100,
     ),
     "staging: a slot is copied out of before it is filled": Defect(
         change=partial(_staged_without_order, "copied"),

@@ -141,6 +141,10 @@ class Event:
             self._looks = self._streams.chance.randrange(self._streams.looks)
         return self
 
+    def delay(self, looks: int) -> None:
+        """Let it be looked at so often in vain."""
+        self._looks = looks
+
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream wait for it."""
         (stream or self._streams.current()).wait_event(self)
