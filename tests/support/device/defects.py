@@ -76,6 +76,7 @@ def _flush_behind_copy(recipe: Recipe, paging: Paging, folder: Path) -> None:
         train(recipe, model, optimizer, Outcome())
         run = optimizer.run
         page = next(page for page in run.layout.pages if page.role is Role.PARAM)
+        run.pager.flush()  # when updates are still running, that is waited for before anything is written
         back = run.device.stream("back")
         uses = (Use(page.index, Mode.UPDATE),)
 
