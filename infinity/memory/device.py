@@ -207,8 +207,9 @@ class AcceleratorDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Queue a copy."""
+        back = self._is_host(target)
         with self._lock:
-            self._copied[self._is_host(target)] += target.nbytes
+            self._copied[back] += target.nbytes
         with self.on(stream):
             # With another dtype torch copies through memory of its own, and on the host does not wait for that copy.
             target.copy_(source.to(target.dtype), non_blocking=True)

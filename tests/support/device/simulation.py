@@ -310,6 +310,11 @@ class SimulatedDevice(AcceleratorDevice):
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         self._simulation.keep(tensor, stream)
 
+    def _is_host(self, tensor: torch.Tensor) -> bool:
+        low = tensor.data_ptr()
+        with self._simulation.lock:
+            return any(pinned.at(low, low + 1) for pinned in self._simulation.memory.pinned)
+
     def spare_bytes(self) -> int:
         return 0  # what is used is set: `memory.device_bytes`
 
