@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_bytes_over_the_link_are_the_predicted_ones(paging: Paging, kind: str, t
             counted.append(found(optimizer.run.stats.snapshot(), "link_bytes_total"))
         predicted = found(optimizer.run.stats.snapshot(), "plan_predicted_link_bytes_per_step")
     assert min(predicted) > 0
-    for before, after in zip(counted[2:], counted[3:], strict=False):
+    for before, after in pairwise(counted[2:]):
         for expected, first, last in zip(predicted, before, after, strict=True):
             assert last - first == pytest.approx(expected, rel=0.01)
 
