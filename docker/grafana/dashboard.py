@@ -149,8 +149,17 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
               f"sum by (run) (rate(training_tokens_total{_RATE}))", "{{run}}"),),
         ),
         Panel(
-            "Weights copied to the device", "Bps", "All ranks of a run.",
+            "Weights gathered", "Bps", "Copied into FSDP2's buffers by all ranks of a run.",
             ((f"sum by (run) (rate(gather_copied_bytes_total{_RATE}))", "{{run}}"),),
+        ),
+        Panel(
+            "Bytes per step over the link to the device", "bytes",
+            "What the plan predicts, and what was copied, both ways; nothing where the CPU computes.",
+            (
+                ("sum by (run, direction) (plan_predicted_link_bytes_per_step)", "{{run}} {{direction}} predicted"),
+                (f"sum by (run, direction) (rate(link_bytes_total{_RATE})) / on (run) group_left () "
+                 f"avg by (run) (rate(steps_total{_RATE}))", "{{run}} {{direction}} measured"),
+            ),
         ),
         Panel(
             "Errors, retries, departures from the plan, steps without update", "short",

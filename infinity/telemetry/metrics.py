@@ -146,7 +146,11 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank("io_inflight_requests", "gauge", "Requests submitted and not yet completed.", _OP),
     _rank("tier_used_bytes", "gauge", "Bytes of training state held in a tier.", _TIER, _ROLE),
     _rank("tier_capacity_bytes", "gauge", "Bytes a tier may hold for this rank.", _TIER),
-    _rank("gather_copied_bytes_total", "counter", "Bytes of weights copied from the host arena to the device."),
+    _rank(
+        "gather_copied_bytes_total",
+        "counter",
+        "Bytes of weights copied into the buffers of FSDP2.",
+    ),
     _rank(
         "link_bytes_total",
         "counter",

@@ -12,6 +12,7 @@ import pytest
 
 import infinity
 from infinity.errors import UnsupportedError
+from infinity.memory.device import CudaDevice, open_device
 from infinity.node import SOCKET_NAME
 from infinity_tools.doctor import accelerator, node
 from infinity_tools.doctor.finding import Finding
@@ -146,6 +147,10 @@ def test_host_registration(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert is_(machine.look(accelerator.host_registration), "ok", "no GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(CudaDevice, "_clear", lambda self: None)
+    open_device.cache_clear()
     given: list[object] = []
     for status, verdict in ((0, "ok"), (2, "warning")):
         cudart = SimpleNamespace(
@@ -154,6 +159,7 @@ def test_host_registration(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torch.cuda, "cudart", lambda cudart=cudart: cudart)
         assert is_(machine.look(accelerator.host_registration), verdict, "register")
     assert len(given) == 1, "what was registered is given back"
+    open_device.cache_clear()
 
 
 def test_collectives(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
