@@ -29,6 +29,9 @@ from infinity.schedule.placement import SLOTS, Placement, shard_bytes, staged_un
 from infinity.schedule.trace import Event, gather_accesses
 from infinity.telemetry.ledger import Ledger
 
+_LOOK_SECONDS = 0.5
+"""How often a thread that waits for copies to be on their way looks whether all has failed."""
+
 
 class _Part(NamedTuple):
     """What a shard has in one page."""
@@ -49,8 +52,8 @@ class _Slot:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory  # bytes
-        self.left: Mark | None = None  # behind the last copy out of it; None before there was one
-        self.copied: Future[Mark] | None = None  # the mark behind the copies into it, once the device has all of them
+        self.used: Mark | None = None  # behind all that was done with it; None before anything was
+        self.filled: Future[Mark] | None = None  # the mark behind the copies into it, once the device has all of them
 
 
 class Staging:
@@ -106,13 +109,18 @@ class Staging:
         """Whether the weights of a unit are staged."""
         return unit in self._staged
 
+    def has_room(self, unit: int) -> bool:
+        """Whether there is a slot for a unit: off the plan, what was staged and is not gathered keeps its own."""
+        return unit in self._own or bool(self._free)
+
     def stage(self, unit: int) -> None:
         """Begin to copy the weights of a unit; their place in the plan is taken here. Raises as `Pager.lease`."""
         if self._thread is None:
             raise InfinityError("there are no slots to stage weights in")
         slot = self._own.get(unit) or self._free.popleft()
         self._staged[unit] = slot
-        slot.copied = self._thread.submit(self._fill, slot, self._parts(unit))
+        slot.filled = self._thread.submit(self._fill, slot.memory, slot.used, self._parts(unit))
+        slot.used = None
 
     def _parts(self, unit: int) -> deque[_Part]:
         """Lease the pages of a unit, shard by shard, as `gather_accesses` has them."""
@@ -124,21 +132,32 @@ class Staging:
             placed = self._layout.shards[shard]
             pages = self._layout.segments[placed.segment].param_pages
             for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.padded):
-                lease = self._pager.lease(next(accesses), threaded=True, copies=mark)
+                lease = self._pager.lease(next(accesses), threaded=True, copies=mark, ahead=True)
                 parts.append(_Part(lease, page, placed, first, last, offset))
             offset += shard_bytes(self._layout, shard)
         return parts
 
-    def _fill(self, slot: _Slot, parts: deque[_Part]) -> Mark:
-        """Give the device all copies into a slot; return the mark behind them. In the thread."""
+    def _fill(self, memory: torch.Tensor, used: Mark | None, parts: deque[_Part]) -> Mark:
+        """Give the device all copies into the memory of a slot; return the mark behind them. In the thread.
+
+        Args:
+            used: behind what was done with the memory before.
+        """
+        try:
+            return self._copy_in(memory, used, parts)
+        except Exception as error:
+            self._pager.fail(error)  # leases are left that will not be returned: nobody is to wait for them
+            raise
+
+    def _copy_in(self, memory: torch.Tensor, used: Mark | None, parts: deque[_Part]) -> Mark:
         stream = self._device.stream("stage")
-        if slot.left is not None:
-            slot.left.before(stream)
+        if used is not None:
+            used.before(stream)
         while parts:
             part = parts.popleft()
             dtype = torch_dtype(self._layout.segments[part.placed.segment].format.param)
             begin = part.offset + (part.first - part.placed.start) * dtype.itemsize
-            target = slot.memory[begin : begin + (part.last - part.first) * dtype.itemsize].view(dtype)
+            target = memory[begin : begin + (part.last - part.first) * dtype.itemsize].view(dtype)
             with part.lease as (content,):
                 source = section(content, part.page, self._layout, part.first, part.last)
                 self._device.copy(target, source, stream)
@@ -152,32 +171,34 @@ class Staging:
         """
         unit = self._layout.shards[shard].unit
         slot, stream = self._staged[unit], self._device.current()
-        self._copied(slot).before(stream)
+        self._filled(slot).before(stream)
         shards = self._layout.unit_shards[unit]
         begin = sum(shard_bytes(self._layout, before) for before in shards[: shards.index(shard)])
         destination.copy_(slot.memory[begin : begin + destination.nbytes].view(destination.dtype))
         if self._layout.ends_unit(shard):
-            slot.left = self._device.mark(stream)
+            slot.used = self._device.mark(stream)
             if unit not in self._own:
                 del self._staged[unit]
                 self._free.append(slot)
 
-    def _copied(self, slot: _Slot) -> Mark:
-        """Wait until all copies into a slot are on their way; the thread's own waits have time limits."""
-        assert slot.copied is not None
-        if not slot.copied.done():
+    def _filled(self, slot: _Slot) -> Mark:
+        """Wait until all copies into a slot are on their way. Raises what kept them, or the first error."""
+        assert slot.filled is not None
+        if not slot.filled.done():
             began = time.perf_counter()
-            wait_for([slot.copied])
+            while not wait_for([slot.filled], _LOOK_SECONDS).done:
+                if self._pager.failure is not None:
+                    raise self._pager.failure
             self._ledger.stalled("read", -1, time.perf_counter() - began)
-        return slot.copied.result()
+        return slot.filled.result()
 
     def drop(self, unit: int | None = None) -> None:
         """Forget what is staged of one unit, or of all: its weights are about to change."""
         for index in [unit] if unit is not None else list(self._staged):
             slot = self._staged.pop(index, None)
             if slot is not None:
-                with suppress(Exception):  # that of its pages: whoever needs them next gets it
-                    slot.left = self._copied(slot)
+                with suppress(Exception):  # the pager has it too: whoever asks for a page next gets it
+                    slot.used = slot.used or self._filled(slot)
                 if index not in self._own:
                     self._free.append(slot)
 

@@ -73,7 +73,7 @@ class Device(Protocol):
         """Let operations of this thread go to a stream."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy between host and device, in either direction; both contiguous and of one shape."""
+        """Copy between host and device, in either direction; of one shape, and contiguous on the host."""
 
     def take_copied(self) -> tuple[int, int]:
         """Return the bytes that were copied to it and from it since the last call."""

@@ -262,14 +262,19 @@ class Gradients:
         # What was written into gradients before backward is stored; then the sum is too, and `step()` uses it.
         in_backward = unit in self._planner.placement.in_backward and unit not in self._stored
         with torch.no_grad(), record_function(f"infinity::gradients ({name})"):
-            grads = {shard: gradient.held.reshape(-1) for shard, gradient in arrivals.items()}  # type: ignore[union-attr]
+            held = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
+            copied = not all(values.is_contiguous() for values in held.values())
+            if copied or not in_backward:
+                self._take_over(arrived, held.values())
+            grads = {shard: values.reshape(-1) for shard, values in held.items()}
+            if copied:
+                arrived = (self._device.mark(self._device.current()),)
             if in_backward:
                 self._recording.gradients(unit, self._components.get(unit, 1))
                 self._updates.begin_in_backward(unit, grads, arrived)  # may refuse: then nothing is used up
                 for gradient in arrivals.values():
                     gradient.end(USED_IN_BACKWARD)
             else:
-                self._take_over(arrived, grads.values())
                 self._store(unit, arrivals)
 
     def _take_over(self, arrived: Iterable[Mark], grads: Iterable[torch.Tensor]) -> None:

@@ -15,15 +15,21 @@ from typing import Any
 
 import torch
 
+from infinity.budget import widest_access
 from infinity.content.layout import Layout
 from infinity.errors import StallError
 from infinity.memory.device import Device, Mark, wait
-from infinity.optim.fetch import Slices
+from infinity.optim.fetch import TOGETHER, Slices
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Access
 
 _BATCHES = 2
 """Batches of ranges that are on the device at once: one is copied there while the other is updated or copied back."""
+
+
+def most_bytes(layout: Layout) -> int:
+    """Return how much of the device updates take at most: batches, and what the optimizer makes beside one."""
+    return (_BATCHES + 1) * TOGETHER * widest_access(layout) * layout.page_bytes
 
 
 class DevicePages:
@@ -110,8 +116,11 @@ class DevicePages:
         self._device.mark(self._device.stream("update")).before(self._device.current())
 
     def mark(self) -> Mark:
-        """Return a mark behind all copies back so far."""
-        return self._device.mark(self._device.stream("back"))
+        """Return a mark behind all that was done with pages so far: an update that has failed has not copied back."""
+        back = self._device.stream("back")
+        for purpose in ("in", "update"):
+            self._device.mark(self._device.stream(purpose)).before(back)
+        return self._device.mark(back)
 
     def _wait(self, mark: Mark) -> None:
         if not wait(mark, self._pager.timeout, lambda: self._pager.failure is not None):

@@ -23,6 +23,7 @@ from infinity.memory.heap import FreedMemory
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.gradients import Gradients
 from infinity.optim.kernel import Scalars
+from infinity.optim.on_device import most_bytes
 from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
@@ -33,6 +34,9 @@ from infinity.schedule.trace import Event
 from infinity.telemetry.ledger import Ledger, StepRecord
 
 _log = logging.getLogger("infinity")
+_MOST_BEHIND = 2
+"""Units whose updates in backward may not have ended when the weights of another one are on the device already: nothing
+else keeps the training thread from going on, and gradients from taking the device's memory."""
 
 
 class StepRunner:
@@ -65,14 +69,14 @@ class StepRunner:
         Args:
             device: what computes.
             staging: brings weights to it ahead of their gather.
+            device_bytes: memory of the device for those; 0: what it has free behind the first step, less a margin.
             update_on_device: whether pages are updated there.
-            device_bytes: memory of the device for that; 0: what it has free behind the first step, less a margin.
             freed: is told when a unit begins.
             parameters: by shard.
         """
         self._layout, self._pager, self._worker, self._given = layout, pager, worker, given
         self._device, self._staging, self._device_bytes = device, staging, device_bytes
-        self._on_device = update_on_device
+        self._update_on_device = update_on_device
         self._ledger, self._freed = ledger, freed
         self.planner = planner
         """Where updates run, and the plan."""
@@ -130,6 +134,8 @@ class StepRunner:
             # done with. A unit that it does use again in the same backward gets a second gradient, which is refused.
             if not private.in_backward() or private.backward_number() != self._backward:
                 self._check_weights(unit)
+            if private.in_backward() and self._staging.has(unit):
+                self.updates.bound(_MOST_BEHIND)
             self._recording.gather(unit)
             self.updates.run_pending(unit)
         return training
@@ -140,7 +146,8 @@ class StepRunner:
             self.updates.run_reduced()
             self.updates.run_due(self._layout.shards[shard].unit)
             following = self.planner.to_stage(self._recording.events)
-            if following >= 0 and not self._staging.has(following) and following not in self.updates.begun:
+            wanted = following >= 0 and following not in self.updates.begun
+            if wanted and not self._staging.has(following) and self._staging.has_room(following):
                 self.updates.run_pending(following)
                 self._staging.stage(following)
 
@@ -281,12 +288,10 @@ class StepRunner:
     def _choose(self, events: tuple[Event, ...], late: bool) -> None:
         """Choose placement and plan, and have the slots on the device that they need."""
         planner = self.planner
-        if planner.recording or planner.plan is None:
-            planner.device_bytes = self._device_bytes or self._device.spare_bytes()
+        if self._device.asynchronous and (planner.recording or planner.plan is None):
+            spare = self._device.spare_bytes() - (most_bytes(self._layout) if self._update_on_device else 0)
+            planner.device_bytes = self._device_bytes or max(0, spare)
         planner.choose(events, late)
-        if self._device.asynchronous and events != planner.events:
-            traffic = link_traffic(events, self._layout, planner.placement, update_on_device=self._on_device)
-            self._ledger.predicted_link(*traffic)
         try:
             self._staging.provide(planner.placement, events)
         except torch.OutOfMemoryError:
@@ -294,6 +299,9 @@ class StepRunner:
             planner.device_bytes = 0
             planner.choose(events, late)
             self._staging.provide(planner.placement, events)
+        if self._device.asynchronous and events != planner.events:
+            traffic = link_traffic(events, self._layout, planner.placement, update_on_device=self._update_on_device)
+            self._ledger.predicted_link(*traffic)
 
     def _begin(self) -> None:
         """Begin a step: nothing was gathered, and no gradients have arrived."""
@@ -325,13 +333,13 @@ class StepRunner:
         Updates that are left to the next forward do not run. No step can be taken afterwards.
         """
         self.updates.drain()
+        self._staging.close()  # before the worker: what it copies may wait for updates that are queued
         self._worker.close()
-        self._staging.close()
         self._pager.drain()
 
     def close(self) -> None:
         """End the worker; updates that have not begun are dropped. Gradients are gone."""
+        self._staging.close()  # before the worker: what it copies may wait for updates that are queued
         self._worker.close()
-        self._staging.close()
         self.updates.close()
         self._gradients.close()

@@ -13,8 +13,11 @@ arithmetic runs on the worker's thread, in the same order. Whoever needs one of 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -36,6 +39,11 @@ from infinity.optim.worker import UpdateWorker
 from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.trace import Event, range_access, update_order
 from infinity.telemetry.ledger import Ledger
+
+_LOOK_SECONDS = 0.5
+"""How often `bound` looks whether all has failed."""
+_SUBMITTED = 1024
+"""Updates that are remembered: more than there are units whose gradients a device has room for."""
 
 
 class _Range(NamedTuple):
@@ -80,6 +88,8 @@ class Updates:
         """How many steps were taken, those before a resumed commit too."""
         self.begun: dict[int, Update] = {}
         """By unit, its update in backward of the step that is running."""
+        self._submitted: deque[Future[None] | None] = deque(maxlen=_SUBMITTED)
+        """What ends with each of the last updates, in order; None where it ran at once."""
         self._reduced = -1  # unit whose gradients came in last, and whose update in backward is still to be run; or -1
         self._pending: dict[int, Update] = {}  # by unit, what is left of its update after the step
         self._due: dict[int, int] = {}  # by unit that is gathered, the pending one to be updated then
@@ -183,6 +193,22 @@ class Updates:
             self.run_pending(unit)
         self.drain()
 
+    def bound(self, most: int) -> None:
+        """Wait until at most so many updates have been submitted and have not ended. Raises the first error."""
+        began = time.perf_counter()
+        waited = False
+        while len(self._submitted) > most:
+            job = self._submitted[0]
+            if job is not None and not job.done():
+                waited = True
+                wait_for([job], _LOOK_SECONDS)
+                if self._pager.failure is not None:
+                    raise self._pager.failure
+            else:
+                self._submitted.popleft()
+        if waited:
+            self._ledger.stalled("update", -1, time.perf_counter() - began)
+
     def close(self) -> None:
         """Let go of the memory for gradients; the worker has ended."""
         if self._fetcher is not None:
@@ -208,7 +234,7 @@ class Updates:
                 copies = self._on_device.mark if self._on_device is not None else None
                 lease = self._pager.lease(access, threaded=self._worker.threaded, copies=copies)
                 ranges.append(_Range(segment, segment.ranges[position], lease))
-            self._worker.submit(partial(self._update, update, ranges))
+            self._submitted.append(self._worker.submit(partial(self._update, update, ranges)))
 
     def _update(self, update: Update, ranges: deque[_Range]) -> None:
         """Update ranges in order: one that is waited for, and with it those behind it that are there."""

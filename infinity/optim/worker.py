@@ -34,12 +34,17 @@ class UpdateWorker:
         """Whether updates run on a thread of their own."""
         return self._thread is not None
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job`, behind those that were submitted before. Raises its error if it runs at once."""
+    def submit(self, job: Callable[[], None]) -> Future[None] | None:
+        """Run `job`, behind those that were submitted before. Raises its error if it runs at once.
+
+        Returns:
+            What ends when it has run; None where it has.
+        """
         if self._thread is None:
             self._run(job)
-        else:
-            self._last = self._thread.submit(self._run, job)
+            return None
+        self._last = self._thread.submit(self._run, job)
+        return self._last
 
     def _run(self, job: Callable[[], None]) -> None:
         try:

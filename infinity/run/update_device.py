@@ -41,7 +41,9 @@ def choose_update_device(
     wanted = settings.update.device
     encoded = any(segment.format.encoded for segment in layout.segments if segment.trainable)
     if wanted == "cuda" and device.name.type != "cuda":
-        raise ConfigError('update.device = "cuda", but the model is on the CPU; set "auto", or move it to a GPU')
+        raise ConfigError(
+            f'update.device = "cuda", but the model is on "{device.name.type}"; set "auto", or move it to a GPU'
+        )
     if wanted == "cuda" and encoded:
         raise ConfigError(
             f'update.device = "cuda" is for state.format = "fp32"; "{settings.state.format}" is updated on the CPU'
@@ -66,25 +68,25 @@ def _seconds_on_device(device: Device) -> float:
     host = torch.frombuffer(memory, dtype=torch.uint8)
     stream = device.stream("in")
     there = torch.empty(_COPIED, dtype=torch.uint8, device=device.name)
-    try:
-        seconds = []
-        for _ in range(3):
-            began = time.perf_counter()
-            device.copy(there, host, stream)
-            device.copy(host, there, stream)
-            if not wait(device.mark(stream), _PATIENCE):
-                raise StallError(f"waited {_PATIENCE:.0f} s for the device to copy {_COPIED} bytes")
-            seconds.append(time.perf_counter() - began)
-    finally:
-        pinned.close()
+    device.mark(device.current()).before(stream)  # behind what the memory was used for before
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        device.copy(there, host, stream)
+        device.copy(host, there, stream)
+        if not wait(device.mark(stream), _PATIENCE):  # the memory stays registered: the device may still be at it
+            raise StallError(f"waited {_PATIENCE:.0f} s for the device to copy {_COPIED} bytes")
+        seconds.append(time.perf_counter() - began)
+    pinned.close()
+    device.take_copied()  # is no part of a step
     return min(seconds) / (2 * _COPIED) * _MOVED
 
 
 def _seconds_on_host(worker: UpdateWorker) -> float:
-    """Return how long one parameter takes on the cores of updates, with torch's AdamW."""
+    """Return how long one parameter takes on the cores of updates, with the fastest AdamW that torch has for them."""
     param = torch.nn.Parameter(torch.zeros(_ELEMENTS))
     param.grad = torch.ones(_ELEMENTS)
-    optimizer = torch.optim.AdamW([param])
+    optimizer = torch.optim.AdamW([param], fused=True)
     seconds: list[float] = []
 
     def step() -> None:

@@ -55,6 +55,10 @@ class Cursor:
         """Whether the window reaches as far as the next access."""
         return self._claimed >= self.position
 
+    def reaches(self, access: PlannedAccess) -> bool:
+        """Whether the window reaches as far as an access."""
+        return self._claimed >= access.position
+
     @property
     def between_steps(self) -> bool:
         """Whether a step has ended, and none begun."""

@@ -38,7 +38,7 @@ class PageState:
     landing: int = 0
     """Copies from a device into it that have not ended: its bytes mean nothing yet."""
     pins: int = 0
-    """Accesses and held leases that use it at this moment, and copies to a device that have not ended."""
+    """Accesses and held leases that use it at this moment, and copies to a device or from it that have not ended."""
     claims: int = 0
     """Uses inside the plan's window; where the plan keeps a page, the last use leaves its claim for the next one."""
     resident: bool = False

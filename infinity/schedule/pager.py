@@ -30,11 +30,12 @@ from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfe
 
 
 class Lease:
-    """Pages that an update holds later, for the length of a `with` block; their place in the plan is taken now.
+    """Pages that are held later, for the length of a `with` block; their place in the plan is taken now.
 
-    Life cycle: made by `Pager.lease`, on the training thread, which never waits there; held between `__enter__` (or
-    `hold_at_once`) and `__exit__`, by the thread of updates or, where there is none, by the training thread, one lease
-    after the other in the order in which they were made; then returned. From making to return the training thread waits
+    An update has leases, and so has what copies weights to a device ahead of their gather. Life cycle: made by
+    `Pager.lease`, on the training thread, which never waits there; held between `__enter__` (or `hold_at_once`) and
+    `__exit__`, each kind by a thread of its own or, where updates have none, by the training thread, one lease after
+    the other in the order in which they were made; then returned. From making to return the training thread waits
     before it uses one of the pages. If `__enter__` raises, the lease is never returned: from then on every wait raises
     the first error. Nothing changes after it has been made.
     """
@@ -64,7 +65,7 @@ class Lease:
 
     def __enter__(self) -> list[memoryview]:
         """Wait for the pages; return them as `Pager.access` does. Raises what that raises."""
-        return self._pager._acquire_lease(self.uses, self._behind, threaded=self._threaded)
+        return self._pager._acquire_lease(self.uses, self._behind, self._cursor, self._access, threaded=self._threaded)
 
     def __exit__(self, *exception: object) -> None:
         """Return the pages."""
@@ -116,6 +117,8 @@ class Pager:
         self._cursor: Cursor | None = None
         """Where the step is in it; None while none is followed. Changed by `install`, `begin_step`, `drain`, and by an
         access or lease that departs from the plan."""
+        self._waiting = 0
+        """Leases that wait for the window to come to them; changed by the thread that does."""
         self.leases = 0
         """Leases that have been made and not returned; changed by the threads that do either."""
 
@@ -144,16 +147,19 @@ class Pager:
         finally:
             self._release(uses, planned=planned, mark=copies() if copies else None)
 
-    def lease(self, uses: Access, *, threaded: bool, copies: Callable[[], Mark] | None = None) -> Lease:
+    def lease(
+        self, uses: Access, *, threaded: bool, copies: Callable[[], Mark] | None = None, ahead: bool = False
+    ) -> Lease:
         """Take the place of `uses` in the plan now, to hold the pages later; leases of one thread are held in order.
 
-        One with `copies` waits, when it is held, for those that were made before on its pages: another thread holds
-        them, and changes the pages.
 
         Args:
             uses: as for `access`.
             threaded: whether another thread holds them, whose waits are no stalls of the training thread.
             copies: as for `access`.
+            ahead: whether it is for a gather that is still to come. It is held when those have been returned that were
+                made before on its pages, which another thread holds and changes, and when the window has come to it:
+                the training thread, which waits for it, goes no further ahead of updates than that.
 
         Raises:
             CorruptPageError, StorageError, StallError: something has failed before.
@@ -164,8 +170,7 @@ class Pager:
             access = cursor.take(uses) if cursor is not None else None
             self.leases += 1
             states = [self._frames.pages[use.page] for use in uses]
-            # Those of updates are held in their order anyway, by one thread.
-            behind = [state.returned + state.leases for state in states] if copies is not None else ()
+            behind = [state.returned + state.leases for state in states] if ahead else ()
             for state in states:
                 state.leases += 1
         return Lease(self, uses, cursor, access, behind=behind, threaded=threaded, copies=copies)
@@ -289,24 +294,50 @@ class Pager:
             self._cache.release(uses, mark)
             cursor = self._cursor if planned else None
             self._end(uses, cursor, cursor.take(uses) if cursor is not None else None)
+            if self._waiting:
+                self._transfers.lock.notify_all()
 
-    def _acquire_lease(self, uses: Access, behind: Sequence[int], *, threaded: bool) -> list[memoryview]:
+    def _acquire_lease(
+        self,
+        uses: Access,
+        behind: Sequence[int],
+        cursor: Cursor | None,
+        access: PlannedAccess | None,
+        *,
+        threaded: bool,
+    ) -> list[memoryview]:
         """Acquire the pages of a lease.
 
         Args:
-            behind: by use, how many leases of its page are to have been returned, ever; empty where nobody cares.
+            behind: of one for a gather: by use, how many leases of its page are to have been returned, ever.
+            cursor, access: its place in the plan.
         """
         with self._transfers.lock:
             for use, before in zip(uses, behind, strict=False):
                 state = self._frames.pages[use.page]
                 left = partial(_has_returned, state, before)
                 self._transfers.wait(left, "update", use.page, threaded=threaded)
+            if behind and cursor is not None and access is not None:
+                # The oldest access that has not ended is always inside of the window, so it comes to this one.
+                reached = partial(self._has_reached, cursor, access)
+                self._waiting += 1
+                try:
+                    self._transfers.wait(reached, "update", uses[0].page, threaded=threaded)
+                finally:
+                    self._waiting -= 1
             self._cache.acquire_lease(uses, threaded=threaded)
         return self._contents(uses)
 
+    def _has_reached(self, cursor: Cursor, access: PlannedAccess) -> bool:
+        """Whether the window has come to an access, or the plan in which it has its place is not followed any more."""
+        return cursor is not self._cursor or cursor.reaches(access)
+
     def _acquire_at_once(self, uses: Access, *, threaded: bool) -> list[memoryview] | None:
         with self._transfers.lock:
-            return self._acquire_lease(uses, (), threaded=threaded) if self._cache.can_acquire(uses) else None
+            if not self._cache.can_acquire(uses):
+                return None
+            self._cache.acquire_lease(uses, threaded=threaded)
+        return self._contents(uses)
 
     def _release_lease(
         self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None, mark: Mark | None

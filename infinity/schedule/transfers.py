@@ -1,9 +1,10 @@
 """Reads and writes of pages that are in flight, what waits for them, and the first thing that went wrong.
 
 [Note: the one lock] All that the pager knows (here and in `Frames`, `Cache`, `Cursor`, leases) is read and changed
-under one lock, `Transfers.lock`. Who takes it: the training thread, the thread of updates, and the store's threads when
-a transfer ends. A thread may take it again: a read may have ended before `read` of the store returns. Content is never
-copied under it, and no device is waited for: see `Copies`.
+under one lock, `Transfers.lock`. Who takes it: the training thread, the thread of updates, those that copy to a device
+and wait for its copies, the one that listens to other ranks, and the store's threads when a transfer ends. A thread may
+take it again: a read may have ended before `read` of the store returns. Content is never copied under it, and no device
+is waited for: see `Copies`.
 """
 
 from __future__ import annotations

@@ -231,17 +231,12 @@ def _numbers_without_order() -> Iterator[None]:
 @contextmanager
 def _staged_without_order(name: str) -> Iterator[None]:
     """Let a slot be filled again, or copied out of, without waiting for the stream that uses it."""
-    if name == "left":
+    if name == "used":
         fill = Staging._fill
-
-        def filled(self: Any, slot: Any, parts: Any) -> Any:
-            slot.left = None
-            return fill(self, slot, parts)
-
-        change = patch.object(Staging, "_fill", filled)
+        change = patch.object(Staging, "_fill", lambda self, memory, used, parts: fill(self, memory, None, parts))
     else:
-        copied = Staging._copied
-        change = patch.object(Staging, "_copied", lambda self, slot: _Late(copied(self, slot)))
+        filled = Staging._filled
+        change = patch.object(Staging, "_filled", lambda self, slot: _Late(filled(self, slot)))
     with change:
         yield
 
@@ -389,13 +384,13 @@ DEFECTS: dict[str, Defect] = {
         run=_flush_behind_copy,
     ),
     "staging: a slot is copied out of before it is filled": Defect(
-        change=partial(_staged_without_order, "copied"),
+        change=partial(_staged_without_order, "filled"),
         later=f"aten.copy_.default (reads, {COMPUTATION})",
         earlier="a copy to the device (writes, the stream 'stage')",
         paging=Paging(arena="least", device=256 << 10),
     ),
     "staging: a slot is filled before it has been copied out of": Defect(
-        change=partial(_staged_without_order, "left"),
+        change=partial(_staged_without_order, "used"),
         later="a copy to the device (writes, the stream 'stage')",
         earlier=f"aten.copy_.default (reads, {COMPUTATION})",
         paging=Paging(arena="least", device=120 << 10),  # two slots, and nothing that is kept

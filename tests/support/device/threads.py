@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 
 from infinity.fsdp import gradient, staging
-from infinity.optim import worker
+from infinity.optim import updates, worker
 from infinity.schedule import transfers
 from infinity.store.pages import PageStore
 from support.device.clocks import Actor, Clock, merge
@@ -40,6 +40,7 @@ def followed(simulation: Simulation) -> Iterator[None]:
             (worker, "wait", partial(_wait, simulation)),
             (staging, "ThreadPoolExecutor", partial(_Executor, simulation)),
             (staging, "wait_for", partial(_wait, simulation)),
+            (updates, "wait_for", partial(_wait, simulation)),
             (PageStore, "read", _transfer(simulation, PageStore.read, "an NVMe read into it", writes=True)),
             (PageStore, "write", _transfer(simulation, PageStore.write, "an NVMe write from it", writes=False)),
             (gradient._Number, "on", _number(simulation, gradient._Number.on)),
@@ -130,12 +131,12 @@ class _Executor(ThreadPoolExecutor):
         self._simulation.streams.thread.follow(self._ended)
 
 
-def _wait(simulation: Simulation, futures: Iterable[Future[Any]]) -> None:
+def _wait(simulation: Simulation, futures: Iterable[Future[Any]], timeout: float | None = None) -> Any:
     """Wait for jobs, as `concurrent.futures.wait`."""
-    listed = list(futures)
-    wait(listed)
-    for future in listed:
+    found = wait(list(futures), timeout)
+    for future in found.done:
         simulation.streams.thread.follow(future.clock)  # type: ignore[attr-defined]
+    return found
 
 
 def _transfer(simulation: Simulation, original: Any, what: str, *, writes: bool) -> Any:
