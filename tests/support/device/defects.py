@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from infinity.optim import fetch, gradients
 from infinity.optim.fetch import GradientFetcher
 from infinity.optim.gradients import Gradients
 from infinity.optim.on_device import DevicePages
+from infinity.optim.update import Update
 from infinity.schedule import cache, copies
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
@@ -127,6 +129,19 @@ def _without_wait(cause: str, *, page: bool = True) -> AbstractContextManager[An
             wait(transfers, ready, why, of, **settings)
 
     return patch.object(Transfers, "wait", hasty)
+
+
+@contextmanager
+def _without_wait_for_updates() -> Iterator[None]:
+    """Let the training thread go on beside updates, which take long enough for it to come to their pages."""
+    run = Update.run
+
+    def slow(update: Any, ranges: Any) -> None:
+        time.sleep(0.02)
+        run(update, ranges)
+
+    with _without_wait("update"), patch.object(Update, "run", slow):
+        yield
 
 
 @contextmanager
@@ -348,7 +363,7 @@ DEFECTS: dict[str, Defect] = {
         earlier="a copy to the device (writes, the stream 'aside')",
     ),
     "update: the training thread does not wait for it": Defect(
-        change=partial(_without_wait, "update"),
+        change=_without_wait_for_updates,
         later=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
         earlier=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
         paging=Paging(arena="all"),
