@@ -1,0 +1,45 @@
+"""Steps that use other units than the plan expects: what is staged and not gathered is no harm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import models
+from support.device.cases import troubles
+from support.device.simulation import KINDS, simulation
+from support.tables import one_of, variants
+from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded
+
+RECIPE = Recipe(model="even")
+ORDERS = (*[tuple(range(6))] * 3, (0, 2, 4), (1, 3, 5), (5, 4, 3, 2, 1, 0), (0, 2, 1, 4, 3), *[tuple(range(6))] * 2)
+PAGINGS = {
+    "staged": Paging(arena="least", device=600 << 10),
+    "kept": Paging(arena="least", placement="in_forward", device=64 << 20),
+}
+
+
+def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Train one step for each order of the blocks."""
+    losses = []
+    for number, order in enumerate(ORDERS):
+        model.order = order  # type: ignore[assignment]
+        loss = models.loss_of(model, batch(model, number))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("paging", "kind"), one_of(2, variants(PAGINGS, {kind: kind for kind in KINDS})))
+def test_layers_that_are_left_out_or_come_in_another_order(paging: Paging, kind: str, tmp_path: Path) -> None:
+    """The losses of training in memory, and nothing is unordered."""
+    reference = build(RECIPE)
+    expected = losses_of(reference, make_optimizer(RECIPE, reference))
+    with simulation(kind) as device:
+        with offloaded(RECIPE, paging, tmp_path) as (model, optimizer):
+            assert losses_of(model, optimizer) == expected
+        assert troubles(device) == []
