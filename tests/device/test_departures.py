@@ -14,17 +14,19 @@ from support.tables import one_of, variants
 from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded
 
 RECIPE = Recipe(model="even")
+FULL = tuple(range(6))
 ORDERS = (
-    *[tuple(range(6))] * 3,
+    *[FULL] * 3,
+    (0, 5, 2, 5, 4),  # as the full one at every second gather: what is staged then is not what comes next
+    *[FULL] * 2,
     (0, 2, 4),
     (1, 3, 5),
-    (5, 4, 3, 2, 1, 0),
-    (0, 5, 2, 5, 4),
+    FULL[::-1],
     (0, 2, 1, 4, 3),
-    *[tuple(range(6))] * 2,
+    *[FULL] * 2,
 )
 PAGINGS = {
-    "staged": Paging(arena="least", device=600 << 10),
+    "staged": Paging(arena="least", device=300 << 10),
     "kept": Paging(arena="least", placement="in_forward", device=64 << 20),
 }
 
