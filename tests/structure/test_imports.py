@@ -17,8 +17,9 @@ LEVELS = {
     "variables": 0, "extras": 0, "torchrun": 0, "command": 0,
     "io": 1, "memory": 1, "telemetry": 1, "content": 1, "node": 1, "ranks": 1, "peers": 1,
     "store": 2, "schedule": 2, "budget": 2, "checkpoint": 2,
-    "fsdp": 3, "accumulation": 3, "optim": 3, "formats": 3, "sources": 3, "estimate": 3,
+    "fsdp": 3, "accumulation": 3, "optim": 3, "formats": 3, "sources": 3, "estimate": 3, "models": 3,
     "run": 4,
+    "integrations": 5,
     "": 5,
 }  # fmt: skip
 NO_TORCH = (

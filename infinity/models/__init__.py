@@ -1,0 +1,1 @@
+"""Sharded models, made from a name or a configuration."""
