@@ -185,7 +185,8 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     names = {name: shard for shard, member in enumerate(sharded.shards) for name in member.names}
     states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=steps.made_with_state)
     paged = PagedOptimizer(given, run, runner, states, checkpointer, resumed)
-    if run.place.source is not None:  # the new run is one to resume from before the old one is no longer needed
+    # The new run is one to resume from before the old one is no longer needed.
+    if run.place.source is not None and run.settings.run.retained_commits:
         paged.commit(paged.resumed_extra)
         if run.ranks.rank == 0:
             old = run.place.source.reader

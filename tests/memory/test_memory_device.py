@@ -160,6 +160,9 @@ class Kept:
     def has(self, page: int) -> bool:
         return page in self.pages
 
+    def expect_gradients(self, stored: bool) -> None:
+        """Always has room."""
+
     def oldest_request(self) -> str:
         return "nothing is in flight"
 
