@@ -1,1 +1,1 @@
-"""Sharded models, made from a name or a configuration: what becomes of transformers' models before `offload`."""
+"""Sharded models of transformers, made from a name or a configuration."""

@@ -108,8 +108,8 @@ def _fetch(name: str, config: Any, options: HubOptions) -> Path:
             continue
         return found.parent
     raise ConfigError(
-        f"{name} has no weights as safetensors ({SINGLE} or {INDEX}) that are to be had here; pickles are not read: load "
-        f"it with from_pretrained of transformers and save it with save_pretrained. The first was asked for: {reason}"
+        f"{name} has no weights as safetensors ({SINGLE} or {INDEX}) that are to be had here; pickles are not read: "
+        f"load it with from_pretrained of transformers and save it with save_pretrained. What was said: {reason}"
     )
 
 

@@ -59,8 +59,8 @@ def from_config(
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ConfigError(
-            f"reshard_after_forward={reshard_after_forward!r} must be True, False or None: a number of ranks keeps a part "
-            "of all gathered weights in memory until backward"
+            f"reshard_after_forward={reshard_after_forward!r} must be True, False or None: a number of ranks keeps a "
+            "part of all gathered weights in memory until backward"
         )
     model = build(
         config, auto_class, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
@@ -93,7 +93,7 @@ def from_pretrained(
     local_files_only: bool = False,
     **config_values: Any,
 ) -> Any:
-    """Return a pretrained model of transformers, sharded and on the meta device, whose weights `infinity.offload` reads.
+    """Return a pretrained model of transformers, sharded and on the meta device; `infinity.offload` reads its weights.
 
     As `from_pretrained` of transformers, but nothing of the weights is in memory: only config.json and the headers of
     safetensors are read here, and the place is noted with the model. `offload(model, optimizer, config)` then streams
