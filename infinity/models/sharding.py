@@ -20,8 +20,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
     They are the members of the outermost lists of modules: the layers of a decoder, of an encoder, of each part of a
     model for several kinds of input. Where `_no_split_modules` names members of lists further inside, it is those
-    (the layers of a stage, not the stage). Members without modules of their own stay with the root (a list of heads), and
-    so do those that have a parameter in common with something outside of them: a unit owns its parameters.
+    (the layers of a stage, not the stage). Members without modules of their own stay with the root (a list of heads),
+    and so do those that have a parameter in common with something outside of them: a unit owns its parameters.
     """
     return [layer for layer, shares in _candidates(model) if not shares]
 
@@ -48,8 +48,8 @@ def shard(
     scalars = [key for key, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise UnsupportedError(
-            f"{', '.join(scalars)} of {name} has no dimension, and fully_shard takes no such parameter: train a part of "
-            "the model that does without it (auto_class), or a class of yours whose parameter has the shape (1,)"
+            f"{', '.join(scalars)} of {name} has no dimension, and fully_shard takes no such parameter: train a part "
+            "of the model that does without it (auto_class), or a class of yours whose parameter has the shape (1,)"
         )
     if activation_checkpointing:
         _checkpoint_layers(model)
