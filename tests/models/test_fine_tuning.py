@@ -22,7 +22,7 @@ KINDS = {
     "state space": "Mamba",
 }
 """Families that `make test` fine-tunes, by kind; `make test-wide` has the others, and all of `support.wide_models`."""
-WIDE = ("Qwen3", "Gemma3", "GPT2", "Bart", "Whisper", "Mixtral", "Albert", "Swin", "Wav2Vec2", "XLNet")
+WIDE = ("Qwen3", "Gemma3", "GPT2", "Bart", "Whisper", "Mixtral", "Albert", "Swin", "Wav2Vec2")
 
 
 @pytest.fixture(autouse=True)

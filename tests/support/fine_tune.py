@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +17,7 @@ import infinity
 from infinity.checkpoint.reader import CommitReader
 from infinity.formats.safetensors import export_safetensors
 from support.train import Outcome, Paging, differences, host_bytes, settings, state_in_memory, state_on_nvme, whole
-from support.wide_models import LLAVA, ROWS, ModelRow
+from support.wide_models import LLAVA, ROWS, ModelRow, build
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 STEPS = 3
@@ -91,9 +93,16 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, fused=True)
 
 
+def seed(value: int) -> None:
+    """Set every generator that a model draws from."""
+    torch.manual_seed(value)
+    np.random.seed(value)
+    random.seed(value)
+
+
 def train(row: ModelRow, model: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome) -> None:
     """Train some steps; note the losses."""
-    torch.manual_seed(5)
+    seed(5)
     for step in range(STEPS):
         loss = loss_of(row, model, step)
         loss.backward()
@@ -113,7 +122,10 @@ def offload(model: nn.Module, folder: Path, **run: Any) -> infinity.PagedOptimiz
 def compare(name: str, folder: Path) -> list[str]:
     """Fine-tune a family in memory and paged; return what differs. On every rank, for `folder / "saved"`."""
     row = row_of(name)
-    plain = shard(row, load(row, folder / "saved"), BF16).train()
+    plain = load(row, folder / "saved").train()
+    for key, param in build(row).named_parameters():  # what transformers loads trains what its class freezes
+        plain.get_parameter(key).requires_grad_(param.requires_grad)
+    shard(row, plain, BF16)
     optimizer = adamw(plain)  # before a forward: the root stays gathered behind one
     expected, logits = Outcome(), [logits_of(row, plain)]
     train(row, plain, optimizer, expected)
@@ -140,7 +152,5 @@ def compare(name: str, folder: Path) -> list[str]:
         wrong += [] if torch.equal(logits_of(row, again), logits[1]) else ["logits of what was exported"]
     by_transformers = dict(load(row, folder / "exported").named_parameters())
     return wrong + [
-        f"{key} of what was exported"
-        for key, value in weights.items()
-        if not torch.equal(value, by_transformers[key])
+        f"{key} of what was exported" for key, value in weights.items() if not torch.equal(value, by_transformers[key])
     ]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ import infinity
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import InfinityError
 from infinity.formats.safetensors import export_safetensors
-from support.fine_tune import adamw, load, loss_of, shard
+from support.fine_tune import adamw, load, loss_of, seed, shard
 from support.rows import REFUSED
 from support.train import Outcome, Paging, differences, host_bytes, settings, state_in_memory, state_on_nvme, whole
 from support.values import unlike
@@ -34,13 +32,6 @@ def output_of(row: ModelRow, model: nn.Module) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
         return loss_of(row, model, 77)
-
-
-def seed(value: int) -> None:
-    """Set every generator that a model draws from."""
-    torch.manual_seed(value)
-    np.random.seed(value)
-    random.seed(value)
 
 
 def train(row: ModelRow, model: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome) -> None:
