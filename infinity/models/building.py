@@ -52,8 +52,8 @@ def build(
             model = (cls.from_config if is_auto(cls) else cls._from_config)(config, **values)
     except Exception as error:  # whatever numbers that do not fit together make of it
         raise ConfigError(f"{cls.__name__} cannot be built of this configuration: {one_line(error)}") from error
-    if any(not tensor.is_meta for tensor in model.state_dict().values()):
-        model.to("meta")  # some classes make tensors beside the device that they are built on
+    if any(not parameter.is_meta for parameter in model.parameters()):
+        model.to("meta")  # some classes make parameters beside the device that they are built on
     return model.train()
 
 
@@ -97,7 +97,7 @@ def _class_for(config: Any, wanted: type | str | None, trust: bool) -> tuple[Any
         return cls, config
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise ConfigError(f"auto_class={wanted!r} is neither an AutoModel class nor a model of transformers")
-    kind = cls.config_class
+    kind: Any = cls.config_class
     for part in (config, config.get_text_config()):  # a language model of a configuration for several kinds of input
         if kind is None or isinstance(part, kind):
             return cls, part

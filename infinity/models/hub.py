@@ -100,13 +100,13 @@ def _fetch(name: str, config: Any, options: HubOptions) -> Path:
     reason = ""
     for file in [str(explicit)] if explicit else [SINGLE, INDEX]:
         try:
-            found = Path(cached_file(name, file, **arguments))
-            for part in sorted(set(read_index(found).values())) if file.endswith(".json") else ():
+            found: Any = cached_file(name, file, **arguments)
+            for part in sorted(set(read_index(Path(found)).values())) if file.endswith(".json") else ():
                 cached_file(name, part, **arguments)
         except OSError as error:  # not there, or nobody could be asked
             reason = reason or one_line(error)
             continue
-        return found.parent
+        return Path(found).parent
     raise ConfigError(
         f"{name} has no weights as safetensors ({SINGLE} or {INDEX}) that are to be had here; pickles are not read: "
         f"load it with from_pretrained of transformers and save it with save_pretrained. What was said: {reason}"

@@ -234,6 +234,30 @@ def test_precision_and_memory() -> None:
     assert infinity.from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
 
 
+def test_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs where that is asked for: a configuration and a model that transformers does not have."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    original = saved(tmp_path / "model")
+    (tmp_path / "model" / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    changed(
+        tmp_path / "model",
+        model_type="own",
+        architectures=["OwnForCausalLM"],
+        auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    )
+    with pytest.raises(ConfigError, match="trust_remote_code=True"):
+        infinity.from_pretrained(tmp_path / "model")
+    model = infinity.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    assert type(model).__name__.endswith("OwnForCausalLM")
+    assert len(list(private.parameter_groups(model))) == 3
+    assert same_weights(model, original, tmp_path / "run")
+
+
 # What cannot work #
 
 
