@@ -83,15 +83,19 @@ def _candidates(model: nn.Module) -> list[tuple[nn.Module, bool]]:
 def _members(module: nn.Module, named: Collection[str]) -> Iterator[nn.Module]:
     """Yield what may be a unit below a module; `named` are the classes that transformers does not split."""
     for child in module.children():
-        if not isinstance(child, nn.ModuleList):
-            yield from _members(child, named)
-            continue
-        for member in child:
-            is_container = isinstance(member, nn.ModuleList) or type(member).forward is nn.Module.forward
-            if is_container or (type(member).__name__ not in named and _has_inside(member, named)):
-                yield from _members(nn.ModuleDict({"0": member}), named)
-            elif any(True for _ in member.children()):
-                yield member
+        yield from _in_list(child, named) if isinstance(child, nn.ModuleList) else _members(child, named)
+
+
+def _in_list(layers: nn.ModuleList, named: Collection[str]) -> Iterator[nn.Module]:
+    for member in layers:
+        if isinstance(member, nn.ModuleList):
+            yield from _in_list(member, named)
+        elif type(member).forward is nn.Module.forward:  # never called itself
+            yield from _members(member, named)
+        elif type(member).__name__ not in named and _has_inside(member, named):
+            yield from _members(member, named)
+        elif any(True for _ in member.children()):
+            yield member
 
 
 def _has_inside(module: nn.Module, named: Collection[str]) -> bool:
