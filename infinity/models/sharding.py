@@ -90,9 +90,9 @@ def _in_list(layers: nn.ModuleList, named: Collection[str]) -> Iterator[nn.Modul
     for member in layers:
         if isinstance(member, nn.ModuleList):
             yield from _in_list(member, named)
-        elif type(member).forward is nn.Module.forward:  # never called itself
-            yield from _members(member, named)
-        elif type(member).__name__ not in named and _has_inside(member, named):
+        elif type(member).forward is nn.Module.forward or (  # never called itself
+            type(member).__name__ not in named and _has_inside(member, named)
+        ):
             yield from _members(member, named)
         elif any(True for _ in member.children()):
             yield member
