@@ -85,12 +85,23 @@ def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", ["1GB", "10KB"], ids=["one file", "several"])
-def test_an_id_in_the_cache(size: str, tmp_path: Path) -> None:
-    """Offline, as transformers has left it there, with the commit that the configuration is of."""
+def test_an_id_in_the_cache(size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, as transformers has left it there. Of a model's files its config.json and safetensors are asked for."""
+    hub, asked = transformers.utils.hub, set()
+    download = hub.hf_hub_download
+
+    def noted(name: str, filename: str, **options: Any) -> str:
+        asked.add(filename)
+        return download(name, filename, **options)
+
+    monkeypatch.setattr(hub, "hf_hub_download", noted)
     original = saved(tmp_path / "model", max_shard_size=size)
     snapshot = in_cache(tmp_path / "hub", tmp_path / "model")
     assert (snapshot / "model.safetensors.index.json").exists() == (size == "10KB")
     assert same_weights(infinity.from_pretrained("org/small"), original, tmp_path / "run")
+    index = {"model.safetensors.index.json"} if size == "10KB" else set()
+    files = {file.name for file in snapshot.glob("*.safetensors")}
+    assert files <= asked <= {"config.json", "model.safetensors"} | index | files
 
 
 def test_an_id_in_another_cache_and_revision(tmp_path: Path) -> None:
@@ -256,6 +267,17 @@ def test_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert type(model).__name__.endswith("OwnForCausalLM")
     assert len(list(private.parameter_groups(model))) == 3
     assert same_weights(model, original, tmp_path / "run")
+
+
+def test_what_a_class_freezes_stays_frozen(tmp_path: Path) -> None:
+    """A table of positions that is computed; transformers makes it trainable when it loads it."""
+    row = fine_tune.row_of("Whisper")
+    build(row).save_pretrained(tmp_path / "model")
+    for model, frozen in (
+        (infinity.from_pretrained(tmp_path / "model"), ["model.encoder.embed_positions.weight"]),
+        (fine_tune.load(row, tmp_path / "model"), []),
+    ):
+        assert [name for name, param in model.named_parameters() if not param.requires_grad] == frozen
 
 
 # What cannot work #
