@@ -318,4 +318,4 @@ def test_only_one_room_names_cuda() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"
     }
-    assert named == {"memory/device.py", "checkpoint/state.py", "run/mesh.py"}
+    assert named == {"memory/device.py", "checkpoint/state.py", "fsdp/mesh.py"}
