@@ -157,7 +157,10 @@ def _make_steps(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimize
     )  # fmt: skip
     run.undo.push(runner.close)
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
-    shards = ShardIO(run.layout, run.pager, run.device, staging, runner, run.ledger, load_limit=load_limit)
+    shards = ShardIO(
+        run.layout, run.pager, run.device, staging, runner, run.ledger,
+        load_limit=load_limit, make_room=run.edit_room.make,
+    )  # fmt: skip
     run.undo.push(shards.close)
     run.refuse_in_child += [runner.end, shards.close]
     return _Steps(given, kernel.builds, parameters, runner, shards, make_committer(run, sharded, optimizer))
