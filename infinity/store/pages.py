@@ -151,8 +151,9 @@ class PageStore:
 
     Threads: the pager calls `read`, `write`, `has` and `discard`, from any thread but under its own lock
     (`Transfers.lock`); the training thread those about commits; whoever makes the data files longer, one thread at a
-    time, `slots_to_spread` and `spread_anew`, `slots_to_edit` and `allow_edits`. Transfers end on the engine's thread, but reads on one of the verifiers', where there are any.
-    `_write` runs on the writer's. `_lock` guards what they share; nothing is waited for under it.
+    time, `slots_to_spread` and `spread_anew`, `slots_to_edit` and `allow_edits`. Transfers end on the engine's thread,
+    but reads on one of the verifiers', where there are any. `_write` runs on the writer's. `_lock` guards what they
+    share; nothing is waited for under it.
     """
 
     def __init__(
