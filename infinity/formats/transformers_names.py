@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ class Conversion:
 
     sources: Mapping[str, torch.Tensor]
     targets: Mapping[str, torch.Tensor]
-    rule: _Rule | None = None
+    rule: Runs | None = None
 
     @property
     def plain(self) -> bool:
@@ -45,6 +45,13 @@ class Conversion:
         if self.rule is None:
             return dict(zip(self.targets, (values[name] for name in self.sources), strict=True))
         return self.rule.run(values)
+
+
+class Runs(Protocol):
+    """What makes tensors of others."""
+
+    def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the targets by name, given the sources."""
 
 
 @dataclass
@@ -261,7 +268,7 @@ def reverted(
     made, failed = _made((rule for rule in found.values() if isinstance(rule, _Rule)), tensors)
     if failed:
         raise ValueError("; ".join(f"{name}: {why}" for name, why in failed.items()))
-    by_first = {rule.rule.first: rule for rule in made if rule.rule is not None}
+    by_first = {rule.rule.first: rule for rule in made if isinstance(rule.rule, _Rule)}
     return tuple(by_first[name] if isinstance(rule, _Rule) else rule for name, rule in found.items())
 
 

@@ -158,8 +158,8 @@ class ShardedModel:
 
 
 _UNQUANTISED = (
-    "load the base without a quantization_config, in bfloat16: what is frozen is then read twice per step, 4 bytes per "
-    "parameter, and never written"
+    "load the base without a quantization_config, in bfloat16, and have its layers quantised by "
+    "infinity.formats.quantised.quantise_ (or leave it so: 4 bytes per parameter are read in a step)"
 )
 
 

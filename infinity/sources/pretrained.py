@@ -22,6 +22,7 @@ from infinity.content.layout import Layout
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats import transformers_names as names
 from infinity.formats.adapters import base_names
+from infinity.formats.quantised import Quantised, QuantisedLinear
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import WeightFiles, WeightReader, read_json
 from infinity.fsdp import private
@@ -79,8 +80,10 @@ class PretrainedFolder(FirstValues):
             if (base_name := self._base_name(name)) is not None:
                 entries[(base_name,)] = model.get_buffer(name).to("meta")
         wanted = {name: tensor for of_one, tensor in entries.items() for name in of_one}
-        matched = names.match(self._files.tensors, wanted, model)
-        self._made_by = {target: conversion for conversion in matched.conversions for target in conversion.targets}
+        whole = self._quantised(model)
+        matched = names.match(self._files.tensors, {**wanted, **whole.likes}, model)
+        conversions = [*matched.conversions, *whole.conversions(matched.conversions)]
+        self._made_by = {target: conversion for conversion in conversions for target in conversion.targets}
         misfit = _Misfit(failed=dict(matched.failed))
         missing = [of_one for of_one in entries if not self._made_by.keys() & set(of_one)]
         known = {name for name in wanted if name in matched.failed}
@@ -89,9 +92,9 @@ class PretrainedFolder(FirstValues):
         may_miss |= {name for member in own for name in self._names(member)}
         misfit.missing = [one[0] for one in missing if not may_miss & set(one) and not known & set(one)]
         misfit.unexpected = [name for name, target in matched.unexpected.items() if target not in may_have]
-        for target, conversion in self._made_by.items():
-            if target in wanted:
-                misfit.compare(target, conversion.targets[target], wanted[target])
+        for target, like in {**wanted, **whole.likes}.items():
+            if target in self._made_by:
+                misfit.compare(target, self._made_by[target].targets[target], like)
         misfit.refuse(self._files, model, strict=self._strict)
         self._compare_tied(entries)
         self._initialiser.check(model, [member for member in members if self._lacks(member)], layout, optimizer)
@@ -99,6 +102,14 @@ class PretrainedFolder(FirstValues):
             _log.warning("not in %s, so initialised as by the model: %s", self._files.path, _grouped(misfit.missing))
         if misfit.unexpected:
             _log.warning("in %s, but not of this model: %s", self._files.path, _grouped(misfit.unexpected))
+
+    def _quantised(self, model: nn.Module) -> Quantised:
+        """Return the layers of a model whose weights are quantised as they are read, by names in its base."""
+        layers = {}
+        for name, module in model.named_modules():
+            if isinstance(module, QuantisedLinear) and (base_name := self._base_name(f"{name}.weight")) is not None:
+                layers[base_name] = module
+        return Quantised(layers)
 
     def _refuse_quantised(self) -> None:
         config = self._files.folder / "config.json"

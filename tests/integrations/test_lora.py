@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -18,14 +19,16 @@ import infinity
 from infinity.checkpoint.reader import CommitReader
 from infinity.content.format import Role
 from infinity.content.layout import Page
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import BudgetError, ConfigError, UnsupportedError
 from infinity.estimate.estimate import Workload, estimate
 from infinity.estimate.machine import UPDATE_SECONDS, Accelerator, Drives, Machine
 from infinity.estimate.model import with_lora
 from infinity.formats.safetensors import export_safetensors
+from infinity.run.space import FileSpace
 from infinity_tools.plan.shapes import shape_of
 from infinity_tools.presets import find_model
 from support import adapted, models
+from support.command import run_here
 from support.ranks import RankPool
 from support.traffic import STEADY, WARM, as_planned, quiet
 from support.train import PAGE, Outcome, Paging, Recipe, batch, host_bytes, settings, train
@@ -153,6 +156,25 @@ def test_the_base_takes_its_space_once(retained: int, tmp_path: Path) -> None:
         assert space <= fixed + (2 + retained) * others + 2 * gradients  # with slots for writes in flight
 
 
+def full(space: FileSpace, slots: Any) -> None:
+    """Refuse space, as a full drive does."""
+    raise BudgetError("there is no room")
+
+
+def test_an_adapter_is_merged_as_in_memory(tmp_path: Path) -> None:
+    """`merge_adapter` edits the base."""
+    torch.manual_seed(0)
+    memory, model = sharded(), sharded()
+    given = adamw(memory)
+    with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
+        for trained, by in ((memory, given), (model, optimizer)):
+            train(Recipe(steps=2), trained, by, Outcome())
+            trained.merge_adapter()
+        name = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
+        assert torch.equal(model.get_parameter(name).full_tensor(), memory.get_parameter(name).full_tensor())
+        assert torch.equal(logits(model), logits(memory))
+
+
 def test_a_frozen_weight_that_is_edited(tmp_path: Path) -> None:
     """There is room for it then; the commit before has the old value, the one behind it the new one."""
     model = sharded()
@@ -170,6 +192,13 @@ def test_a_frozen_weight_that_is_edited(tmp_path: Path) -> None:
         optimizer.commit()
         folder, losses = optimizer.run.folder, Outcome()
         train(Recipe(steps=3), model, optimizer, losses, first=2)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(FileSpace, "allocate", full)
+            other = model.get_parameter(name.replace("layers.1", "layers.2"))
+            before = other.full_tensor().clone()
+            with pytest.raises(BudgetError, match="no room"), torch.no_grad():
+                other.mul_(2)
+            assert torch.equal(other.full_tensor(), before)
     for step, value in ((1, old), (2, old * 16)):
         reader = CommitReader(folder, step)
         index = next(i for i, spec in enumerate(reader.tensors) if name in spec.names)
@@ -345,13 +374,21 @@ def test_parameters_made_of_several_tensors_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_quantised_weights_of_torchao_are_refused(tmp_path: Path) -> None:
-    """Those that `fully_shard` takes: a parameter that is made of several tensors."""
-    from torchao.quantization import NF4Tensor
+    """NF4, with which `fully_shard` fails in memory too, on one rank; it does not take those of int8 at all."""
+    from torchao.quantization import Int8WeightOnlyConfig, NF4Tensor, quantize_
+
+    made = base()
+    quantize_(made.model.layers[0], Int8WeightOnlyConfig())
+    with pytest.raises(NotImplementedError, match="Int8Tensor"):
+        models.shard(with_adapter(lambda: made))
 
     made = base()
     for layer in made.model.layers:
         for linear in (m for m in layer.modules() if isinstance(m, nn.Linear)):
             linear.weight = nn.Parameter(NF4Tensor.from_tensor(linear.weight.detach(), 64, 16), requires_grad=False)
+    model = models.shard(with_adapter(lambda: copy.deepcopy(made)))
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        models.loss_of(model, batch(model, 0))
     refused(
         tmp_path, models.shard(with_adapter(lambda: made)), "q_proj.base_layer.weight is of type NF4Tensor.*bfloat16"
     )
@@ -381,13 +418,77 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     assert "missing  " not in text
 
 
-def test_an_adapter_that_begins_with_the_weights_of_its_base_is_refused_on_the_meta_device(tmp_path: Path) -> None:
-    """The magnitudes of DoRA; what peft computes there has no values."""
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (("LoraConfig", {"use_dora": True, "target_modules": ["q_proj"]}), r"lora_magnitude_vector.*init=function"),
+        (("IA3Config", {"task_type": "CAUSAL_LM"}), r"ia3_l.*init=function"),
+        (("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}), "prompt_tokens"),
+    ],
+)
+def test_adapters_that_begin_otherwise_are_refused_on_the_meta_device(
+    kind: tuple[str, dict[str, Any]], what: str, tmp_path: Path
+) -> None:
+    """What peft computes from the base, or only its constructors set, leaves no values there."""
     import peft
 
     base().save_pretrained(tmp_path / "base")
     with torch.device("meta"):
-        model = peft.get_peft_model(base(), peft.LoraConfig(use_dora=True, target_modules=["q_proj"]))
+        model = peft.get_peft_model(base(), getattr(peft, kind[0])(**kind[1]))
     models.shard(model)
-    with pytest.raises(UnsupportedError, match=r"lora_magnitude_vector.*init=function"):
+    with pytest.raises(UnsupportedError, match=what):
         infinity.offload(model, adamw(model), config(tmp_path), weights=tmp_path / "base")
+
+
+def test_what_an_encoder_computes_is_saved_of_the_live_model(tmp_path: Path) -> None:
+    """An export says so."""
+    model: Any = models.shard(adapted.ADAPTED["prompt-encoder"]())
+    with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
+        train(Recipe(steps=1), model, optimizer, Outcome())
+        model.save_pretrained(tmp_path / "saved")
+        optimizer.commit()
+        run = optimizer.run.folder
+    assert set(load_file(tmp_path / "saved" / "adapter_model.safetensors")) == {"prompt_embeddings"}
+    with pytest.raises(ConfigError, match=r"call model.save_pretrained\(folder\)"):
+        export_safetensors(CommitReader(run), tmp_path / "exported", file_bytes=1 << 30)
+
+
+def test_the_command_exports_an_adapter(tmp_path: Path) -> None:
+    """Without a config.json of the base, and as large as it says."""
+    model = sharded()
+    with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
+        optimizer.commit()
+    done = run_here("export", tmp_path / "nvme0", "--out", tmp_path / "out", "--json")
+    adapter = sum(param.numel() * 4 for param in model.parameters() if param.requires_grad)
+    assert done.summary["bytes"] == adapter
+    assert sorted(Path(file).name for file in done.summary["files"]) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert "config.json" not in run_here("export", tmp_path / "nvme0", "--out", tmp_path / "again").errors
+
+
+def test_a_base_in_fp32_takes_its_master_along(tmp_path: Path) -> None:
+    """2 bytes that steps read, and 4 that none does: it comes back as it was loaded."""
+    model: Any = models.shard(adapted.lora())
+    with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
+        layout = optimizer.run.layout
+        found = {layout.segments[page.segment].format for page in layout.pages if page.fixed}
+        assert {fmt.state_bytes for fmt in found} == {6.0}
+        train(Recipe(steps=2), model, optimizer, Outcome())
+        trained = optimizer.run.plan.traffic.read_bytes
+        assert trained <= 2 * layout.bytes_of(Role.PARAM) + sum(
+            page.nbytes for page in layout.pages if page.role is Role.UPDATE and not page.fixed
+        )
+
+
+def test_a_checkpoint_is_not_laid_out_for_direct_io(tmp_path: Path) -> None:
+    """Tensors of safetensors begin at multiples of 8 bytes, hardly ever at those of a drive's blocks."""
+    base().save_pretrained(tmp_path)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    begins = [8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"]
+    assert len(begins) == 39
+    assert all(begin % 8 == 0 for begin in begins)
+    assert not any(begin % 512 == 0 for begin in begins)

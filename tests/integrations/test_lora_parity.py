@@ -50,11 +50,15 @@ def test_other_ways_to_page(recipe: Recipe, paging: Paging, tmp_path: Path) -> N
     assert compare(recipe, paging, str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    "name", all_but(("lora", "lora-all", "lora-bf16-base", "lora-saved-head", "lora-tied", "dora", "ia3", "prompt",
-                     "biases", "upper-layers", "tied-frozen"),
-                    "lora-all", "lora-saved-head", "lora-tied", "ia3", "upper-layers")
+ON_TWO = (
+    "lora", "lora-all", "lora-bf16-base", "lora-saved-head", "lora-tied", "dora", "ia3", "prompt", "qlora-int8",
+    "qlora-nf4", "biases", "upper-layers", "tied-frozen",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", all_but(ON_TWO, "lora-all", "lora-saved-head", "lora-tied", "ia3", "qlora-nf4", "upper-layers")
+)
 def test_two_ranks(name: str, tmp_path: Path, pair: RankPool) -> None:
     """Rows of small adapters are uneven, and some ranks have none of them."""
     recipe = Recipe(model=name, steps=STEPS, clip=0.5 if name == "dora" else None)
