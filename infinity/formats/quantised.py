@@ -185,7 +185,7 @@ def quantise_(
 
     Raises:
         MissingPackageError: torchao is not installed.
-        ConfigError: no layer is quantised by this, or `config` gives a weight that cannot be dequantised.
+        ConfigError: no layer is quantised by this, or torchao cannot quantise one with `config`.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     chosen = wanted or (lambda module, _: module is not head)
@@ -208,7 +208,13 @@ def _quantise(weight: torch.Tensor, config: Any) -> torch.Tensor:
     layer.weight = nn.Parameter(weight, requires_grad=False)
     layer.out_features, layer.in_features = weight.shape
     holder = nn.Sequential(layer)
-    quantize_(holder, copy.deepcopy(config))
+    try:
+        quantize_(holder, copy.deepcopy(config))
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{type(config).__name__} cannot quantise a weight of shape {tuple(weight.shape)}: {error}; choose other "
+            "settings of torchao, or leave the layer as it is with wanted="
+        ) from error
     found: torch.Tensor = holder[0].weight.detach()  # type: ignore[assignment]
     if not hasattr(type(found), "__tensor_flatten__") or not (
         hasattr(found, "get_original_weight") or hasattr(found, "dequantize")

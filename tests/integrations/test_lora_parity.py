@@ -22,8 +22,8 @@ SETTINGS = {name: {} for name in ADAPTED} | {
     "lora-dropout": {"checkpointing": True},
 }
 WIDE = (
-    "lora-rank-stabilised", "lora-transposed", "lora-embeddings", "lora-tokens", "loha", "oft", "prefix",
-    "prompt-encoder", "norms", "lower-layers", "single-matrix", "tied-trained",
+    "lora-rank-stabilised", "lora-transposed", "lora-embeddings", "lora-tokens", "lora-reentrant", "loha", "oft",
+    "prefix", "prompt-encoder", "head", "upper-layers", "tied-frozen", "norms", "lower-layers", "single-matrix", "tied-trained",
 )  # fmt: skip
 
 
@@ -57,7 +57,10 @@ ON_TWO = (
 
 
 @pytest.mark.parametrize(
-    "name", all_but(ON_TWO, "lora-all", "lora-saved-head", "lora-tied", "ia3", "qlora-nf4", "upper-layers")
+    "name",
+    all_but(
+        ON_TWO, "lora-all", "lora-saved-head", "lora-tied", "ia3", "prompt", "qlora-nf4", "upper-layers", "tied-frozen"
+    ),
 )
 def test_two_ranks(name: str, tmp_path: Path, pair: RankPool) -> None:
     """Rows of small adapters are uneven, and some ranks have none of them."""

@@ -123,6 +123,14 @@ def test_a_model_without_linear_layers_is_refused() -> None:
         quantise_(nn.Sequential(nn.Embedding(4, 4)), adapted.quantisation("int8"))
 
 
+def test_what_torchao_cannot_quantise_is_refused() -> None:
+    """With its own words, and the shape."""
+    from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
+
+    with pytest.raises(ConfigError, match=r"cannot quantise a weight of shape \(128, 64\): Number of scalers"):
+        quantise_(nn.Sequential(nn.Linear(64, 128)), NF4WeightOnlyConfig())
+
+
 def test_another_shape_is_refused(tmp_path: Path) -> None:
     """By the name that the weight has in the checkpoint."""
     adapted.llama(width=64).to(torch.bfloat16).save_pretrained(tmp_path / "base")
