@@ -130,7 +130,7 @@ def _picked(model: Any, state: Mapping[str, Any], adapter: str) -> dict[str, Any
 
     # Whether embeddings were resized is told by the base's config.json, which is not looked for in the network here.
     base = model.peft_config[adapter].base_model_name_or_path
-    embeddings = "auto" if not base or os.path.isdir(base) else False
+    embeddings: Any = "auto" if not base or os.path.isdir(base) else False
     picked: dict[str, Any] = get_peft_model_state_dict(
         model, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=embeddings
     )

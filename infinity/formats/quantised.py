@@ -215,7 +215,8 @@ def _quantise(weight: torch.Tensor, config: Any) -> torch.Tensor:
             f"{type(config).__name__} cannot quantise a weight of shape {tuple(weight.shape)}: {error}; choose other "
             "settings of torchao, or leave the layer as it is with wanted="
         ) from error
-    found: torch.Tensor = holder[0].weight.detach()  # type: ignore[assignment]
+    quantised: Any = holder[0]
+    found: torch.Tensor = quantised.weight.detach()
     if not hasattr(type(found), "__tensor_flatten__") or not (
         hasattr(found, "get_original_weight") or hasattr(found, "dequantize")
     ):

@@ -23,7 +23,8 @@ SETTINGS = {name: {} for name in ADAPTED} | {
 }
 WIDE = (
     "lora-rank-stabilised", "lora-transposed", "lora-embeddings", "lora-tokens", "lora-reentrant", "loha", "oft",
-    "prefix", "prompt-encoder", "head", "upper-layers", "tied-frozen", "norms", "lower-layers", "single-matrix", "tied-trained",
+    "prefix", "prompt-encoder", "head", "upper-layers", "tied-frozen", "norms", "lower-layers", "single-matrix",
+    "tied-trained",
 )  # fmt: skip
 
 
