@@ -34,21 +34,19 @@ from infinity.ranks import Ranks
 from infinity.run.balance import Balance, PathLoads
 from infinity.run.pacing import Pacing
 from infinity.run.place import RunPlace
-from infinity.run.space import EditRoom, FileSpace
+from infinity.run.space import FileSpace
 from infinity.run.update_device import choose_update_device
 from infinity.run.wear import WearWarning
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
 from infinity.store.extents import SPARE_SLOTS
 from infinity.store.folder import RunFolder
-from infinity.store.pages import PageStore, lay_out
+from infinity.store.pages import PageStore, hash_threads, lay_out
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
 from infinity.telemetry.timeline import Timeline
 
 _log = logging.getLogger("infinity")
-_LEAST_VERIFIERS, _MOST_VERIFIERS = 2, 4
-"""Threads that verify pages: with one, pages would only change hands; four hash more than drives of a node read."""
 _NOT_HERE = (
     "this process was forked from the one that trains, and weights and states are that one's alone: give workers what "
     "they need as plain tensors, made before they start"
@@ -70,8 +68,6 @@ class _Opened(NamedTuple):
     """Books the time and the bytes of steps."""
     store: PageStore
     """Which version of a page lies where."""
-    edit_room: EditRoom
-    """Room for new versions of what is not trained."""
     pager: Pager
     """Has pages in the arena when they are needed."""
     worker: UpdateWorker
@@ -111,8 +107,8 @@ class Run:
         cores, computing = _cores(ranks), torch.get_num_threads()
         self.update_cores = settings.update.cores_beside(device.type, cores=cores, computing=computing)
         """Cores of the thread for updates; 0: they run on the training thread."""
-        self.verifiers = _verifiers(cores - self.update_cores - (computing if device.type == "cpu" else 1))
-        """Threads that verify pages that were read; 0: that of the engine does."""
+        self.hashers = hash_threads(cores - self.update_cores - (computing if device.type == "cpu" else 1))
+        """Threads for checksums each way, where cores are idle; else 0."""
         self.freed = FreedMemory()
         """Bounds what the C library keeps."""
         self.peers = Peers(ranks)
@@ -128,7 +124,6 @@ class Run:
             raise
         # What each is, `_Opened` says.
         self.arena, self.engine, self.store, self.pager = opened.arena, opened.engine, opened.store, opened.pager
-        self.edit_room = opened.edit_room
         self.stats, self.timeline, self.ledger = opened.stats, opened.timeline, opened.ledger
         self.worker, self.planner = opened.worker, opened.planner
         self.peers.tell(self.pager.fail)
@@ -177,6 +172,7 @@ class Run:
                 files,
                 slots,
                 engine,
+                space,
                 name_of=layout.page_name,
                 moved=partial(_book_transfer, ledger, timeline, loads),
                 timeout=settings.storage.timeout_seconds,
@@ -184,7 +180,7 @@ class Run:
                 retries=settings.storage.retries,
                 committed=committed,
                 retained=retained,
-                verifiers=self.verifiers,
+                hashers=self.hashers,
             )
             self.undo.push(store.close)
             folders = [str(Path(path).resolve()) for path in self.place.paths]
@@ -192,6 +188,7 @@ class Run:
             self.undo.push(pacing.close)
             capacity = stats.gauge("tier_capacity_bytes", tier="nvme")
             capacity.set(space.nbytes)
+            space.changed = capacity.set
             if settings.storage.balance and len(files) > 1:
                 balance = Balance(
                     loads,
@@ -199,9 +196,7 @@ class Run:
                     layout.pages,
                     store,
                     folders,
-                    space,
                     steps=lambda: stats.snapshot().value("steps_total"),
-                    grown=capacity.set,
                 )
                 self.undo.push(balance.close)
             timeout = settings.storage.timeout_seconds
@@ -218,8 +213,7 @@ class Run:
         for role in Role:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         stats.gauge("tier_capacity_bytes", tier="host").set(arena.nbytes)
-        edit_room = EditRoom(store, space, capacity.set)
-        return _Opened(arena, engine, stats, timeline, ledger, store, edit_room, pager, worker, planner)
+        return _Opened(arena, engine, stats, timeline, ledger, store, pager, worker, planner)
 
     def _choose_update_device(self, worker: UpdateWorker) -> bool:
         """Return whether pages are better updated on the device; say why."""
@@ -360,11 +354,6 @@ def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folder
 def _close_page(stats: Stats) -> None:
     """Leave the page to the scrapes that come; of a run without any step there is nothing to see."""
     stats.close(keep=stats.snapshot().value("steps_total") > 0)
-
-
-def _verifiers(idle: int) -> int:
-    """Return how many threads verify pages, given how many cores neither compute nor update: two to four, or none."""
-    return min(idle // 2, _MOST_VERIFIERS) if idle >= 2 * _LEAST_VERIFIERS else 0
 
 
 def _cores(ranks: Ranks) -> int:

@@ -370,14 +370,12 @@ def paths_of(pages: list[Page], weights: list[float]) -> list[int]:
 
 def slots_of(pages: list[Page], paths: list[int], retained: int) -> set[tuple[int, int, int]]:
     """All slots of the data files: path, offset, length."""
-    every = Counter((path, page.length) for path, page in zip(paths, pages, strict=True))
-    again = Counter((path, page.length) for path, page in zip(paths, pages, strict=True) if not page.fixed)
-    kept = Counter(
-        (path, page.length) for path, page in zip(paths, pages, strict=True) if page.role != "GRAD" and not page.fixed
-    )
+    state = [(path, page) for path, page in zip(paths, pages, strict=True) if page.role != "GRAD"]
+    every = Counter((path, page.length) for path, page in state)
+    again = Counter((path, page.length) for path, page in state if not page.fixed)
     ends: Counter[int] = Counter()
     slots = set()
-    for counts in [{key: n + min(again[key], 16) for key, n in every.items()}, *[kept] * retained]:
+    for counts in [{key: n + min(16, -(-again[key] // 25)) for key, n in every.items()}, *[again] * retained]:
         for path, length in sorted(counts):
             slots |= {(path, ends[path] + slot * length, length) for slot in range(counts[path, length])}
             ends[path] += counts[path, length] * length
