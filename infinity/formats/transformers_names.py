@@ -14,12 +14,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from infinity.extras import needs
+from infinity.formats.adapters import base_model
 from infinity.fsdp import private
 
 
@@ -32,7 +33,7 @@ class Conversion:
 
     sources: Mapping[str, torch.Tensor]
     targets: Mapping[str, torch.Tensor]
-    rule: _Rule | None = None
+    rule: Runs | None = None
 
     @property
     def plain(self) -> bool:
@@ -44,6 +45,13 @@ class Conversion:
         if self.rule is None:
             return dict(zip(self.targets, (values[name] for name in self.sources), strict=True))
         return self.rule.run(values)
+
+
+class Runs(Protocol):
+    """What makes tensors of others."""
+
+    def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the targets by name, given the sources."""
 
 
 @dataclass
@@ -90,15 +98,15 @@ class Matched:
 
 
 def pretrained_model(model: nn.Module) -> Any | None:
-    """Return the model of transformers that a module is, without modules around it; None where it is none."""
-    inner = private.unwrapped_module(model)
+    """Return the model of transformers that a module is, or has added adapters to; None where it is none."""
+    inner = base_model(model)
     modeling = sys.modules.get("transformers.modeling_utils")  # not imported: then it is none
     return inner if modeling is not None and isinstance(inner, modeling.PreTrainedModel) else None
 
 
 def class_name(model: nn.Module) -> str:
-    """Return the name of a model's class before `fully_shard`."""
-    inner = private.unwrapped_module(model)
+    """Return the name of a model's class before `fully_shard`, and before adapters were added."""
+    inner = base_model(model)
     with private.classes_of_before(inner):
         return type(inner).__name__
 
@@ -260,7 +268,7 @@ def reverted(
     made, failed = _made((rule for rule in found.values() if isinstance(rule, _Rule)), tensors)
     if failed:
         raise ValueError("; ".join(f"{name}: {why}" for name, why in failed.items()))
-    by_first = {rule.rule.first: rule for rule in made if rule.rule is not None}
+    by_first = {rule.rule.first: rule for rule in made if isinstance(rule.rule, _Rule)}
     return tuple(by_first[name] if isinstance(rule, _Rule) else rule for name, rule in found.items())
 
 

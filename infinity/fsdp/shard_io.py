@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.profiler import record_function
@@ -37,6 +37,16 @@ class GatherListener(Protocol):
         """Let weights and states of a shard be those of the last step: somebody is about to read or write them."""
 
 
+class _Open(NamedTuple):
+    """What there is until a run is closed."""
+
+    pager: Pager
+    listener: GatherListener
+    ledger: Ledger
+    staging: Staging
+    make_room: Callable[[Iterable[int]], None]
+
+
 class ShardIO:
     """Gathers, loads and saves whole shards, through the pager; what a `PagedShard` asks.
 
@@ -54,6 +64,7 @@ class ShardIO:
         ledger: Ledger,
         *,
         load_limit: int,
+        make_room: Callable[[Iterable[int]], None],
     ) -> None:
         """Listen.
 
@@ -61,10 +72,11 @@ class ShardIO:
             device: what computes.
             staging: may have weights on it ahead of their gather.
             load_limit: most bytes that `load` may have given away at any moment: memory outside of the arena.
+            make_room: called with pages of what is not trained before they are written again: they have no room for it.
         """
         self._layout, self._device, self._load_limit = layout, device, load_limit
-        self._open: tuple[Pager, GatherListener, Ledger, Staging] | None  # None once closed
-        self._open = pager, listener, ledger, staging
+        self._open: _Open | None  # None once closed
+        self._open = _Open(pager, listener, ledger, staging, make_room)
         # What errors say once it is closed.
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
         self._loaded = 0  # bytes of shards that `load` has returned, but for those in `_returned`
@@ -83,22 +95,22 @@ class ShardIO:
 
     @property
     def _pager(self) -> Pager:
-        return self._opened[0]
+        return self._opened.pager
 
     @property
     def _listener(self) -> GatherListener:
-        return self._opened[1]
+        return self._opened.listener
 
     @property
     def _ledger(self) -> Ledger:
-        return self._opened[2]
+        return self._opened.ledger
 
     @property
     def _staging(self) -> Staging:
-        return self._opened[3]
+        return self._opened.staging
 
     @property
-    def _opened(self) -> tuple[Pager, GatherListener, Ledger, Staging]:
+    def _opened(self) -> _Open:
         if self._open is None:
             raise InfinityError(self._why_closed)
         return self._open
@@ -183,6 +195,7 @@ class ShardIO:
 
         Raises:
             UnsupportedError: `content` has another number of elements.
+            BudgetError: it is not trained, and the drives have no room for another version of it.
             InfinityError: as `load_section`.
         """
         placed = self._layout.shards[shard]
@@ -193,10 +206,12 @@ class ShardIO:
             )
         self._listener.look(shard)
         self._staging.drop(placed.unit)
+        begin, end = placed.start, placed.start + placed.spec.numel
+        if not segment.trainable:
+            pages = (*segment.param_pages, *segment.update_pages)
+            self._opened.make_room(page.index for page in pages if page.start < end and page.stop > begin)
         for component, items in stored(segment.format, name, content.detach().cpu()):
-            for page, _, _ in overlapping(
-                segment.pages(component.role), placed.start, placed.start + placed.spec.numel
-            ):
+            for page, _, _ in overlapping(segment.pages(component.role), begin, end):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
                     put(held, page, component, placed.start, items)
 

@@ -58,11 +58,11 @@ def spread(pages: Sequence[Page], shares: Sequence[float]) -> tuple[int, ...]:
 def respread(pages: Sequence[Page], paths: Sequence[int], shares: Sequence[float]) -> tuple[int, ...]:
     """Return new paths of pages so that bytes follow `shares`, role by role, and as few pages as possible move.
 
-    The pages that leave a path are spread evenly over those that it has.
+    The pages that leave a path are spread evenly over those that it has. Fixed pages stay, as they are never written.
     """
     moved = list(paths)
     for role in Role:
-        mine = [page for page in pages if page.role is role]
+        mine = [page for page in pages if page.role is role and not page.fixed]
         loads = [0.0] * len(shares)
         for page in mine:
             loads[paths[page.index]] += page.nbytes
@@ -98,7 +98,8 @@ class SlotClass:
 def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained: int) -> tuple[SlotClass, ...]:
     """Return the slots that hold the retained commits, one newer version of every page, and writes in flight.
 
-    Classes for another retained commit lie behind all others, so that a resumed run may retain more or fewer.
+    A fixed page has one slot, as all commits name the same version of it. Classes for another retained commit lie
+    behind all others, so that a resumed run may retain more or fewer.
 
     Args:
         pages: those of the state.
@@ -106,11 +107,11 @@ def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained
         spare: writes of a class that may be in flight at once at most; each needs one slot more.
         retained: commits that are kept.
     """
-    members = _counted(pages, [(path,) for path in paths])
-    newest = {key: count + _spare(count, spare) for key, count in members.items()}
+    members, changing = _counted(pages, [(path,) for path in paths])
+    newest = {key: count + _spare(changing[key], spare) for key, count in members.items()}
     offsets = [0] * (max(paths, default=0) + 1)
     classes = []
-    for counts in (newest, *[members] * retained):
+    for counts in (newest, *[changing] * retained):
         for (path, length), count in sorted(counts.items()):
             classes.append(SlotClass(path=path, length=length, offset=offsets[path], count=count))
             offsets[path] += count * length
@@ -126,7 +127,11 @@ def file_sizes(classes: Iterable[SlotClass], paths: int) -> tuple[int, ...]:
 
 
 def needed_slots(
-    pages: Sequence[Page], paths: Sequence[Collection[int]], spare: int, retained: int
+    pages: Sequence[Page],
+    paths: Sequence[Collection[int]],
+    spare: int,
+    retained: int,
+    edited: Collection[int] = (),
 ) -> Counter[tuple[int, int]]:
     """Return how many slots there must be by (path, length), as `plan_slots`, where pages lie on several paths.
 
@@ -135,14 +140,25 @@ def needed_slots(
         paths: by page of these, all paths that a version of it lies on, or will.
         spare: writes of a class that may be in flight at once at most.
         retained: commits that are kept.
+        edited: fixed pages that are written again all the same.
     """
-    members = _counted(pages, paths)
-    return Counter({key: count * (1 + retained) + _spare(count, spare) for key, count in members.items()})
+    members, changing = _counted(pages, paths, edited)
+    return Counter(
+        {key: count + changing[key] * retained + _spare(changing[key], spare) for key, count in members.items()}
+    )
 
 
-def _counted(pages: Sequence[Page], paths: Sequence[Collection[int]]) -> Counter[tuple[int, int]]:
-    """Return how many pages are on each path, by (path, length)."""
-    return Counter((path, page.nbytes) for page, on in zip(pages, paths, strict=True) for path in on)
+def _counted(
+    pages: Sequence[Page], paths: Sequence[Collection[int]], edited: Collection[int] = ()
+) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+    """Return how many pages are on each path, by (path, length): all, and those that are written again and again."""
+    members: Counter[tuple[int, int]] = Counter()
+    changing: Counter[tuple[int, int]] = Counter()
+    for page, on in zip(pages, paths, strict=True):
+        for path in on:
+            members[path, page.nbytes] += 1
+            changing[path, page.nbytes] += not page.fixed or page.index in edited
+    return members, changing
 
 
 def _spare(count: int, most: int) -> int:

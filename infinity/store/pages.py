@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -169,9 +169,10 @@ class PageStore:
     nor named, whichever ends last.
 
     Threads: the pager calls `read`, `write`, `has` and `discard`, from any thread but under its own lock
-    (`Transfers.lock`); the training thread those about commits; a thread that balances the paths `slots_to_spread` and
-    `spread_anew`. Transfers end on the engine's thread, but reads on one of the verifiers', where there are any.
-    `_write` runs on the writer's. `_lock` guards what they share; nothing is waited for under it.
+    (`Transfers.lock`); the training thread those about commits; whoever edits what is not trained `allow_edits`; a
+    thread that balances the paths `spread_anew`. Transfers end on the engine's thread,
+    but reads on one of the verifiers', where there are any. `_write` runs on the writer's. `_lock` guards what they
+    share; nothing is waited for under it.
     """
 
     def __init__(
@@ -238,7 +239,9 @@ class PageStore:
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         """Which slots are free; has a lock of its own."""
         self._slots = tuple(slots)
-        """All slots of the state. Grows with `spread_anew`."""
+        """All slots of the state. Grows with `spread_anew` and `allow_edits`."""
+        self._edited: set[int] = set()
+        """Fixed pages that may be written again. Grows with `allow_edits`."""
         self._lengths = lengths
         self._gradients = GradientSpace(pages, spare, self._extents, lengths, lambda: self._slots)
         """Where gradients lie."""
@@ -276,6 +279,24 @@ class PageStore:
         Raises:
             BudgetError: there is no room for the slots that are missing there. StorageError: a drive failed.
         """
+        with self._gradients.growing:
+            self._make_room(paths, self._edited)
+            self._paths = tuple(paths)
+
+    def allow_edits(self, pages: Iterable[int]) -> None:
+        """From now on, let fixed pages be written again; others may be already.
+
+        Raises:
+            BudgetError: there is no room for the slots that they need. StorageError: a drive failed.
+        """
+        fixed = {page for page in pages if self._pages[page].fixed} - self._edited
+        if fixed:
+            with self._gradients.growing:
+                self._make_room(self._paths, self._edited | fixed)
+                self._edited |= fixed
+
+    def _make_room(self, paths: Sequence[int], edited: Collection[int]) -> None:
+        """Have the slots that are missing; `growing` is held."""
         on = [{old, new} for old, new in zip(self._paths, paths, strict=True)]
         with self._lock:
             for versions in (self._current, *self._commits.values()):
@@ -283,14 +304,12 @@ class PageStore:
                     on[page].add(version.extent.path)
         state = state_pages(self._pages)
         needed = needed_slots(
-            state, [on[page.index] for page in state], self._spare, max(self.retained, len(self._commits))
+            state, [on[page.index] for page in state], self._spare, max(self.retained, len(self._commits)), edited
         )
-        with self._gradients.growing:
-            slots = missing_slots(self._slots, needed, behind=self._gradients.area)
-            self._lengths.allocate(slots)
-            self._extents.add(slots)
-            self._slots = (*self._slots, *slots)
-        self._paths = tuple(paths)
+        slots = missing_slots(self._slots, needed, behind=self._gradients.area)
+        self._lengths.allocate(slots)
+        self._extents.add(slots)
+        self._slots = (*self._slots, *slots)
 
     def reserve_gradients(self, *, stored: bool) -> None:
         """Have room for gradients before the first step: for all of them, or for those that no slot can be lent to.

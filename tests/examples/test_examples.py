@@ -55,6 +55,15 @@ def test_pretrained(tmp_path: Path) -> None:
         assert not began.get_tensor(name).equal(ended.get_tensor(name))
 
 
+def test_lora(tmp_path: Path) -> None:
+    """An adapter comes out, and peft loads it."""
+    printed = run(tmp_path, "lora.py", tmp_path / "run", "--out", tmp_path / "out")
+    assert len(losses(printed)) == 3
+    assert printed.endswith(f"{tmp_path / 'out'}: 19520 parameters of adapters\n")
+    with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as ended:
+        assert ended.get_tensor("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight").any()
+
+
 def test_two_ranks(tmp_path: Path) -> None:
     """As torchrun starts them."""
     printed = run(tmp_path, "two_ranks.py", tmp_path / "nvme", launcher=TORCHRUN)

@@ -233,7 +233,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Alive:
     watched(WeightReader, "__call__")
     watched(Conversion, "run")
     watched(pretrained.PretrainedFolder, "_local")
-    watched(export._Outgoing, "_value")
+    watched(export._Outgoing, "value")
     return found
 
 

@@ -1,0 +1,229 @@
+"""Frozen linear layers whose weights torchao has quantised: bytes that are paged, and dequantised where they are used.
+
+A quantised weight of torchao is one tensor made of several (codes, scales, …), which FSDP2 cannot cut into the slices
+of ranks. Here each of these is a parameter of its own, frozen; floating-point ones are kept as their bits, which no
+policy of mixed precision casts. What is gathered is put together again where it is used, and dequantised: in forward,
+and once more in backward, so that no weight stays in memory between them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from infinity.errors import ConfigError
+from infinity.extras import needs
+from infinity.formats.transformers_names import Conversion
+
+_PREFIX = "weight_"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers that hold the bits of floating-point numbers, by their size in bytes."""
+
+
+class QuantisedLinear(nn.Linear):
+    """A linear layer with a frozen, quantised weight of shape (out_features, in_features)."""
+
+    def __init__(self, made_from: nn.Linear, config: Any) -> None:
+        """Quantise the weight of a layer; one on the meta device gives a layer on the meta device.
+
+        Args:
+            made_from: is left as it is.
+            config: of torchao, such as ``Int8WeightOnlyConfig()``.
+        """
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = made_from.in_features, made_from.out_features
+        self.dtype, self._config = made_from.weight.dtype, config
+        on_meta = made_from.weight.is_meta
+        like = torch.zeros(made_from.weight.shape, dtype=self.dtype) if on_meta else made_from.weight.detach()
+        quantised = _quantise(like, config)
+        names, context = quantised.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: getattr(quantised, name) for name in names}
+        self._made_of = {name: (part.dtype, part.shape) for name, part in inner.items()}
+        self._unflatten = _Unflatten(type(quantised), context, quantised.shape, quantised.stride())
+        for name, part in self.parts(quantised).items():
+            self.register_parameter(name, nn.Parameter(part.to("meta") if on_meta else part, requires_grad=False))
+        bias = made_from.bias
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad))
+
+    def parts(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what the parameters of this layer are for a weight, quantised already or not."""
+        if not hasattr(type(weight), "__tensor_flatten__"):
+            weight = _quantise(weight.to(self.dtype), self._config)
+        inner = {name: getattr(weight, name).detach() for name in self._made_of}
+        return {_PREFIX + name: _as_bits(part).reshape(part.shape or (1,)) for name, part in inner.items()}
+
+    @property
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Shapes and dtypes of the parameters, on the meta device."""
+        return {
+            _PREFIX + name: _as_bits(torch.empty(shape or (1,), dtype=dtype, device="meta"))
+            for name, (dtype, shape) in self._made_of.items()
+        }
+
+    def is_wrong(self, weight: torch.Tensor) -> bool:
+        """Whether a tensor has not the shape of the weight."""
+        return weight.shape != (self.out_features, self.in_features)
+
+    def _dequantised(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        made_of = zip(self._made_of.items(), parts, strict=True)
+        return self._unflatten({name: part.view(dtype).view(shape) for (name, (dtype, shape)), part in made_of})
+
+    @property
+    def _parts(self) -> list[torch.Tensor]:
+        return [getattr(self, _PREFIX + name) for name in self._made_of]
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The dequantised weight, made anew at each access; without values on the meta device, and while it is cut."""
+        parts = self._parts
+        if any(part.is_meta or type(part) is not nn.Parameter for part in parts):
+            return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=parts[0].device.type)
+        return self._dequantised(parts)
+
+    def reset_parameters(self) -> None:
+        """Do nothing: the weight has no first values of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` times the dequantised weight, plus the bias."""
+        product: torch.Tensor = _Product.apply(x, self._dequantised, *self._parts)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias
+
+
+class _Unflatten:
+    """Puts a quantised weight together, and dequantises it."""
+
+    def __init__(self, cls: type[Any], context: Any, size: torch.Size, stride: tuple[int, ...]) -> None:
+        self._cls, self._context, self._size, self._stride = cls, context, size, stride
+
+    def __call__(self, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        made = self._cls.__tensor_unflatten__(dict(inner), self._context, self._size, self._stride)
+        found: torch.Tensor = made.get_original_weight() if hasattr(made, "get_original_weight") else made.dequantize()
+        return found
+
+
+class _Product(torch.autograd.Function):
+    """A product with a weight that is made for it, and made again for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dequantised: Callable[..., torch.Tensor], *parts: torch.Tensor) -> Any:
+        ctx.dequantised = dequantised
+        ctx.save_for_backward(*parts)
+        return linear(x, dequantised(parts).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        parts = ctx.saved_tensors
+        return gradient @ ctx.dequantised(parts).to(gradient.dtype), None, *(None for _ in parts)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Layers whose weights are quantised as they are read from a checkpoint that has them whole."""
+
+    layers: Mapping[str, QuantisedLinear]
+    """By the names that their weights have in the checkpoint."""
+
+    @property
+    def likes(self) -> dict[str, torch.Tensor]:
+        """The weights, by name, on the meta device."""
+        return {
+            name: torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype, device="meta")
+            for name, layer in self.layers.items()
+        }
+
+    def conversions(self, found: Iterable[Conversion]) -> Iterator[Conversion]:
+        """Yield, for every conversion that makes such a weight, one that makes the parameters of its layer."""
+        for conversion in found:
+            for name in conversion.targets:
+                if name in self.layers and not (layer := self.layers[name]).is_wrong(conversion.targets[name]):
+                    rule = _Quantising(conversion, name, layer)
+                    yield Conversion(conversion.sources, rule.likes, rule)
+
+
+@dataclass(frozen=True)
+class _Quantising:
+    """Makes the parameters of a layer from the tensors of a checkpoint that its weight is made of."""
+
+    whole: Conversion
+    name: str
+    layer: QuantisedLinear
+
+    @property
+    def likes(self) -> dict[str, torch.Tensor]:
+        """What is made, by name in the model, on the meta device."""
+        prefix = self.name.removesuffix("weight")
+        return {prefix + key: torch.empty_like(part, device="meta") for key, part in self.layer.stored.items()}
+
+    def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the targets by name, given the sources."""
+        prefix = self.name.removesuffix("weight")
+        return {prefix + key: part for key, part in self.layer.parts(self.whole.run(values)[self.name]).items()}
+
+
+def quantise_(
+    model: nn.Module, config: Any, wanted: Callable[[nn.Module, str], bool] | None = None
+) -> dict[str, QuantisedLinear]:
+    """Put frozen, quantised layers in the place of linear layers of a model, before adapters and `fully_shard`.
+
+    On the meta device, `infinity.offload(…, weights=folder)` reads the weights of the plain model and quantises them
+    one by one, as they are written to the drives.
+
+    Args:
+        model: with plain linear layers; on a real or on the meta device.
+        config: of torchao, for weights only, such as ``torchao.quantization.Int8WeightOnlyConfig()``.
+        wanted: tells, given a linear layer and its name, whether to quantise it; by default all but the model's head.
+
+    Returns:
+        The new layers, by name.
+
+    Raises:
+        MissingPackageError: torchao is not installed.
+        ConfigError: no layer is quantised by this, or torchao cannot quantise one with `config`.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    chosen = wanted or (lambda module, _: module is not head)
+    made: dict[str, QuantisedLinear] = {}
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and chosen(module, name):
+            parent, _, key = name.rpartition(".")
+            made[name] = QuantisedLinear(module, config)
+            setattr(model.get_submodule(parent), key, made[name])
+    if not made:
+        raise ConfigError("no layer was quantised: the model has no nn.Linear that is wanted; name others with wanted=")
+    return made
+
+
+def _quantise(weight: torch.Tensor, config: Any) -> torch.Tensor:
+    with needs("qlora", "quantised weights"):
+        from torchao.quantization import quantize_
+
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.out_features, layer.in_features = weight.shape
+    holder = nn.Sequential(layer)
+    try:
+        quantize_(holder, copy.deepcopy(config))
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{type(config).__name__} cannot quantise a weight of shape {tuple(weight.shape)}: {error}; choose other "
+            "settings of torchao, or leave the layer as it is with wanted="
+        ) from error
+    quantised: Any = holder[0]
+    found: torch.Tensor = quantised.weight.detach()
+    if not hasattr(type(found), "__tensor_flatten__") or not (
+        hasattr(found, "get_original_weight") or hasattr(found, "dequantize")
+    ):
+        raise ConfigError(f"{type(config).__name__} gives a {type(found).__name__}, which is no quantised weight here")
+    return found
+
+
+def _as_bits(part: torch.Tensor) -> torch.Tensor:
+    part = part.contiguous()
+    return part.view(_BITS[part.itemsize]) if part.is_floating_point() else part
