@@ -14,6 +14,7 @@ EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "transformers", "tokenizers"),
     "daemon": ("typer", "prometheus_client"),
     "hf": ("transformers", "tokenizers"),
+    "trainer": ("transformers", "tokenizers", "accelerate"),
 }
 """Import names by extra; the `pip install` of the extra brings them."""
 

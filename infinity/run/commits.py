@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -76,8 +77,8 @@ class Checkpointer:
         self._run, self._model, self._given = run, model, given
         self._runner, self._attachment, self._committer = runner, attachment, committer
 
-    def commit(self, extra: dict[str, Any]) -> None:
-        """Write what is modified, and publish; all ranks together.
+    def commit(self, extra: dict[str, Any], prefer: Collection[int]) -> None:
+        """Write what is modified, and publish; all ranks together. Of earlier commits, those of `prefer` stay first.
 
         Raises:
             CommitError: `extra` would come back as something else; nothing is written.
@@ -93,7 +94,7 @@ class Checkpointer:
             updates, own = self._runner.updates, self._given.kernel.kept_own
             groups = self._given.groups_by_shard()
             try:
-                self._committer.publish(updates.step, self._model, updates.scalars, groups, extra, own)
+                self._committer.publish(updates.step, self._model, updates.scalars, groups, extra, own, prefer)
             except OSError as error:
                 file = error.filename or str(run.folder.commits)
                 raise StorageError("commit", file, 0, 0, error.errno) from error

@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NoReturn
 
@@ -224,7 +224,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     # What paging adds #
 
-    def commit(self, extra: dict[str, Any] | None = None) -> None:
+    def commit(self, extra: dict[str, Any] | None = None, *, prefer: Collection[int] = ()) -> None:
         """Make the state after the last step durable: weights, moments, step counts, random state, `extra`.
 
         Nothing is copied: modified pages that are still in the arena are written, then a manifest is
@@ -234,6 +234,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             extra: plain data of your own, such as a scheduler's `state_dict` or the data position: numbers (NaN and
                 infinities too), texts, None, and lists, tuples and dicts of them. A resumed run finds it in
                 `resumed_extra`, equal. What would come back as something else is refused.
+            prefer: steps of earlier commits, such as the best one, that are to be among `run.retained_commits` before
+                newer ones. The new commit always is.
 
         Raises:
             CommitError: `extra` is not such data; the place is named. Nothing is written.
@@ -247,7 +249,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         if self._runner.has_gradients:
             raise InfinityError("commit() between backward and step(): call it after step()")
         started = time.perf_counter()
-        self._checkpointer.commit({} if extra is None else extra)
+        self._checkpointer.commit({} if extra is None else extra, prefer)
         self._committed = self.steps
         self._run.ledger.committed(time.perf_counter() - started)
         self._run.ledger.restart_step()
