@@ -112,6 +112,7 @@ class Outcome:
         assert [norm for norm in self.norms if norm is not None] == other.norms[first:][: len(self.norms)] or not any(
             self.norms
         )
+        assert self.evaluations == other.evaluations[len(other.evaluations) - len(self.evaluations) :]
         assert self.weights.keys() == other.weights.keys()
         for name, value in self.weights.items():
             assert value.equal(other.weights[name]), name
@@ -228,10 +229,22 @@ def by_hand(
         scheduler.step()
         optimizer.zero_grad()
         if evaluate_every and (step + 1) % evaluate_every == 0:
-            model.eval()
-            model.train()
+            outcome.evaluations.append(_evaluated(model, rows[:12]))
     outcome.weights = weights_of(model)
     return outcome
+
+
+@torch.no_grad()
+def _evaluated(model: nn.Module, rows: list[dict[str, torch.Tensor]]) -> float:
+    """Return the mean over rows of their batch's loss, on one rank."""
+    model.eval()
+    losses = []
+    for start in range(0, len(rows), BATCH):
+        batch = _collate(rows[start : start + BATCH])
+        labels = (batch["labels"][:, 1:] != -100).sum()
+        losses.append(model(**batch, num_items_in_batch=labels).loss.repeat(BATCH))
+    model.train()
+    return torch.cat(losses).numpy().mean().item()
 
 
 def _collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

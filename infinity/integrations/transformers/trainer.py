@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,8 @@ class _Offload:
     """The optimizer, once the run has begun."""
     resume: Checkpoint | None = None
     """What the run is to begin with."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Settings of the param groups as the run began with them."""
     saving: bool = False
     """Whether a checkpoint is being written."""
 
@@ -162,6 +164,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
                 run = replace(settings.run, resume=resume.run_id, resume_step=resume.step)
                 settings = replace(settings, run=run)
             state.paged = state.begin(self.model, super().create_optimizer(), settings)
+            state.groups = _settings_of(state.paged)
             self.optimizer = AcceleratedOptimizer(state.paged, device_placement=False)
             self.optimizer._is_accelerate_prepared = True
         return state.paged
@@ -333,11 +336,15 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
                 "and its run goes on; call train(resume_from_checkpoint=…) first, or in a new process"
             )
         self._infinity.resume = wanted
+        if paged is not None:
+            self._infinity.groups = _settings_of(paged)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the scheduler; the optimizer has been offloaded with its state."""
+        """Load the scheduler; the optimizer has been offloaded with its state, but a new scheduler sets learning rates."""
         if checkpoint is not None:
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+            for group, settings in zip(self.optimizer.param_groups, self._infinity.groups, strict=True):
+                group.update(settings)
 
     def _load_best_model(self) -> None:
         """Read the weights of the best checkpoint's commit, one parameter at a time; the optimizer's state stays."""
@@ -357,3 +364,8 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
                 local.copy_(reader.read(index, rows=spec.slice_of(spec.shard_rank)).view(local.shape))
             for name, value in reader.buffers():
                 self.model.get_buffer(name).copy_(value)
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of the param groups, such as the learning rate."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
