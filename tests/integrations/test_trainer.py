@@ -111,9 +111,7 @@ def read_per_step(tmp_path: Path, accumulation: int, layer_major: bool | None) -
 
 def test_what_accumulation_reads(tmp_path: Path) -> None:
     """Layer-major reads what one batch reads; the loop reads weights and gradients again for every micro-batch."""
-    one, layers, loop = (
-        read_per_step(tmp_path, count, kind) for count, kind in ((1, None), (4, None), (4, False))
-    )
+    one, layers, loop = (read_per_step(tmp_path, count, kind) for count, kind in ((1, None), (4, None), (4, False)))
     print(f"read per step: {one} with one batch, {layers} layer-major, {loop} in a loop")
     assert layers == pytest.approx(one, rel=0.03)
     assert loop > 2.5 * one

@@ -29,7 +29,9 @@ def pool() -> Iterator[RankPool]:
     ranks.close()
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=WIDE if case == "weights in bf16" else []) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=WIDE if case == "weights in bf16" else []) for case in CASES]
+)
 def test_the_loop_written_by_hand(case: str, pool: RankPool, tmp_path: Path) -> None:
     """Every rank sees the losses, norms and weights of FSDP2 in memory, with labels counted over both."""
     given, by, policy = CASES[case]

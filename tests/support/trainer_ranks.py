@@ -37,4 +37,3 @@ def offloaded(folder: Path, policy: str, given: dict[str, Any], resume: bool = F
     outcome = outcome_of(trainer)
     trainer.optimizer.optimizer.close()
     return outcome, sorted(path.name for path in (folder / "out").glob("checkpoint-*"))
-

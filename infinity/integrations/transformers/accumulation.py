@@ -93,6 +93,8 @@ def layer_major(trainer: Any, wanted: bool | None) -> Accumulation | None:
 
 def _why_not(trainer: Any) -> str | None:
     """Return why the loss of a whole step is not what the micro-batches' losses add up to, or would take its logits."""
+    if trainer.args.torch_compile:
+        return "torch_compile is set, and each slice would be compiled by itself"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func is given, which takes the logits of a whole batch"
     if trainer.label_smoother is not None:

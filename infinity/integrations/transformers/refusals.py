@@ -7,6 +7,8 @@ from typing import Any
 
 from infinity.errors import ConfigError, UnsupportedError
 
+_WHOLE = ("lomo", "adalomo", "galore", "apollo", "adamw_torch_4bit", "adamw_torch_8bit")
+"""Beginnings of names of optimizers that are refused; others are tried out when they are offloaded."""
 REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "deepspeed",
@@ -53,10 +55,10 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "(infinity plan says what fits)",
     ),
     (
-        "torch_compile",
-        lambda trainer: trainer.args.torch_compile,
-        "it wraps the sharded model in another one behind the back of checkpoints; call layer.compile() on its layers "
-        "before fully_shard",
+        "optim",
+        lambda trainer: trainer.optimizer is None and str(trainer.args.optim).startswith(_WHOLE),
+        "it updates in backward by itself, works on whole matrices, or keeps its state in tensors of its own kind, where "
+        'pages are cut and updated one by one; use adamw_torch_fused, with state.format = "8bit" for less state',
     ),
     (
         "enable_jit_checkpoint",

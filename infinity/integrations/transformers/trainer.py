@@ -85,24 +85,27 @@ def attach(
     """
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"attach needs a Trainer of transformers, got {type(trainer).__name__}")
+    own: Any = trainer
     if isinstance(trainer, OffloadedTrainer):
         raise ConfigError("this Trainer is attached already")
     if missing := [name for name in _HOOKS if not hasattr(Trainer, name)]:
-        raise UnsupportedError(f"the Trainer of this transformers has no {', '.join(missing)}; install transformers 5.24")
+        raise UnsupportedError(
+            f"the Trainer of this transformers has no {', '.join(missing)}; install transformers 5.24"
+        )
     settings = load_config(config)
     check_config(settings)
     refusals.check(trainer)
-    ShardedModel.inspect(trainer.model)
-    settings = _with_limit(settings, trainer.args)
+    ShardedModel.inspect(own.model)
+    settings = _with_limit(settings, own.args)
     accumulation = _accumulation(trainer, layer_major)
     kind = type(trainer)
-    trainer.__class__ = type(kind.__name__, (OffloadedTrainer, kind), {"__module__": kind.__module__})
-    trainer._infinity = _Offload(settings, partial(offload, weights=weights, strict=strict, init=init), accumulation)
-    trainer.is_distributed_loading_by_transformers = True  # the Trainer neither moves nor wraps the model
-    name = private.original_class(trainer.model).__name__
-    if trainer.label_smoother is not None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    own.__class__ = type(kind.__name__, (OffloadedTrainer, kind), {"__module__": kind.__module__})
+    own._infinity = _Offload(settings, partial(offload, weights=weights, strict=strict, init=init), accumulation)
+    own.is_distributed_loading_by_transformers = True  # the Trainer neither moves nor wraps the model
+    name = private.original_class(own.model).__name__
+    if own.label_smoother is not None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         # The Trainer asks for the name of the class, which fully_shard has changed.
-        trainer.label_smoother = partial(trainer.label_smoother, shift_labels=True)
+        own.label_smoother = partial(own.label_smoother, shift_labels=True)
 
 
 _accumulation = layer_major
@@ -148,6 +151,11 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     """What `attach` puts before the class of a Trainer."""
 
     _infinity: _Offload
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
 
     # The run: it begins when something is computed #
 
@@ -183,7 +191,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         """Close the run before the processes part."""
         if self._infinity.paged is not None:
             self._infinity.paged.close()
-        super().end()
+        super().end()  # type: ignore[no-untyped-call]
 
     # A step #
 
@@ -246,7 +254,9 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     def _own_checkpoints(self) -> list[Checkpoint]:
         ranks = Ranks.current()
-        return ranks.agree(ranks.together("looking for checkpoints", partial(checkpoints.checkpoints_in, self.args.output_dir)))
+        return ranks.agree(
+            ranks.together("looking for checkpoints", partial(checkpoints.checkpoints_in, self.args.output_dir))
+        )
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Export the weights; into a checkpoint, write which commit has them."""
@@ -316,7 +326,9 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         for other in behind:
             _log.warning("%s is passed over: the commit that it names is not in %s", other, ", ".join(paths))
         if last is None:
-            raise CommitError(f"no checkpoint in {folder!r} names a commit in {', '.join(paths)}: nothing to resume from")
+            raise CommitError(
+                f"no checkpoint in {folder!r} names a commit in {', '.join(paths)}: nothing to resume from"
+            )
         return str(last.folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -340,7 +352,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             self._infinity.groups = _settings_of(paged)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the scheduler; the optimizer has been offloaded with its state, but a new scheduler sets learning rates."""
+        """Load the scheduler, and undo what making it did to the groups of the optimizer, which has its state."""
         if checkpoint is not None:
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
             for group, settings in zip(self.optimizer.param_groups, self._infinity.groups, strict=True):
