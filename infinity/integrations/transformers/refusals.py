@@ -56,7 +56,7 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "optim",
-        lambda trainer: trainer.optimizer is None and str(trainer.args.optim).startswith(_WHOLE),
+        lambda trainer: trainer.optimizer is None and str(trainer.args.optim.value).startswith(_WHOLE),
         "it updates in backward by itself, works on whole matrices, or keeps its state in tensors of its own kind, where "
         'pages are cut and updated one by one; use adamw_torch_fused, with state.format = "8bit" for less state',
     ),
