@@ -23,18 +23,24 @@ from infinity.optim.step import StepRunner
 from infinity.run.run import Run
 
 
-def make_committer(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Committer:
+def describe(run: Run, sharded: ShardedModel) -> RunDescription:
+    """Return what the pages of this rank hold."""
+    return RunDescription(
+        layout=run.layout,
+        tensors=tuple(_whole(member) for member in sharded.shards),
+        buffers=private.persistent_buffers(sharded.model),
+    )
+
+
+def make_committer(
+    run: Run, sharded: ShardedModel, described: RunDescription, optimizer: torch.optim.Optimizer
+) -> Committer:
     """Return what publishes commits of a run, with space reserved for their files; all ranks together.
 
     Raises:
         BudgetError, StorageError: there is no space.
         CommitError: the commit that the run goes on from is of another model.
     """
-    described = RunDescription(
-        layout=run.layout,
-        tensors=tuple(_whole(member) for member in sharded.shards),
-        buffers=private.persistent_buffers(sharded.model),
-    )
     if run.place.found is not None:
         run.ranks.together("comparing the commit", partial(check_tensors, run.place.found, described))
     file = run.folder.commits / f"rank{run.ranks.rank:05d}.room.tmp"
