@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import infinity
-from support import trainers
 from support.tables import WIDE
 from support.trainers import build, by_hand, make, outcome_of
 

@@ -105,4 +105,4 @@ def commits(args: Any) -> bool:
 
 def retained(args: Any) -> int:
     """Return how many checkpoints a Trainer with these arguments keeps: the last and the best one always."""
-    return max(args.save_total_limit, 2 if args.metric_for_best_model is not None else 1)
+    return max(int(args.save_total_limit), 2 if args.metric_for_best_model is not None else 1)

@@ -162,7 +162,8 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Offload the optimizer that the Trainer makes, where that has not been done."""
         self._begin()
-        return self.optimizer
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
 
     def _begin(self) -> PagedOptimizer:
         state = self._infinity
