@@ -112,6 +112,6 @@ def test_metrics_of_the_run(tmp_path: Path) -> None:
     """The loss that the Trainer logs is among those of `infinity top` and the daemon."""
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme")
     trainer.train()
-    value = trainer.optimizer.optimizer.run.stats.snapshot().value("train_loss")
+    value = trainer.optimizer.optimizer.run.stats.snapshot().value("training_loss")
     assert value == pytest.approx(outcome_of(trainer).losses[-1])
     trainer.end()

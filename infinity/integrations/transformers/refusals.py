@@ -40,8 +40,8 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "fp16",
         lambda trainer: trainer.args.fp16,
-        "Accelerate's optimizer, which skips steps whose scaled gradients overflow, asks for the whole state in memory; "
-        "use bf16",
+        "Accelerate's optimizer, which would skip steps whose gradients overflow, asks for the whole state in memory; use "
+        "bf16",
     ),
     (
         "fp16_full_eval, bf16_full_eval",
@@ -57,8 +57,8 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "optim",
         lambda trainer: trainer.optimizer is None and str(trainer.args.optim.value).startswith(_WHOLE),
-        "it updates in backward by itself, works on whole matrices, or keeps its state in tensors of its own kind, where "
-        'pages are cut and updated one by one; use adamw_torch_fused, with state.format = "8bit" for less state',
+        "it updates in backward by itself, works on whole matrices, or keeps its state in tensors of its own kind, but "
+        'here pages are updated one by one; use adamw_torch_fused, with state.format = "8bit" for less state',
     ),
     (
         "enable_jit_checkpoint",

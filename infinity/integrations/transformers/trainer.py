@@ -345,7 +345,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         paged = self._infinity.paged
         if paged is not None and (paged.run.folder.run_id, paged.steps) != (wanted.run_id, wanted.step):
             raise InfinityError(
-                f"{resume_from_checkpoint!r} cannot be resumed from here: this Trainer has trained or evaluated already, "
+                f"{resume_from_checkpoint!r} cannot be resumed from: this Trainer has trained or evaluated already, "
                 "and its run goes on; call train(resume_from_checkpoint=…) first, or in a new process"
             )
         self._infinity.resume = wanted
