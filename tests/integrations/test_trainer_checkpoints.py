@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infinity.checkpoint.manifest import complete_commits, published_in
 from infinity.errors import CommitError, InfinityError
+from support.tables import WIDE, all_but
 from support.trainers import Outcome, build, dataset, make, outcome_of
 
 SHUFFLED = {"train_sampling_strategy": "random", "max_steps": 8, "lr_scheduler_type": "cosine", "warmup_steps": 2}
@@ -44,13 +46,12 @@ def trained(tmp_path: Path, name: str, **given: Any) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("named", [True, "checkpoint-4"], ids=["last", "by name"])
+@pytest.mark.parametrize("named", [True, pytest.param("checkpoint-4", marks=WIDE)], ids=["last", "by name"])
 def test_resumed_in_the_middle(named: bool | str, tmp_path: Path) -> None:
     """Bit for bit: weights, moments, scheduler, random numbers and the order of the data."""
     expected = trained(tmp_path, "whole", **SHUFFLED)
     out, nvme = tmp_path / "out", tmp_path / "nvme"
     first = make(out, build(dropout=0.1), nvme=nvme, **SHUFFLED, **SAVED)
-    first.args.max_steps, first.args.stop = 8, 6
     first.add_callback(stop_at(7))
     first.train()
     close(first)
@@ -90,6 +91,7 @@ def test_a_checkpoint_is_a_commit_and_no_copy(tmp_path: Path) -> None:
             "infinity.json", "config.json", "trainer_state.json", "scheduler.pt", "rng_state.pth", "training_args.bin",
         }  # fmt: skip
         named = json.loads((folder / "infinity.json").read_text())
+        assert torch.load(folder / "training_args.bin", weights_only=False).save_total_limit == 2
         assert named == {"run_id": trainer.optimizer.optimizer.run.folder.run_id, "step": step}
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     state = 12 * sum(param.numel() for param in trainer.model.parameters())
@@ -98,7 +100,7 @@ def test_a_checkpoint_is_a_commit_and_no_copy(tmp_path: Path) -> None:
     close(trainer)
 
 
-@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("limit", [1, pytest.param(2, marks=WIDE)])
 def test_the_best_model_at_the_end(limit: int, tmp_path: Path) -> None:
     """The best checkpoint is kept beside the last one, and its weights are those of the ordinary Trainer's."""
     given = {
@@ -131,6 +133,7 @@ def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
     close(trainer)
 
 
+@WIDE
 def test_early_stopping(tmp_path: Path) -> None:
     """A callback ends training, as in memory."""
     from transformers import EarlyStoppingCallback
@@ -176,26 +179,23 @@ trainer.train()
 MOMENTS = ("step", "before the commit", "behind the commit")
 
 
-def test_killed_and_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", all_but(MOMENTS, "step", "behind the commit"))
+def test_killed_and_resumed(moment: str, tmp_path: Path) -> None:
     """At any moment, also between a folder and its commit, with a single checkpoint: the last commit has a folder."""
     given = {**SHUFFLED, **SAVED, "save_total_limit": 1}
-    lives = {}
-    for moment in MOMENTS:
-        (tmp_path / moment).mkdir()
-        command = [sys.executable, "-c", LIFE, str(tmp_path / moment), moment, repr(given)]
-        environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
-        lives[moment] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-c", LIFE, str(tmp_path), moment, repr(given)]
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
+    life = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     expected = trained(tmp_path, "whole", **SHUFFLED)
-    for moment, life in lives.items():
-        output, _ = life.communicate(timeout=600)
-        assert life.returncode == 9, output.decode()[-3000:]
-        out = tmp_path / moment / "out"
-        assert names(out) == (["checkpoint-4"] if moment == "step" else ["checkpoint-4", "checkpoint-6"])
-        trainer = make(out, build("meta", dropout=0.1), nvme=tmp_path / moment / "nvme", **given)
-        trainer.train(resume_from_checkpoint=True)
-        outcome_of(trainer).equals(expected)
-        assert names(out) == ["checkpoint-8"]
-        close(trainer)
+    output, _ = life.communicate(timeout=600)
+    assert life.returncode == 9, output.decode()[-3000:]
+    out = tmp_path / "out"
+    assert names(out) == (["checkpoint-4"] if moment == "step" else ["checkpoint-4", "checkpoint-6"])
+    trainer = make(out, build("meta", dropout=0.1), nvme=tmp_path / "nvme", **given)
+    trainer.train(resume_from_checkpoint=True)
+    outcome_of(trainer).equals(expected)
+    assert names(out) == ["checkpoint-8"]
+    close(trainer)
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
@@ -217,6 +217,7 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
         make(out, build(), nvme=nvme, **SAVED).train(resume_from_checkpoint=True)
 
 
+@WIDE
 def test_train_again(tmp_path: Path) -> None:
     """A second train() goes on with weights and moments, as in memory, and its checkpoints name later commits."""
     given = {**SAVED, "max_steps": 4}

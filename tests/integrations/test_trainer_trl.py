@@ -66,7 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=WIDE if case in ("evaluated", "dft") else []) for case in CASES]
+    "case", [pytest.param(case, marks=WIDE if case in ("evaluated", "packed", "dft") else []) for case in CASES]
 )
 def test_sft(case: str, tmp_path: Path) -> None:
     """Losses, norms and weights are those of the SFTTrainer in memory."""

@@ -40,8 +40,8 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "fp16",
         lambda trainer: trainer.args.fp16,
-        "Accelerate's optimizer, which would skip steps whose gradients overflow, asks for the whole state in memory; use "
-        "bf16",
+        "Accelerate's optimizer, which would skip steps whose gradients overflow, asks for the whole state in memory; "
+        "use bf16",
     ),
     (
         "fp16_full_eval, bf16_full_eval",

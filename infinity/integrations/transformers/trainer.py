@@ -143,8 +143,8 @@ class _Offload:
     """What the run is to begin with."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     """Settings of the param groups as the run began with them."""
-    saving: bool = False
-    """Whether a checkpoint is being written."""
+    saving: int | None = None
+    """The limit of checkpoints, while one of them is written."""
 
 
 class OffloadedTrainer(Trainer):  # type: ignore[misc]
@@ -241,35 +241,37 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         if not refusals.commits(args):
             super()._save_checkpoint(model, trial)
             return
-        limit, args.save_total_limit, state.saving = args.save_total_limit, None, True
+        state.saving, args.save_total_limit = args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)  # it would remove folders before there is a commit for this one
         finally:
-            args.save_total_limit, state.saving = limit, False
-        best = self.state.best_model_checkpoint
-        prefer = [checkpoint.step for checkpoint in self._own_checkpoints() if str(checkpoint.folder) == best]
-        paged.commit({"trainer": self.state.global_step}, prefer=prefer)
+            state.saving, args.save_total_limit = None, state.saving
+        paged.commit(prefer=self._best_steps())
         if args.should_save:
             run = paged.run
-            checkpoints.remove_others(self._get_output_dir(trial), run.folder.run_id, run.store.commits)
+            checkpoints.remove_others(args.output_dir, run.folder.run_id, run.store.commits)
 
-    def _own_checkpoints(self) -> list[Checkpoint]:
-        ranks = Ranks.current()
-        return ranks.agree(
-            ranks.together("looking for checkpoints", partial(checkpoints.checkpoints_in, self.args.output_dir))
-        )
+    def _best_steps(self) -> list[int]:
+        """Return the step of the commit of the best checkpoint, if there is one; as rank 0 sees it."""
+        ranks, best = Ranks.current(), self.state.best_model_checkpoint
+
+        def steps() -> list[int]:
+            own = checkpoints.checkpoints_in(self.args.output_dir)
+            return [checkpoint.step for checkpoint in own if best is not None and checkpoint.folder == Path(best)]
+
+        return ranks.agree(ranks.together("looking for the best checkpoint", steps))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Export the weights; into a checkpoint, write which commit has them."""
         folder, state, paged = Path(output_dir or self.args.output_dir), self._infinity, self._begin()
-        writes = self.args.should_save
         args = copy.copy(self.args)
-        if not state.saving:
+        if state.saving is None:
             self._export(folder)
-        elif writes:
+        elif args.should_save:
             Checkpoint(folder, paged.run.folder.run_id, paged.steps).write()
             self._write_config(folder)
-        if not writes:
+            args.save_total_limit = state.saving
+        if not args.should_save:
             return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
