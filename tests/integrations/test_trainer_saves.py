@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import load_file
 
-from support.trainers import build, make
+from support.ranks import RankPool
+from support.tables import WIDE
+from support.trainer_ranks import adapters
+from support.trainers import build, make, outcome_of, with_adapters
 
 
 def test_what_is_exported_loads(tmp_path: Path) -> None:
@@ -46,3 +51,34 @@ def test_save_only_model(tmp_path: Path) -> None:
     assert not found & {"infinity.json", "optimizer.pt"}
     trainer.end()
     assert not nvme.exists()  # a run without a commit leaves nothing
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """Of a model of peft, adapters are trained and saved, as by the ordinary Trainer; checkpoints are commits."""
+    pytest.importorskip("peft")
+    saved = {"save_strategy": "steps", "save_steps": 3}
+    ordinary = make(tmp_path / "memory", with_adapters("plain"), **saved)
+    trainer = make(tmp_path / "out", with_adapters(), nvme=tmp_path / "nvme", **saved)
+    for one in (ordinary, trainer):
+        one.train()
+        one.save_model()
+    outcome_of(trainer).equals(outcome_of(ordinary))
+    assert not list((tmp_path / "out").rglob("model.safetensors"))
+    assert not (tmp_path / "out" / "checkpoint-6" / "adapter_model.safetensors").exists()
+    found, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "memory"))
+    assert found.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in found.items())
+    trainer.end()
+
+
+@WIDE
+def test_adapters_of_two_ranks(tmp_path: Path) -> None:
+    """They are put together."""
+    pytest.importorskip("peft")
+    pool = RankPool(2)
+    try:
+        shapes = pool.run(adapters, tmp_path)[0]
+    finally:
+        pool.close()
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {name: tuple(value.shape) for name, value in found.items()} == shapes

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 import infinity
-from support.trainers import Outcome, build, by_hand, make, outcome_of
+from support.trainers import Outcome, build, by_hand, make, outcome_of, with_adapters
 
 
 def as_torchrun() -> None:
@@ -37,3 +37,14 @@ def offloaded(folder: Path, policy: str, given: dict[str, Any], resume: bool = F
     outcome = outcome_of(trainer)
     trainer.optimizer.optimizer.close()
     return outcome, sorted(path.name for path in (folder / "out").glob("checkpoint-*"))
+
+
+def adapters(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Train adapters and save them; return their shapes by the names that peft gives them."""
+    as_torchrun()
+    trainer = make(folder / "out", with_adapters(), nvme=folder / "nvme", max_steps=2)
+    trainer.train()
+    trainer.save_model()
+    trainer.optimizer.optimizer.close()
+    trained = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
+    return {name.replace(".default", ""): tuple(param.shape) for name, param in trained.items()}

@@ -56,6 +56,20 @@ def build(where: str = "cpu", *, policy: str = "fp32", layers: int = 3, dropout:
     return model
 
 
+def with_adapters(where: str = "cpu") -> nn.Module:
+    """Return the model with LoRA of peft, sharded on the CPU or, as ``plain``, not sharded."""
+    from peft import LoraConfig, get_peft_model
+
+    model = build("plain")
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    if where != "plain":
+        mesh = infinity.mesh()
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
 def dataset(*, rows: int = 128, ignored: bool = True) -> list[dict[str, torch.Tensor]]:
     """Return rows of tokens; of some, a part of the labels does not count."""
     generator = torch.Generator().manual_seed(1)

@@ -298,9 +298,21 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
                     file.replace(folder / file.name)
                 apart.rmdir()
 
+        if hasattr(self.model, "peft_config"):
+            self._export_adapters(folder)
+            return
         ranks.together("making the folder of the export", clear)
         self._begin().save_pretrained(apart)
         ranks.together("moving the export", move)
+
+    def _export_adapters(self, folder: Path) -> None:
+        """Save what peft saves of its models: the adapters that are trained, which are small."""
+        self._begin()
+        state = {
+            name: param.detach().full_tensor().clone() if param.requires_grad else param
+            for name, param in self.model.named_parameters()
+        }
+        self.model.save_pretrained(str(folder), state_dict=state, is_main_process=self.args.should_save)
 
     def _write_config(self, folder: Path) -> None:
         config = Companions.of_run(self._begin().run.folder.commits).config
