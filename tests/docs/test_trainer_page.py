@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ def test_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(path.name for path in Path("out").iterdir()) == ["checkpoint-2", "checkpoint-4"]
     assert Path("trained", "model.safetensors").exists()
     names["trainer"].end()
+
+
+def test_the_releases_are_those_of_the_extra() -> None:
+    """What pyproject asks for."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    wanted = [requirement.partition(",")[0] for requirement in project["optional-dependencies"]["trainer"]]
+    said = ", ".join(f"{' '.join(each.split('>='))} or newer" for each in wanted)
+    assert said in " ".join(PAGE.split())
 
 
 def test_the_table_has_all_that_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import pytest
 import torch
 
 import infinity
+from infinity.accumulation.micro_batches import LayerMajor
+from infinity.fsdp import private
+from infinity.fsdp.gradient import PagedGradient
+from support import trainers
 from support.tables import WIDE
-from support.trainers import build, by_hand, make, outcome_of
+from support.trainers import LENGTH, VOCABULARY, build, by_hand, make, outcome_of
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "clipped": ({}, {}, "fp32"),
@@ -32,6 +37,8 @@ def test_the_loop_written_by_hand(case: str, tmp_path: Path) -> None:
     trainer.train()
     outcome_of(trainer).equals(expected)
     trainer.end()
+    with pytest.raises(infinity.InfinityError, match="this optimizer was closed"):
+        trainer.optimizer.step()
 
 
 def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
@@ -91,6 +98,63 @@ def test_accumulation(kind: str, clip: float, tmp_path: Path) -> None:
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", attached=attached, **given)
     trainer.train()
     outcome_of(trainer).equals(expected)
+    trainer.end()
+
+
+def test_evaluation_between_layer_major_steps(tmp_path: Path) -> None:
+    """Batches of evaluation are not sliced: any number of rows, and their logits are there."""
+    model = build()
+    layers = LayerMajor(model)
+    sliced = partial(layers.slices, 3)
+    expected = by_hand(model, accumulation=3, joined=True, evaluate_every=2, step_context=sliced)
+    given = {"gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+    shapes: list[tuple[int, ...]] = []
+
+    def look(found: Any) -> dict[str, float]:
+        shapes.append(found.predictions.shape)
+        return {}
+
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", compute_metrics=look, **given)
+    trainer.train()
+    outcome_of(trainer).equals(expected)
+    assert shapes == [(12, LENGTH, VOCABULARY)] * 3
+    trainer.end()
+
+
+def test_gradients_between_micro_batches(tmp_path: Path) -> None:
+    """In the loop, none of the whole model waits in memory for the last micro-batch: all are reduced, and paged."""
+    from transformers import TrainerCallback
+
+    looked = []
+
+    class Look(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+            for _, group in private.parameter_groups(model):
+                for param in private.fsdp_params(group):
+                    assert param.unsharded_accumulated_grad is None
+                    assert isinstance(param.sharded_param.grad.to_local(), PagedGradient)
+                    looked.append(param)
+
+    given = {"gradient_accumulation_steps": 2, "attached": {"layer_major": False}, "callbacks": [Look()]}
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
+    trainer.train()
+    assert len(looked) == trainers.STEPS * len(list(trainer.model.parameters()))
+    trainer.end()
+
+
+def test_a_norm_that_is_not_finite(tmp_path: Path) -> None:
+    """Its step changes nothing; the others do."""
+    calls = []
+
+    def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        calls.append(trainers.weights_of(trainer.model))
+        loss = outputs.logits.float().square().mean()
+        return loss * float("nan") if len(calls) == 3 else loss
+
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", compute_loss_func=loss_of)
+    trainer.train()
+    same = [all(a[name].equal(b[name]) for name in a) for a, b in pairwise(calls)]
+    assert same == [False, False, True, False, False]
     trainer.end()
 
 

@@ -381,6 +381,17 @@ def test_files_grow_no_more_however_often_pages_move(rig: Rig) -> None:
     assert rig.sizes == sizes
 
 
+def test_a_preferred_commit_outlives_newer_ones(rig: Rig) -> None:
+    """Of two that are kept one is the newest, the other the preferred one; without it, the one before."""
+    kept = []
+    for step, prefer in enumerate(([], [], [1], [1], [7], []), 1):
+        rig.write(0, content_of(0, step))
+        assert rig.store.retained_with(step, prefer)[-1] == step
+        rig.store.adopt(step, rig.store.versions(KEPT), prefer)
+        kept.append(rig.store.commits)
+    assert kept == [(1,), (1, 2), (1, 3), (1, 4), (4, 5), (5, 6)]
+
+
 def test_a_committed_version_outlives_newer_ones(rig: Rig) -> None:
     """Until it is no longer retained; then its slot is used again."""
     first = rig.version(0)
