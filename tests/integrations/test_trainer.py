@@ -163,6 +163,7 @@ def read_per_step(tmp_path: Path, accumulation: int, layer_major: bool | None) -
     folder = tmp_path / f"{accumulation}-{layer_major}"
     folder.mkdir()
     given = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, "max_steps": 4}
+    given["per_device_train_batch_size"] = 2  # 4 of them are not as many rows as a row has tokens
     small = {"memory": {"host_bytes": "2MiB", "page_bytes": "64KiB"}}
     attached = {"layer_major": layer_major}
     trainer = make(folder / "out", build(layers=12), nvme=folder / "nvme", config=small, attached=attached, **given)

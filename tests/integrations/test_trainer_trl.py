@@ -10,7 +10,7 @@ import torch
 
 from infinity.accumulation.micro_batches import LayerMajor
 from infinity.integrations.transformers import attach
-from support.tables import WIDE
+from support.tables import WIDE, all_but
 from support.trainers import BATCH, STEPS, VOCABULARY, build, outcome_of, settings
 
 WORDS = [f"w{number}" for number in range(VOCABULARY - 2)]
@@ -65,9 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=WIDE if case in ("evaluated", "packed", "dft") else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", all_but(CASES, "evaluated", "packed", "several lengths", "dft"))
 def test_sft(case: str, tmp_path: Path) -> None:
     """Losses, norms and weights are those of the SFTTrainer in memory."""
     ordinary = sft(tmp_path / "memory", build("plain"), **CASES[case])
@@ -91,6 +89,7 @@ def test_sft_layer_major(tmp_path: Path) -> None:
     trainer.end()
 
 
+@WIDE
 def test_sft_resumed_from_the_meta_device(tmp_path: Path) -> None:
     """Also a model that has no memory of its own; checkpoints have the tokenizer."""
     saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
