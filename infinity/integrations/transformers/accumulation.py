@@ -59,7 +59,7 @@ def _alike(batches: Sequence[Any]) -> bool:
     return len(rows) == 1 and all(other == shapes[0] for other in shapes[1:])
 
 
-def layer_major(trainer: Any, wanted: bool | None) -> Accumulation | None:
+def accumulation_of(trainer: Any, wanted: bool | None) -> Accumulation | None:
     """Return what runs the micro-batches of a step as one batch; None where the Trainer's loop runs them.
 
     Args:

@@ -36,7 +36,7 @@ with needs("trainer", "infinity.integrations.transformers"):
     from transformers import Trainer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from infinity.integrations.transformers.accumulation import Accumulation, layer_major
+    from infinity.integrations.transformers.accumulation import Accumulation, accumulation_of
 
 _log = logging.getLogger("infinity")
 _SCHEDULER = "scheduler.pt"  # these are the Trainer's names
@@ -97,7 +97,7 @@ def attach(
     refusals.check(trainer)
     ShardedModel.inspect(own.model)
     settings = _with_limit(settings, own.args)
-    accumulation = _accumulation(trainer, layer_major)
+    accumulation = accumulation_of(trainer, layer_major)
     kind = type(trainer)
     own.__class__ = type(kind.__name__, (OffloadedTrainer, kind), {"__module__": kind.__module__})
     own._infinity = _Offload(settings, partial(offload, weights=weights, strict=strict, init=init), accumulation)
@@ -106,9 +106,6 @@ def attach(
     if own.label_smoother is not None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         # The Trainer asks for the name of the class, which fully_shard has changed.
         own.label_smoother = partial(own.label_smoother, shift_labels=True)
-
-
-_accumulation = layer_major
 
 
 def _with_limit(settings: Config, args: Any) -> Config:
