@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.memory.arena import Arena
 from infinity.memory.device import Device, Mark
@@ -107,6 +108,7 @@ class Pager:
         self._layout, self._observer = layout, observer
         self.timeout = timeout
         """Seconds after which a wait is an error."""
+        self._store = store
         self._transfers = Transfers(store, observer, timeout=timeout, failed=failed)
         self._frames = Frames(layout, arena)
         self._cache = Cache(
@@ -176,7 +178,13 @@ class Pager:
         return Lease(self, uses, cursor, access, behind=behind, threaded=threaded, copies=copies)
 
     def install(self, plan: Plan | None) -> None:
-        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`."""
+        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`.
+
+        Raises:
+            BudgetError: it stores gradients, for which the drives have no room.
+        """
+        if plan is not None:
+            self._store.expect_gradients(plan.traffic.written[Role.GRAD] > 0)
         with self._transfers.lock:
             self._transfers.check()
             self._cache.drop_claims()

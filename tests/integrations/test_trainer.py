@@ -51,6 +51,16 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     trainer.end()
 
 
+def test_from_pretrained(tmp_path: Path) -> None:
+    """A model that is sharded and placed for the Trainer, and knows where its weights are."""
+    build("plain").save_pretrained(tmp_path / "weights")
+    model = infinity.from_pretrained(tmp_path / "weights", mp_policy=trainers.POLICIES["fp32"])
+    trainer = make(tmp_path / "out", model, nvme=tmp_path / "nvme")
+    trainer.train()
+    outcome_of(trainer).equals(by_hand(build()))
+    trainer.end()
+
+
 @pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=WIDE)])
 def test_evaluation_between_steps(clip: float, tmp_path: Path) -> None:
     """Before training, between two steps and after the last one; steps behind one are like the others."""
