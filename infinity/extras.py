@@ -16,6 +16,7 @@ EXTRAS = {
     "hf": ("transformers", "tokenizers"),
     "qlora": ("torchao", "peft", "transformers", "tokenizers"),
     "peft": ("peft", "transformers", "tokenizers"),
+    "trainer": ("transformers", "tokenizers", "accelerate"),
 }
 """Import names by extra; the `pip install` of the extra brings them."""
 

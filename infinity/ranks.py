@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from infinity import torchrun
@@ -54,6 +55,21 @@ class Ranks:
         with _naming_loss():
             dist.all_gather_object(values, value)
         return values
+
+    @property
+    def exchange_on_cpu(self) -> bool:
+        """Whether tensors can be exchanged where they lie in host memory; else they must be on the device."""
+        return "cpu" in dist.get_backend_config()
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a contiguous tensor to a rank, which must `receive` it. Raises `LostRankError`."""
+        with _naming_loss():
+            dist.send(tensor, rank)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill a contiguous tensor with what a rank sends. Raises `LostRankError`."""
+        with _naming_loss():
+            dist.recv(tensor, rank)
 
     def together(self, what: str, action: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
         """Run `action` on every rank; if it fails on one, raise on all, with the reason.

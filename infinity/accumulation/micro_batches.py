@@ -6,6 +6,9 @@ reduced once, for any number of slices. Kept for backward are the inputs of unit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
 from infinity.accumulation.causal_lm import SlicedCausalLM, is_causal_lm
@@ -44,6 +47,38 @@ def micro_batches(model: nn.Module, count: int, *, batch_dim: BatchDim = None) -
     """
     if count < 1:
         raise ConfigError(f"micro_batches needs a number of 1 or more, got {count}")
+    _sliced(model, count, batch_dim, head=True)
+
+
+class LayerMajor:
+    """Slices the batches of a sharded model like `micro_batches`, but only those that run inside of `slices`."""
+
+    def __init__(self, model: nn.Module, *, head: bool = True) -> None:
+        """Take over the forwards of the model's units, which run as they are until `slices`.
+
+        Args:
+            model: as `micro_batches` takes it.
+            head: whether head and loss of a causal language model of transformers are sliced too.
+
+        Raises:
+            UnsupportedError: as `micro_batches` does.
+        """
+        self._forwards = _sliced(model, 0, None, head=head)
+
+    @contextmanager
+    def slices(self, count: int) -> Iterator[None]:
+        """Inside of the block, a batch runs in `count` slices: forward and its backward."""
+        for forward in self._forwards:
+            forward.count = count
+        try:
+            yield
+        finally:
+            for forward in self._forwards:
+                forward.count = 0
+
+
+def _sliced(model: nn.Module, count: int, batch_dim: BatchDim, *, head: bool) -> list[SlicedForward]:
+    """Put sliced forwards in the place of those of the model's units."""
     layers = {name: module for name, module in model.named_modules() if name and private.is_sharded_module(module)}
     if not private.is_sharded_module(model) or not layers:
         raise UnsupportedError(
@@ -60,7 +95,8 @@ def micro_batches(model: nn.Module, count: int, *, batch_dim: BatchDim = None) -
         if inner is not None:
             raise UnsupportedError(f"micro_batches needs units side by side, but {name} contains {inner}")
     forwards = [SlicedForward(layer, count, batch_dim) for layer in layers.values()]
-    if is_causal_lm(model):
+    if head and is_causal_lm(model):
         forwards.append(SlicedCausalLM(model, count, layers))
     for forward in forwards:
         replace_forward(forward.module, forward)
+    return forwards

@@ -31,6 +31,7 @@ class SlicedForward:
     def __init__(self, module: nn.Module, count: int, batch_dim: BatchDim = None) -> None:
         """Take over from the forward that `module` has."""
         forward = module.forward
+        # How many slices; 0: none, the module's own forward runs.
         self.module, self.count = module, count
         # The forward of the module itself, for a whole batch.
         self.whole: Callable[..., Any] = forward.whole if isinstance(forward, SlicedForward) else forward
@@ -45,6 +46,8 @@ class SlicedForward:
             ConfigError: the batch cannot be split.
             UnsupportedError: an argument or an output cannot be.
         """
+        if not self.count:
+            return self.whole(*args, **kwargs)
         call = Call.of(self.whole, args, kwargs)
         slicing = None if self.count == 1 else self._finder.find(self.whole, call, self.count)
         return self.run(self.whole, call, slicing)

@@ -18,7 +18,7 @@ import fnmatch
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,11 @@ class Committer:
         groups: list[dict[str, Any]],
         extra: dict[str, Any],
         own: Mapping[str, Any],
+        prefer: Collection[int] = (),
     ) -> None:
         """Make the stored pages and the given state the newest commit of all ranks.
+
+        `prefer` are steps of earlier commits that are kept before newer ones.
 
         Raises:
             CommitError: something cannot be written as plain data.
@@ -157,10 +160,10 @@ class Committer:
         # Removed for good before a slot is free that it names: a manifest that comes back after a loss of power
         # must not be of pages that were written over.
         kept = {**self._commits, step: commit}
-        kept = {step: kept[step] for step in self._store.retained_with(step)}
+        kept = {step: kept[step] for step in self._store.retained_with(step, prefer)}
         remove_commits(self._folder, self._ranks, keep=kept.values())
         self._commits = kept
-        self._store.adopt(step, versions)
+        self._store.adopt(step, versions, prefer)
         while self._unsettled:
             self._store.release(self._unsettled.pop())
         self._room.hold(self._to_come)

@@ -13,6 +13,7 @@ from infinity.checkpoint import manifest as files
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.manifest import CommitName, Manifest
 from infinity.checkpoint.state import load_scalars, load_tensors, read_groups, saved_buffer
+from infinity.checkpoint.whole import WholeState, owners_of
 from infinity.content.format import MASTER
 from infinity.content.views import read_section, torch_dtype
 from infinity.errors import CommitError
@@ -22,7 +23,7 @@ from infinity.store.pages import read_version
 _CACHED_PAGES = 4
 
 
-class CommitReader:
+class CommitReader(WholeState):
     """One commit of a run; memory is that of one parameter and a few pages.
 
     Nothing of it changes once it is made. Files are opened for each read and closed behind it: the run may be live, and
@@ -45,7 +46,7 @@ class CommitReader:
         else:
             commits = files.complete_commits(files.published_in(folder.commits))
             commit = files.choose_commit(folder.run_id, commits, step)
-        self.step = commit.step  # optimizer steps that were done
+        self._step = commit.step
         names = [commit.of(rank).file_name for rank in range(commit.world_size)]
         self._manifests: list[Manifest] = [files.read_manifest(folder.commits / name) for name in names]  # by rank
         self._ranks: list[RunDescription] = [manifest.description for manifest in self._manifests]  # by rank
@@ -76,11 +77,10 @@ class CommitReader:
         """Return the dtype in which a parameter is trained, or that of one of its states."""
         return torch_dtype(self._ranks[0].layout.format_of(index).dtypes[name])
 
-    def nbytes(self, index: int, dtype: torch.dtype | None = None) -> int:
-        """Return the size of a whole parameter, as it is trained or, if it is floating-point, in `dtype`."""
-        own = self.dtype(index)
-        chosen = dtype if dtype is not None and own.is_floating_point else own
-        return torch.Size(self.tensors[index].shape).numel() * chosen.itemsize
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were done."""
+        return self._step
 
     @property
     def folder(self) -> RunFolder:
@@ -127,13 +127,7 @@ class CommitReader:
             CommitError: a slice of it is on no rank, or it is tensor-parallel.
         """
         spec = self.tensors[index]
-        if spec.tensor_parallel:
-            raise CommitError(f"{spec.names[0]} is tensor-parallel; whole parameters of such runs cannot be read yet")
-        owners: dict[int, int] = {}
-        for rank, described in enumerate(self._ranks):
-            owners.setdefault(described.tensors[index].shard_rank, rank)
-        if len(owners) != spec.shard_size:
-            raise CommitError(f"{spec.names[0]}: slices {sorted(owners)} of {spec.shard_size} are in the commit")
+        owners = owners_of([described.tensors[index] for described in self._ranks])
         first, last = rows or (0, spec.shape[spec.dim] if spec.shape else 1)
         parts = []
         for position in range(spec.shard_size):

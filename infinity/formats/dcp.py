@@ -1,4 +1,4 @@
-"""The format of `torch.distributed.checkpoint`: commits out, and the state of a plain FSDP2 run in.
+"""The format of `torch.distributed.checkpoint`: the state of a run out, that of a plain FSDP2 run in.
 
 Both ways the folder is that of `dcp.save({"model": …, "optim": …})` with the two halves of `get_state_dict(model,
 optimizer)`. Ours has two entries more, `infinity.step` and `infinity.extra` (JSON), which a plain load passes over.
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from infinity.checkpoint.durable import NewFolder, sync_file
 from infinity.checkpoint.extra import save_extra
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.whole import WholeState
 from infinity.content.format import MASTER
 from infinity.errors import CommitError, ConfigError, InfinityError
 from infinity.formats.dcp_metadata import read_metadata
@@ -46,12 +46,12 @@ STEP, EXTRA = "infinity.step", "infinity.extra"
 
 
 class DcpExport(DefaultSavePlanner):
-    """A commit as a folder that plain FSDP2 loads with `dcp.load` and `set_state_dict`.
+    """The state of a run as a folder that plain FSDP2 loads with `dcp.load` and `set_state_dict`.
 
     Parameters that were never updated have no optimizer state, as in torch.
     """
 
-    def __init__(self, reader: CommitReader) -> None:
+    def __init__(self, reader: WholeState) -> None:
         """Plan what is to be written; nothing is read from pages yet."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._reader = reader
@@ -75,12 +75,15 @@ class DcpExport(DefaultSavePlanner):
                     kind: self._section(f"optim.{STATE}{names[index][0]}.{kind}", index, kind)
                     for kind, _ in reader.kinds(index)
                 },
-                **values,
+                **dict(sorted(values.items())),
             }
-            for index, values in scalars.items()
+            for index, values in sorted(scalars.items())
         }
-        groups = [{**group, "params": [names[index][0] for index in group["params"]]} for group in reader.groups]
-        own = {"step": reader.step, "extra": json.dumps(save_extra(reader.extra))}
+        groups = [
+            {**dict(sorted(group.items())), "params": [names[index][0] for index in group["params"]]}
+            for group in reader.groups
+        ]
+        own = {"step": reader.step, "extra": json.dumps(save_extra(reader.extra), sort_keys=True)}
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "infinity": own}
 
     def _section(self, key: str, index: int, name: str) -> torch.Tensor:
@@ -108,7 +111,7 @@ class DcpExport(DefaultSavePlanner):
 
         Raises:
             ConfigError: the folder is not empty or cannot be written to, or what is read back is something else.
-            StorageError, CorruptPageError, CommitError: the commit cannot be read.
+            StorageError, CorruptPageError, CommitError: the state cannot be read.
         """
         self._advance = advance
         # The writer holds all tensors of a file until it is written, and has one file per rank. So the files are

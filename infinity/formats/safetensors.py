@@ -1,4 +1,4 @@
-"""Commits out, in the ecosystem's formats."""
+"""The weights of a commit, or of a run that trains, as a folder for transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from infinity.checkpoint.durable import NewFolder, sync_file
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.whole import WholeState
 from infinity.errors import ConfigError
 from infinity.formats import transformers_names as names
 from infinity.formats.adapters import ADAPTER, ADAPTER_CONFIG, Adapter
@@ -22,6 +22,18 @@ from infinity.formats.companions import CONFIG, Companions, companion_files
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import INDEX, SINGLE
 from infinity.fsdp import private
+from infinity.units import parse_size
+
+FILE_BYTES = "1GiB"
+"""Most bytes of tensors per file where nothing else is said."""
+
+
+def file_size(value: int | str, *, name: str = "file_bytes") -> int:
+    """Return the most bytes per file. Raises `ConfigError` for what is no size of a file."""
+    found = parse_size(value, name=name)
+    if found == 0:
+        raise ConfigError(f"{name} {value} is no size of a file; the default is {FILE_BYTES}")
+    return found
 
 
 def digest_of(value: torch.Tensor | BytesIO) -> int:
@@ -64,7 +76,7 @@ def cut(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 def export_safetensors(
-    reader: CommitReader,
+    reader: WholeState,
     folder: Path,
     *,
     config: Mapping[str, Any] | None = None,
@@ -94,8 +106,10 @@ def export_safetensors(
     Raises:
         ConfigError: the folder is not empty or cannot be written to, what is read back is something else, or
             config.json is not that of the model.
-        StorageError, CorruptPageError, CommitError: the commit cannot be read.
+        StorageError, CorruptPageError, CommitError: the weights cannot be read.
     """
+    if companions is not None and not companions.is_dir():
+        raise ConfigError(f"companions {str(companions)!r} is not a folder")
     kept = Companions.of_run(reader.folder.commits)
     if kept.adapters:
         return _export_adapters(reader, kept.adapters, folder, dtype, advance)
@@ -198,11 +212,11 @@ def _write(file: Path, data: bytes) -> None:
 
 
 class _Outgoing:
-    """The tensors of an export, and the parameters and buffers of a commit that they are made of."""
+    """The tensors of an export, and the parameters and buffers that they are made of."""
 
     def __init__(
         self,
-        reader: CommitReader,
+        reader: WholeState,
         config: Mapping[str, Any] | None,
         loaded_from: Sequence[str] | None,
         dtype: torch.dtype | None,
@@ -211,7 +225,7 @@ class _Outgoing:
         """Find what is written; nothing is read from pages yet.
 
         Args:
-            reader: of the commit.
+            reader: of the state.
             config: that of the model, of transformers; None for another model.
             loaded_from: names that the checkpoint had that the model was loaded from, if any.
             dtype: of floating-point tensors in the export; None: as they are trained.

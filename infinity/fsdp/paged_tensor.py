@@ -202,8 +202,9 @@ class PagedTensor(WithoutMemory):
     def refusal(self) -> str:
         """See `WithoutMemory`."""
         return (
-            f"{self.home.name} is on NVMe and has no memory of its own; take a copy, tensor.clone(), or save the "
-            "whole: optimizer.commit() and `infinity export`, or torch.save(model.state_dict()) where memory suffices"
+            f"{self.home.name} is on NVMe and has no memory of its own; to save the model call "
+            "optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or, to go on from, optimizer.commit(); to "
+            "work on this tensor take a copy, tensor.clone()"
         )
 
 

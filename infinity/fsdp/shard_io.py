@@ -175,9 +175,19 @@ class ShardIO:
             held = f", and {format_size(self._loaded)} are loaded already" if self._loaded else ""
             raise UnsupportedError(
                 f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena{held} "
-                f"(limit {format_size(self._load_limit)}); to save the model use optimizer.commit(), and `infinity "
-                "export` makes safetensors of a commit"
+                f"(limit {format_size(self._load_limit)}); to save the model in bounded memory call "
+                "optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or, to go on from, optimizer.commit()"
             )
+        return self.read(shard, name)
+
+    def read(self, shard: int, name: str) -> torch.Tensor:
+        """Return what `load_section` returns, of any size: for who lets go of it before the next one.
+
+        Raises:
+            InfinityError: as `load_section`.
+        """
+        placed = self._layout.shards[shard]
+        segment = self._layout.segments[placed.segment]
         self._listener.look(shard)
 
         def visit(page: Page, copy: Callable[[memoryview], None]) -> None:

@@ -65,13 +65,15 @@ def from_config(
     model = build(
         config, auto_class, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     )
+    chosen = default_mesh() if mesh is None else mesh
     shard(
         model,
-        mesh=default_mesh() if mesh is None else mesh,
+        mesh=chosen,
         mp_policy=_DEFAULT_POLICY if mp_policy is None else mp_policy,
         reshard_after_forward=reshard_after_forward,
         activation_checkpointing=activation_checkpointing,
     )
+    model.hf_device_map = {"": chosen.device_type}  # it is placed: transformers' Trainer does not move it
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -22,18 +23,24 @@ from infinity.optim.step import StepRunner
 from infinity.run.run import Run
 
 
-def make_committer(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Committer:
+def describe(run: Run, sharded: ShardedModel) -> RunDescription:
+    """Return what the pages of this rank hold."""
+    return RunDescription(
+        layout=run.layout,
+        tensors=tuple(_whole(member) for member in sharded.shards),
+        buffers=private.persistent_buffers(sharded.model),
+    )
+
+
+def make_committer(
+    run: Run, sharded: ShardedModel, described: RunDescription, optimizer: torch.optim.Optimizer
+) -> Committer:
     """Return what publishes commits of a run, with space reserved for their files; all ranks together.
 
     Raises:
         BudgetError, StorageError: there is no space.
         CommitError: the commit that the run goes on from is of another model.
     """
-    described = RunDescription(
-        layout=run.layout,
-        tensors=tuple(_whole(member) for member in sharded.shards),
-        buffers=private.persistent_buffers(sharded.model),
-    )
     if run.place.found is not None:
         run.ranks.together("comparing the commit", partial(check_tensors, run.place.found, described))
     file = run.folder.commits / f"rank{run.ranks.rank:05d}.room.tmp"
@@ -76,8 +83,8 @@ class Checkpointer:
         self._run, self._model, self._given = run, model, given
         self._runner, self._attachment, self._committer = runner, attachment, committer
 
-    def commit(self, extra: dict[str, Any]) -> None:
-        """Write what is modified, and publish; all ranks together.
+    def commit(self, extra: dict[str, Any], prefer: Collection[int]) -> None:
+        """Write what is modified, and publish; all ranks together. Of earlier commits, those of `prefer` stay first.
 
         Raises:
             CommitError: `extra` would come back as something else; nothing is written.
@@ -93,7 +100,7 @@ class Checkpointer:
             updates, own = self._runner.updates, self._given.kernel.kept_own
             groups = self._given.groups_by_shard()
             try:
-                self._committer.publish(updates.step, self._model, updates.scalars, groups, extra, own)
+                self._committer.publish(updates.step, self._model, updates.scalars, groups, extra, own, prefer)
             except OSError as error:
                 file = error.filename or str(run.folder.commits)
                 raise StorageError("commit", file, 0, 0, error.errno) from error

@@ -14,6 +14,7 @@ from torch import nn
 
 from infinity.budget import Budget
 from infinity.checkpoint.commit import Committer
+from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.state import ResumedState
 from infinity.config import Config, check_config, load_config
 from infinity.ending import end_all
@@ -31,12 +32,13 @@ from infinity.optim.states import StateReader
 from infinity.optim.step import StepRunner
 from infinity.ranks import Ranks
 from infinity.run import live
-from infinity.run.commits import Checkpointer, make_committer
+from infinity.run.commits import Checkpointer, describe, make_committer
 from infinity.run.fill import Filling
 from infinity.run.inspection import check_agreement, check_optimizer, give_shapes, plan_memory
 from infinity.run.optimizer import PagedOptimizer
 from infinity.run.place import RunPlace
 from infinity.run.run import Run
+from infinity.run.saves import LiveSaves
 from infinity.sources.dcp import DcpFolder
 from infinity.sources.initialise import InitFunction
 from infinity.units import MIB
@@ -147,6 +149,8 @@ class _Steps(NamedTuple):
     """Runs the steps."""
     shards: ShardIO
     """Gathers, loads and saves whole shards."""
+    described: RunDescription
+    """What the pages of this rank hold."""
     committer: Committer
     """Publishes commits, for which it has reserved space."""
 
@@ -168,7 +172,9 @@ def _make_steps(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimize
     )  # fmt: skip
     run.undo.push(shards.close)
     run.refuse_in_child += [runner.end, shards.close]
-    return _Steps(given, kernel.builds, parameters, runner, shards, make_committer(run, sharded, optimizer))
+    described = describe(run, sharded)
+    committer = make_committer(run, sharded, described, optimizer)
+    return _Steps(given, kernel.builds, parameters, runner, shards, described, committer)
 
 
 def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedState | None) -> PagedOptimizer:
@@ -193,7 +199,8 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     of_model = {param: numbers[id(param)] for param in sharded.model.parameters()}
     names = {name: shard for shard, member in enumerate(sharded.shards) for name in member.names}
     states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=steps.made_with_state)
-    paged = PagedOptimizer(given, run, runner, states, checkpointer, resumed)
+    saves = LiveSaves(run, sharded.model, steps.described, given, runner, shards, attachment)
+    paged = PagedOptimizer(given, run, runner, states, checkpointer, saves, resumed)
     # The new run is one to resume from before the old one is no longer needed.
     if run.place.source is not None and run.settings.run.retained_commits:
         paged.commit(paged.resumed_extra)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -16,13 +18,17 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from infinity.checkpoint.state import ResumedState
+from infinity.checkpoint.whole import WholeState
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
+from infinity.formats.dcp import DcpExport
+from infinity.formats.safetensors import FILE_BYTES, export_safetensors, file_size
 from infinity.fsdp import private
 from infinity.optim.given import NO_ENTRIES, GivenOptimizer, refuse_group, refuse_loading
 from infinity.optim.states import NO_COPIES, PagedStates, StateReader
 from infinity.optim.step import StepRunner
 from infinity.run.commits import Checkpointer
 from infinity.run.run import Run
+from infinity.run.saves import LiveSaves
 from infinity.telemetry.ledger import StepRecord
 
 _KEPT_RECORDS = 10_000
@@ -43,13 +49,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         runner: StepRunner,
         states: StateReader,
         checkpointer: Checkpointer,
+        saves: LiveSaves,
         resumed: ResumedState | None,
     ) -> None:
         self._made = False  # whether this constructor has come to its end
         self._closed = False  # whether `close` was called
         self._own, self._run, self._runner = given, run, runner
         self._given = given.optimizer  # where torch looks for everything that is asked of this one
-        self._reader, self._checkpointer = states, checkpointer
+        self._reader, self._checkpointer, self._saves = states, checkpointer, saves
         self._states = PagedStates(states)  # what `state` is
         self._extra = resumed.extra if resumed else {}  # of the commit that the run resumed from
         self._began = resumed.step if resumed is not None else 0  # steps that were taken before this object
@@ -174,8 +181,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: always; `commit` saves the state, `read_state` reads that of one parameter.
         """
         raise UnsupportedError(
-            "the optimizer's state is on NVMe and would not fit in memory: optimizer.commit() saves it, "
-            "run.resume continues from it, optimizer.read_state(name) reads one parameter's"
+            "the optimizer's state is on NVMe and would not fit in memory: optimizer.commit() saves it for run.resume, "
+            "optimizer.save_dcp(folder) for torch.distributed.checkpoint; optimizer.read_state(name) reads one "
+            "parameter's"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -224,7 +232,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     # What paging adds #
 
-    def commit(self, extra: dict[str, Any] | None = None) -> None:
+    def commit(self, extra: dict[str, Any] | None = None, *, prefer: Collection[int] = ()) -> None:
         """Make the state after the last step durable: weights, moments, step counts, random state, `extra`.
 
         Nothing is copied: modified pages that are still in the arena are written, then a manifest is
@@ -234,6 +242,8 @@ class PagedOptimizer(torch.optim.Optimizer):
             extra: plain data of your own, such as a scheduler's `state_dict` or the data position: numbers (NaN and
                 infinities too), texts, None, and lists, tuples and dicts of them. A resumed run finds it in
                 `resumed_extra`, equal. What would come back as something else is refused.
+            prefer: steps of earlier commits, such as the best one, that are to be among `run.retained_commits` before
+                newer ones. The new commit always is.
 
         Raises:
             ConfigError: `run.retained_commits` is 0.
@@ -250,10 +260,83 @@ class PagedOptimizer(torch.optim.Optimizer):
         if self._runner.has_gradients:
             raise InfinityError("commit() between backward and step(): call it after step()")
         started = time.perf_counter()
-        self._checkpointer.commit({} if extra is None else extra)
+        self._checkpointer.commit({} if extra is None else extra, prefer)
         self._committed = self.steps
         self._run.ledger.committed(time.perf_counter() - started)
         self._run.ledger.restart_step()
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        file_bytes: int | str = FILE_BYTES,
+        config: Mapping[str, Any] | None = None,
+        companions: str | os.PathLike[str] | None = None,
+    ) -> list[Path]:
+        """Write the weights after the last step as a folder that `from_pretrained` loads; training goes on unchanged.
+
+        What `infinity export` writes of a commit, to the bit: names and shapes as `save_pretrained` of the model has
+        them, config.json, generation config and tokenizer. It is there as a whole, or not at all. Memory is that of one
+        file. All ranks call it together, between two steps; rank 0 writes.
+
+        Args:
+            folder: new, or empty.
+            dtype: of floating-point weights; by default as they are trained.
+            file_bytes: most bytes of weights per file, as an integer or as ``"1GiB"``.
+            config: content of config.json; by default that of the model, if it is of transformers.
+            companions: folder whose tokenizer, generation_config.json and the like are copied along; by default that
+                of the `weights` that the run began with.
+
+        Returns:
+            The files, on every rank.
+
+        Raises:
+            ConfigError: the folder is not empty or cannot be written to, there is no room, or what is read back is
+                something else; or an argument is wrong.
+            InfinityError: gradients are pending (call it after `step`), or another rank failed.
+            StorageError, CorruptPageError: a page cannot be read.
+        """
+        most = file_size(file_bytes)
+        beside = Path(companions) if companions is not None else None
+
+        def write(state: WholeState) -> list[Path]:
+            return export_safetensors(
+                state, Path(folder), config=config, companions=beside, dtype=dtype, file_bytes=most
+            )
+
+        return self._saves.write("save_pretrained", {}, write)
+
+    def save_dcp(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        extra: dict[str, Any] | None = None,
+        file_bytes: int | str = FILE_BYTES,
+    ) -> list[Path]:
+        """Write weights and optimizer state after the last step for `torch.distributed.checkpoint`.
+
+        `dcp.load` and `set_state_dict` of a plain FSDP2 run go on from it bit for bit, and so does
+        `infinity.offload(…, weights=folder)`. Otherwise as `save_pretrained`.
+
+        Args:
+            folder: new, or empty.
+            extra: plain data of your own, as for `commit`.
+            file_bytes: most bytes of tensors per file, as an integer or as ``"1GiB"``.
+
+        Returns:
+            The files, on every rank.
+
+        Raises:
+            ConfigError, InfinityError, StorageError, CorruptPageError: as `save_pretrained`.
+            CommitError: `extra` is not plain data.
+        """
+        most = file_size(file_bytes)
+
+        def write(state: WholeState) -> list[Path]:
+            return DcpExport(state).write(Path(folder), file_bytes=most)
+
+        return self._saves.write("save_dcp", {} if extra is None else extra, write)
 
     def report(self, *, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
         """Publish what only the training loop knows, as the metrics of this rank.

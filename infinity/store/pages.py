@@ -511,22 +511,29 @@ class PageStore:
         """Steps of the commits whose versions are kept, the newest last."""
         return tuple(self._commits)
 
-    def retained_with(self, step: int) -> tuple[int, ...]:
-        """Return the steps of the commits that are kept once `step` is adopted, the newest last."""
-        return tuple(sorted({*self._commits, step}))[-self.retained :]
+    def retained_with(self, step: int, prefer: Collection[int] = ()) -> tuple[int, ...]:
+        """Return the steps of the commits that are kept once `step` is adopted, the newest last.
 
-    def adopt(self, step: int, versions: Mapping[int, Version]) -> None:
+        Args:
+            step: of the commit.
+            prefer: steps of those that are kept before newer ones.
+        """
+        others = sorted(set(self._commits) - {step}, key=lambda other: (other in prefer, other))
+        return (*sorted(others[max(0, len(others) - self.retained + 1) :]), step)
+
+    def adopt(self, step: int, versions: Mapping[int, Version], prefer: Collection[int] = ()) -> None:
         """Keep the versions of a published commit; free what only commits beyond the retained ones named.
 
         Args:
             step: of the commit, no older than the newest; the commit that had this step before is forgotten.
+            prefer: as `retained_with` was given it.
         """
         with self._lock:
             self._named.update(versions.values())
             self._forget_commit(step)
             self._commits[step] = dict(versions)
-            while len(self._commits) > self.retained:
-                self._forget_commit(min(self._commits))
+            for gone in set(self._commits).difference(self.retained_with(step, prefer)):
+                self._forget_commit(gone)
 
     def keep(self, versions: Mapping[int, Version]) -> None:
         """Do not write over these until they are released: something on the drive may name them."""

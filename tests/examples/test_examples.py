@@ -79,6 +79,16 @@ def test_plain_torch(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "infinity.toml").exists()
 
 
+def test_trainer(tmp_path: Path) -> None:
+    """The second call goes on from the checkpoint of the first, and what it exports is the trained model."""
+    first = run(tmp_path, "trainer.py", tmp_path / "nvme", "--steps", 2)
+    again = run(tmp_path, "trainer.py", tmp_path / "nvme", launcher=TORCHRUN)
+    assert len(losses(first)) < len(losses(again)) == 4
+    assert [path.name for path in (tmp_path / "nvme" / "out").glob("checkpoint-*")]
+    with safe_open(tmp_path / "nvme" / "exported" / "model.safetensors", "pt") as ended:
+        assert "model.layers.0.mlp.up_proj.weight" in ended.keys()  # noqa: SIM118
+
+
 def test_every_example_is_described_and_run() -> None:
     """In the table of examples/README.md, and above."""
     programs = {file.name for file in EXAMPLES.glob("*.py")}

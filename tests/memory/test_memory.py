@@ -59,14 +59,20 @@ def test_three_times_the_layers_need_no_more_memory(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_formats_are_streamed(tmp_path: Path) -> None:
-    """To write a folder of DCP takes a part of what is in it; to begin a run with it, not more than to train."""
+    """To write a folder of DCP takes a part of what is in it; to begin a run with it, not more than to train.
+
+    So does a save from a run that trains.
+    """
     layers = 16
     of_training = peak("commit", layers, tmp_path)
+    of_saves = peak("save", layers, tmp_path / "apart")
     exported = peak("export", layers, tmp_path) - peak("nothing", 0, tmp_path)
     state = sum(file.stat().st_size for file in (tmp_path / "dcp").iterdir())
     assert state > 12 * layers * ELEMENTS
     assert exported < state / 6
     assert peak("load", layers, tmp_path) < of_training + state / 12
+    assert sum(file.stat().st_size for file in (tmp_path / "apart" / "saved-dcp").iterdir()) > 12 * layers * ELEMENTS
+    assert of_saves < of_training + state / 12
 
 
 @contextmanager

@@ -403,6 +403,17 @@ def test_files_grow_no_more_however_often_pages_move(rig: Rig) -> None:
     assert rig.sizes == sizes
 
 
+def test_a_preferred_commit_outlives_newer_ones(rig: Rig) -> None:
+    """Of two that are kept one is the newest, the other the preferred one; without it, the one before."""
+    kept = []
+    for step, prefer in enumerate(([], [], [1], [1], [7], []), 1):
+        rig.write(0, content_of(0, step))
+        assert rig.store.retained_with(step, prefer)[-1] == step
+        rig.store.adopt(step, rig.store.versions(KEPT), prefer)
+        kept.append(rig.store.commits)
+    assert kept == [(1,), (1, 2), (1, 3), (1, 4), (4, 5), (5, 6)]
+
+
 def grads() -> list[int]:
     """Return the pages of gradients."""
     return [item.index for item in PAGES if item.role is Role.GRAD]

@@ -16,8 +16,16 @@ from support.modules import MODULES, ROOT, imported, modules
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {package for packages in EXTRAS.values() for package in packages}
-WITH_EXTRA = {"infinity.command", "infinity.telemetry.exporter"}
-"""Modules that only the daemon, the command line and who serves metrics import."""
+WITH_EXTRA = {
+    "infinity.command",
+    "infinity.telemetry.exporter",
+    "infinity.integrations.transformers",
+    "infinity.integrations.transformers.accumulation",
+    "infinity.integrations.transformers.checkpoints",
+    "infinity.integrations.transformers.refusals",
+    "infinity.integrations.transformers.trainer",
+}
+"""Modules that only the daemon, the command line, who serves metrics and who has a Trainer import."""
 HIDE = f"""
 import runpy, sys
 
@@ -120,10 +128,11 @@ def test_a_command_without_its_extra(command: str, extra: str, rank: str) -> Non
     [
         ("import infinity.telemetry.exporter", "daemon"),
         ("from infinity.formats.transformers_names import outgoing; outgoing({'architectures': ['Gpt']})", "hf"),
+        ("import infinity.integrations.transformers", "trainer"),
         ("import infinity; infinity.from_pretrained('org/small')", "hf"),
         ("import infinity; infinity.from_config(None)", "hf"),
     ],
-    ids=["exporter", "export", "from_pretrained", "from_config"],
+    ids=["exporter", "export", "trainer", "from_pretrained", "from_config"],
 )
 def test_a_part_of_the_library_without_its_extra(code: str, extra: str) -> None:
     """What needs one raises an error of one line that says what to install."""

@@ -38,8 +38,9 @@ class Layer(nn.Module):
 def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
     """Do what `mode` says.
 
-    ``nothing`` (only the imports), ``memory`` or ``paged`` (train two steps), ``commit`` (that, and commit), ``export``
-    (that commit, to DCP) or ``load`` (begin a run with what was exported).
+    ``nothing`` (only the imports), ``memory`` or ``paged`` (train two steps), ``commit`` (that, and commit), ``save``
+    (the same, and save to both formats), ``export`` (that commit, to DCP) or ``load`` (begin a run with what was
+    exported).
     """
     torch.set_num_threads(1)
     infinity.memory.heap.CREEP_BYTES = 2 << 20
@@ -88,6 +89,9 @@ def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
         losses.append(loss.item())
     if mode == "commit":
         optimizer.commit()
+    if mode == "save":
+        optimizer.save_pretrained(folder / "saved", file_bytes=4 * WIDTH * 2 * WIDTH)
+        optimizer.save_dcp(folder / "saved-dcp", file_bytes=4 * WIDTH * 2 * WIDTH)
     if mode != "memory":
         optimizer.close()
     return losses

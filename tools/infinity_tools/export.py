@@ -15,7 +15,7 @@ from rich.console import Console
 from infinity.access import read_regular
 from infinity.command import Version, failures
 from infinity.errors import CommitError, ConfigError
-from infinity.units import MIB, format_size, parse_size
+from infinity.units import MIB, format_size
 from infinity_tools.progress import byte_progress
 
 _DTYPES = {"trained": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -65,12 +65,11 @@ def export(
         from infinity.formats.adapters import ADAPTER_CONFIG
         from infinity.formats.dcp import DcpExport
         from infinity.formats.safetensors import export_bytes, export_safetensors
+        from infinity.formats.safetensors import file_size as size_of_file
         from infinity.store.marker import passed_over
         from infinity_tools.runs import stored_runs
 
-        file_bytes = parse_size(file_size, name="--file-size")
-        if file_bytes == 0:
-            raise ConfigError(f"--file-size {file_size} is no size of a file; the default is 1GiB")
+        file_bytes = size_of_file(file_size, name="--file-size")
         passed: dict[Path, str] = {}
         runs = {found.run_id: found for found in stored_runs(paths, passed)}
         committed = [found.run_id for found in runs.values() if found.commits]

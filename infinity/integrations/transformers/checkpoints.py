@@ -1,0 +1,113 @@
+"""Checkpoint folders of a Trainer whose state is in commits: each names the commit that belongs to it.
+
+[Note: order of writing] A folder is complete before its commit is published, and a folder is removed when its commit is
+gone. So a process that is killed at any moment leaves a folder whose commit is there: the one of the commit before, or
+the new one. Folders without a commit are passed over, and removed with the next checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from infinity.access import read_regular
+from infinity.checkpoint.manifest import Published, complete_commits, published_in
+from infinity.errors import CommitError
+from infinity.ranks import Ranks
+from infinity.store.marker import look_for_runs
+
+NAME = "infinity.json"
+"""The file in a checkpoint folder that names its commit."""
+_LIMIT = 1 << 16
+_FOLDER = re.compile(r"checkpoint-(\d+)")  # as the Trainer names them
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder and the commit that it names."""
+
+    folder: Path
+    run_id: str
+    step: int
+    """Of the optimizer, which is that of the commit; the Trainer's own may count from another train()."""
+
+    def write(self) -> None:
+        """Make the folder, and name the commit in it. Raises `OSError`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / NAME).write_text(json.dumps({"run_id": self.run_id, "step": self.step}) + "\n")
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Checkpoint:
+        """Return what a folder names.
+
+        Raises:
+            CommitError: it names no commit.
+        """
+        file = Path(folder) / NAME
+        try:
+            tree: Any = json.loads(read_regular(os.path.realpath(file), _LIMIT))
+            run_id, step = tree["run_id"], tree["step"]
+        except FileNotFoundError:
+            raise CommitError(
+                f"{os.fspath(folder)!r} has no {NAME}, which names the commit that has its weights and moments: it was "
+                "not written by a Trainer with infinity attached. To begin with its weights: attach(…, weights=folder)"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CommitError(f"{str(file)!r} cannot be read: {error}") from error
+        if not isinstance(run_id, str) or type(step) is not int or step < 0:
+            raise CommitError(f"{str(file)!r} names no commit: run_id = {run_id!r:.80}, step = {step!r:.80}")
+        return cls(Path(folder), run_id, step)
+
+
+def checkpoints_in(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Return the checkpoints in a Trainer's output folder that name a commit, in the order of their numbers."""
+    found = []
+    for child in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        number = _FOLDER.fullmatch(child.name)
+        if number is not None and child.is_dir() and (child / NAME).is_file():
+            found.append((int(number[1]), Checkpoint.read(child)))
+    return [checkpoint for _, checkpoint in sorted(found, key=lambda pair: pair[0])]
+
+
+def newest(folder: str | os.PathLike[str], paths: Sequence[str], ranks: Ranks) -> tuple[Checkpoint | None, list[Path]]:
+    """Return the last checkpoint whose commit is on the NVMe paths of all ranks, and the folders that come after it.
+
+    All ranks together, and the same on all of them: the folders are those that rank 0 sees.
+
+    Raises:
+        CommitError: a folder cannot be read. OSError: a path cannot be.
+    """
+    there = ranks.agree(ranks.together("looking for checkpoints", partial(checkpoints_in, folder)))
+    committed = _committed(paths, ranks)
+    good = [at for at, checkpoint in enumerate(there) if (checkpoint.run_id, checkpoint.step) in committed]
+    last = good[-1] if good else -1
+    return (there[last] if good else None), [checkpoint.folder for checkpoint in there[last + 1 :]]
+
+
+def _committed(paths: Sequence[str], ranks: Ranks) -> set[tuple[str, int]]:
+    """Return run and step of all commits on the paths, of which all ranks have their part."""
+
+    def seen() -> list[tuple[str, Published]]:
+        runs, _ = look_for_runs([path for path in paths if os.path.isdir(path)])
+        here = [run for run in runs if 0 in run.roots]  # the first folder has the commits
+        return [(run.run_id, name) for run in here for name in published_in(run.roots[0] / "commits")]
+
+    published: dict[str, set[Published]] = {}
+    for found in ranks.collect(ranks.together("looking for runs", seen)):
+        for run_id, name in found:
+            published.setdefault(run_id, set()).add(name)
+    return {(run_id, commit.step) for run_id, names in published.items() for commit in complete_commits(names)}
+
+
+def remove_others(folder: str | os.PathLike[str], run_id: str, kept: Collection[int]) -> None:
+    """Remove the checkpoints of a run whose commits are not among those that are kept, by step."""
+    for checkpoint in checkpoints_in(folder):
+        if checkpoint.run_id == run_id and checkpoint.step not in kept:
+            shutil.rmtree(checkpoint.folder, ignore_errors=True)

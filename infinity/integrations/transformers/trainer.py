@@ -1,0 +1,395 @@
+"""`attach`: a Trainer whose parameters and optimizer state are on NVMe."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.reader import CommitReader
+from infinity.config import Config, check_config, load_config
+from infinity.errors import CommitError, ConfigError, InfinityError, UnsupportedError
+from infinity.extras import needs
+from infinity.formats.companions import CONFIG, Companions
+from infinity.fsdp import private
+from infinity.fsdp.sharded_model import ShardedModel
+from infinity.integrations.transformers import checkpoints, refusals
+from infinity.integrations.transformers.checkpoints import Checkpoint
+from infinity.ranks import Ranks
+from infinity.run.offload import offload
+from infinity.run.optimizer import PagedOptimizer
+from infinity.sources.initialise import InitFunction
+
+with needs("trainer", "infinity.integrations.transformers"):
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import Trainer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from infinity.integrations.transformers.accumulation import Accumulation, accumulation_of
+
+_log = logging.getLogger("infinity")
+_SCHEDULER = "scheduler.pt"  # these are the Trainer's names
+_ARGUMENTS = "training_args.bin"
+_APART = "infinity-export"
+"""A folder beside what is exported, until that is complete."""
+_HOOKS = (
+    "create_optimizer", "evaluation_loop", "end", "get_batch_samples", "training_step",
+    "_defer_fsdp_gradient_reduction", "_clip_grad_norm", "_get_grad_norm", "log", "_save_checkpoint", "_save",
+    "_save_optimizer_and_scheduler", "train", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+    "_load_best_model",
+)  # fmt: skip
+"""Methods of the Trainer that `OffloadedTrainer` has in their place."""
+_LOOKED_AT = ("in_forward", "after_backward")
+"""Placements of updates with which gradients may be looked at, as they wait until `step()`."""
+
+
+def attach(
+    trainer: Trainer,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    strict: bool = True,
+    init: InitFunction | None = None,
+    layer_major: bool | None = None,
+) -> None:
+    """Let a Trainer train with parameters and optimizer state on NVMe. Call it before `trainer.train()`.
+
+    The optimizer is the one that the Trainer would make (`optim=`) or was given (`optimizers=`); it is offloaded when
+    training or an evaluation begins, and is `trainer.optimizer.optimizer` then. A checkpoint is a commit, which copies
+    nothing, and a folder with what else the Trainer saves; `trainer.save_model()` exports weights as a stream.
+
+    Args:
+        trainer: of transformers, or of a class that is made from it, such as TRL's SFTTrainer. On its model
+            `fully_shard` was called; a model on the meta device has an ``hf_device_map``, so that the Trainer leaves it
+            where it is.
+        config, weights, strict, init: as `infinity.offload` takes them. `run.resume` is the Trainer's
+            (`train(resume_from_checkpoint=…)`), `run.retained_commits` follows from its `save_total_limit`.
+        layer_major: whether the micro-batches of `gradient_accumulation_steps` run layer by layer (`micro_batches`), so
+            that weights are read twice per step, and not twice per micro-batch. None: where the loss is a sum over
+            labels that the model computes itself.
+
+    Raises:
+        ConfigError: a setting is wrong or is the Trainer's, or checkpoints are kept without a limit.
+        UnsupportedError: the Trainer asks for what cannot work, or the model cannot be paged; the reasons are named.
+    """
+    if not isinstance(trainer, Trainer):
+        raise ConfigError(f"attach needs a Trainer of transformers, got {type(trainer).__name__}")
+    own: Any = trainer
+    if isinstance(trainer, OffloadedTrainer):
+        raise ConfigError("this Trainer is attached already")
+    if missing := [name for name in _HOOKS if not hasattr(Trainer, name)]:
+        raise UnsupportedError(
+            f"the Trainer of this transformers has no {', '.join(missing)}; install transformers 5.24"
+        )
+    settings = load_config(config)
+    check_config(settings)
+    refusals.check(trainer)
+    ShardedModel.inspect(own.model)
+    settings = _with_limit(settings, own.args)
+    accumulation = accumulation_of(trainer, layer_major)
+    kind = type(trainer)
+    own.__class__ = type(kind.__name__, (OffloadedTrainer, kind), {"__module__": kind.__module__})
+    own._infinity = _Offload(settings, partial(offload, weights=weights, strict=strict, init=init), accumulation)
+    own.is_distributed_loading_by_transformers = True  # the Trainer neither moves nor wraps the model
+    name = private.original_class(own.model).__name__
+    if own.label_smoother is not None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        # The Trainer asks for the name of the class, which fully_shard has changed.
+        own.label_smoother = partial(own.label_smoother, shift_labels=True)
+
+
+def _with_limit(settings: Config, args: Any) -> Config:
+    """Return the settings with as many retained commits as the Trainer keeps checkpoints. Raises `ConfigError`."""
+    if settings.run.resume:
+        raise ConfigError(
+            f"run.resume = {settings.run.resume!r}: it is the Trainer that says what to resume from; leave it out, and "
+            "call train(resume_from_checkpoint=True)"
+        )
+    if not refusals.commits(args):
+        return settings
+    wanted = refusals.retained(args)
+    if settings.run.retained_commits not in (1, wanted):
+        raise ConfigError(
+            f"run.retained_commits = {settings.run.retained_commits}, but the Trainer keeps {wanted} checkpoints "
+            f"(save_total_limit = {args.save_total_limit}); leave run.retained_commits out"
+        )
+    return replace(settings, run=replace(settings.run, retained_commits=wanted))
+
+
+@dataclass
+class _Offload:
+    """What a Trainer knows of its state on NVMe."""
+
+    settings: Config
+    begin: Any
+    """`infinity.offload`, with the source of first values."""
+    accumulation: Accumulation | None
+    paged: PagedOptimizer | None = None
+    """The optimizer, once the run has begun."""
+    resume: Checkpoint | None = None
+    """What the run is to begin with."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Settings of the param groups as the run began with them."""
+    saving: int | None = None
+    """The limit of checkpoints, while one of them is written."""
+
+
+class OffloadedTrainer(Trainer):  # type: ignore[misc]
+    """What `attach` puts before the class of a Trainer."""
+
+    _infinity: _Offload
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+
+    # The run: it begins when something is computed #
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Offload the optimizer that the Trainer makes, where that has not been done."""
+        self._begin()
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+    def _begin(self) -> PagedOptimizer:
+        state = self._infinity
+        if state.paged is None:
+            settings, resume = state.settings, state.resume
+            if resume is not None:
+                run = replace(settings.run, resume=resume.run_id, resume_step=resume.step)
+                settings = replace(settings, run=run)
+            state.paged = state.begin(self.model, super().create_optimizer(), settings)
+            state.groups = _settings_of(state.paged)
+            self.optimizer = AcceleratedOptimizer(state.paged, device_placement=False)
+            self.optimizer._is_accelerate_prepared = True
+        return state.paged
+
+    def evaluation_loop(self, *args: Any, **named: Any) -> Any:
+        """Evaluate; before training that is with the first weights."""
+        self._begin()
+        try:
+            return super().evaluation_loop(*args, **named)
+        finally:  # FSDP2 keeps the root's weights behind a forward, so that the next step would not be like the others
+            for module in self.model.modules():
+                if private.is_sharded_module(module):
+                    module.reshard()
+
+    def end(self) -> None:
+        """Close the run before the processes part."""
+        if self._infinity.paged is not None:
+            self._infinity.paged.close()
+        super().end()  # type: ignore[no-untyped-call]
+
+    # A step #
+
+    def get_batch_samples(self, *args: Any, **named: Any) -> tuple[list[Any], Any]:
+        """Return the micro-batches of a step, and the number of their labels."""
+        batches, labels = super().get_batch_samples(*args, **named)
+        if self._infinity.accumulation is not None:
+            self._infinity.accumulation.begin(batches, labels)
+        return batches, labels
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run a micro-batch; 0 where it runs together with the last one of its step."""
+        accumulation = self._infinity.accumulation
+        step = super().training_step
+        if accumulation is None:
+            return step(model, inputs, num_items_in_batch)
+        loss = accumulation.run(inputs, lambda batch: step(model, batch, num_items_in_batch))
+        return torch.zeros((), device=self.args.device) if loss is None else loss
+
+    @contextlib.contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        """Reduce the gradients of every micro-batch: those of the whole model, not reduced, would stay in memory."""
+        yield
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        return self._begin().clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return the norm, None where it is not known: whoever asks for it forbids updates in backward."""
+        paged = self._begin()
+        if grad_norm is None and {self._infinity.settings.update.placement, paged.update_placement} & {*_LOOKED_AT}:
+            return paged.clip_grad_norm_(math.inf)
+        return grad_norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, and publish the loss among the metrics of the run."""
+        if "loss" in logs and self._infinity.paged is not None:
+            self._infinity.paged.report(loss=logs["loss"])
+        super().log(logs, start_time)
+
+    # Checkpoints #
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint folder, then the commit that it names, then remove those that are kept no more."""
+        args, state, paged = self.args, self._infinity, self._begin()
+        if not refusals.commits(args):
+            super()._save_checkpoint(model, trial)
+            return
+        state.saving, args.save_total_limit = args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)  # it would remove folders before there is a commit for this one
+        finally:
+            state.saving, args.save_total_limit = None, state.saving
+        paged.commit(prefer=self._best_steps())
+        if args.should_save:
+            run = paged.run
+            checkpoints.remove_others(args.output_dir, run.folder.run_id, run.store.commits)
+
+    def _best_steps(self) -> list[int]:
+        """Return the step of the commit of the best checkpoint, if there is one; as rank 0 sees it."""
+        ranks, best = Ranks.current(), self.state.best_model_checkpoint
+
+        def steps() -> list[int]:
+            own = checkpoints.checkpoints_in(self.args.output_dir)
+            return [checkpoint.step for checkpoint in own if best is not None and checkpoint.folder == Path(best)]
+
+        return ranks.agree(ranks.together("looking for the best checkpoint", steps))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Export the weights; into a checkpoint, write which commit has them."""
+        folder, state, paged = Path(output_dir or self.args.output_dir), self._infinity, self._begin()
+        args = copy.copy(self.args)
+        if state.saving is None:
+            self._export(folder)
+        elif args.should_save:
+            Checkpoint(folder, paged.run.folder.run_id, paged.steps).write()
+            self._write_config(folder)
+            args.save_total_limit = state.saving
+        if not args.should_save:
+            return
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(args, folder / _ARGUMENTS)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the scheduler; the optimizer's state is in the commit."""
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _export(self, folder: Path) -> None:
+        """Export the weights into a folder that may have other files, such as checkpoints; all ranks together."""
+        ranks, apart = Ranks.current(), folder / _APART
+
+        def clear() -> None:
+            if ranks.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(apart, ignore_errors=True)  # of a process that was killed
+
+        def move() -> None:
+            if ranks.rank == 0:
+                for file in apart.iterdir():
+                    file.replace(folder / file.name)
+                apart.rmdir()
+
+        if hasattr(self.model, "peft_config"):
+            self._export_adapters(folder)
+            return
+        ranks.together("making the folder of the export", clear)
+        self._begin().save_pretrained(apart)
+        ranks.together("moving the export", move)
+
+    def _export_adapters(self, folder: Path) -> None:
+        """Save what peft saves of its models: the adapters that are trained, which are small."""
+        self._begin()
+        state = {
+            name: param.detach().full_tensor().clone() if param.requires_grad else param
+            for name, param in self.model.named_parameters()
+        }
+        self.model.save_pretrained(str(folder), state_dict=state, is_main_process=self.args.should_save)
+
+    def _write_config(self, folder: Path) -> None:
+        config = Companions.of_run(self._begin().run.folder.commits).config
+        if config is not None:
+            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+    # What is resumed #
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
+        """Train; with True from the last checkpoint whose commit is there, or from one that is named.
+
+        Raises:
+            ConfigError, UnsupportedError: the arguments were changed to what cannot work.
+            CommitError: there is no commit for the checkpoint.
+        """
+        refusals.check(self)
+        if _with_limit(self._infinity.settings, self.args) != self._infinity.settings:
+            raise ConfigError("save_strategy or save_total_limit was changed behind attach(), which reserves the space")
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._last_checkpoint()
+        return super().train(resume_from_checkpoint, *args, **named)
+
+    def _last_checkpoint(self) -> str:
+        folder, paths = self.args.output_dir, self._infinity.settings.storage.paths
+        last, behind = checkpoints.newest(folder, paths, Ranks.current())
+        for other in behind:
+            _log.warning("%s is passed over: the commit that it names is not in %s", other, ", ".join(paths))
+        if last is None:
+            raise CommitError(
+                f"no checkpoint in {folder!r} names a commit in {', '.join(paths)}: nothing to resume from"
+            )
+        return str(last.folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Note which commit is resumed from: the run begins with it.
+
+        Raises:
+            CommitError: the folder names none.
+            InfinityError: the run has begun, with something else.
+        """
+        ranks = Ranks.current()
+        read = partial(Checkpoint.read, resume_from_checkpoint)
+        wanted = ranks.agree(ranks.together("reading the checkpoint", read))
+        paged = self._infinity.paged
+        if paged is not None and (paged.run.folder.run_id, paged.steps) != (wanted.run_id, wanted.step):
+            raise InfinityError(
+                f"{resume_from_checkpoint!r} cannot be resumed from: this Trainer has trained or evaluated already, "
+                "and its run goes on; call train(resume_from_checkpoint=…) first, or in a new process"
+            )
+        self._infinity.resume = wanted
+        if paged is not None:
+            self._infinity.groups = _settings_of(paged)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the scheduler, and undo what making it did to the groups of the optimizer, which has its state."""
+        if checkpoint is not None:
+            self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+            for group, settings in zip(self.optimizer.param_groups, self._infinity.groups, strict=True):
+                group.update(settings)
+
+    def _load_best_model(self) -> None:
+        """Read the weights of the best checkpoint's commit, one parameter at a time; the optimizer's state stays."""
+        folder, best = self._begin().run.folder, Checkpoint.read(self.state.best_model_checkpoint)
+        if best.run_id != folder.run_id:
+            _log.warning(
+                "%s is of run %s, before the number of ranks or the pages changed: the last weights stay; "
+                "`infinity export --run %s --step %d` has the best", best.folder, best.run_id, best.run_id, best.step,
+            )  # fmt: skip
+            return
+        _log.info("the best weights are those of %s (%s)", best.folder, self.state.best_metric)
+        reader = CommitReader(folder, best.step)
+        here = reader.manifest(Ranks.current().rank).description.tensors
+        with torch.no_grad():
+            for index, spec in enumerate(here):
+                local = self.model.get_parameter(spec.names[0]).to_local()
+                local.copy_(reader.read(index, rows=spec.slice_of(spec.shard_rank)).view(local.shape))
+            for name, value in reader.buffers():
+                self.model.get_buffer(name).copy_(value)
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of the param groups, such as the learning rate."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -1,0 +1,193 @@
+"""transformers' Trainer with its state on NVMe gives the bits of the same loop in memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.accumulation.micro_batches import LayerMajor
+from infinity.fsdp import private
+from infinity.fsdp.gradient import PagedGradient
+from support import trainers
+from support.tables import WIDE
+from support.trainers import LENGTH, VOCABULARY, build, by_hand, make, outcome_of
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "clipped": ({}, {}, "fp32"),
+    "not clipped": ({"max_grad_norm": 0.0}, {"clip": 0.0}, "fp32"),
+    "weights in bf16": ({}, {}, "bf16"),
+    "autocast": ({"bf16": True}, {"step_context": partial(torch.autocast, "cpu", torch.bfloat16)}, "fp32"),
+    "gradient checkpointing": ({"gradient_checkpointing": True}, {}, "fp32"),
+}
+"""By name: TrainingArguments, the same for the loop, the policy of fully_shard."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loop_written_by_hand(case: str, tmp_path: Path) -> None:
+    """Losses, norms and weights of every step are those of FSDP2 in memory, without any Trainer."""
+    given, by, policy = CASES[case]
+    expected = by_hand(build(policy=policy), **by)
+    trainer = make(tmp_path / "out", build(policy=policy), nvme=tmp_path / "nvme", **given)
+    trainer.train()
+    outcome_of(trainer).equals(expected)
+    trainer.end()
+    with pytest.raises(infinity.InfinityError, match="this optimizer was closed"):
+        trainer.optimizer.step()
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    """It begins with weights that are streamed from a folder, which change no bit either."""
+    build("plain").save_pretrained(tmp_path / "weights")
+    attached = {"weights": tmp_path / "weights"}
+    trainer = make(tmp_path / "out", build("meta"), nvme=tmp_path / "nvme", attached=attached)
+    trainer.train()
+    outcome_of(trainer).equals(by_hand(build()))
+    trainer.end()
+
+
+def test_from_pretrained(tmp_path: Path) -> None:
+    """A model that is sharded and placed for the Trainer, and knows where its weights are."""
+    build("plain").save_pretrained(tmp_path / "weights")
+    model = infinity.from_pretrained(tmp_path / "weights", mp_policy=trainers.POLICIES["fp32"])
+    trainer = make(tmp_path / "out", model, nvme=tmp_path / "nvme")
+    trainer.train()
+    outcome_of(trainer).equals(by_hand(build()))
+    trainer.end()
+
+
+@pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=WIDE)])
+def test_evaluation_between_steps(clip: float, tmp_path: Path) -> None:
+    """Before training, between two steps and after the last one; steps behind one are like the others."""
+    expected = by_hand(build(), evaluate_every=2, clip=clip)
+    given = {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": clip}
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    outcome_of(trainer).equals(expected)
+    assert before > expected.evaluations[0]
+    assert trainer.evaluate()["eval_loss"] == expected.evaluations[-1]
+    paged = trainer.optimizer.optimizer
+    assert paged.run.stats.snapshot().value("plan_divergences_total") == 0
+    trainer.end()
+
+
+def test_the_ordinary_trainer(tmp_path: Path) -> None:
+    """The same Trainer in memory, with a model that nobody has sharded, computes the same bits."""
+    given = {"gradient_accumulation_steps": 2, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
+    ordinary = make(tmp_path / "memory", build("plain"), **given)
+    ordinary.train()
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", attached={"layer_major": False}, **given)
+    trainer.train()
+    outcome_of(trainer).equals(outcome_of(ordinary))
+    trainer.end()
+
+
+ACCUMULATED = {
+    "layer-major": (None, {"joined": True}),
+    "loop": (False, {}),
+}
+
+
+@pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=WIDE)])
+@pytest.mark.parametrize("kind", ACCUMULATED)
+def test_accumulation(kind: str, clip: float, tmp_path: Path) -> None:
+    """Layer by layer, or in the Trainer's own loop: the bits of the same in memory."""
+    layer_major, by = ACCUMULATED[kind]
+    model = build()
+    if by:
+        infinity.micro_batches(model, 3)
+    expected = by_hand(model, accumulation=3, clip=clip, **by)
+    given = {"gradient_accumulation_steps": 3, "max_grad_norm": clip, "gradient_checkpointing": bool(by)}
+    attached = {"layer_major": layer_major}
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", attached=attached, **given)
+    trainer.train()
+    outcome_of(trainer).equals(expected)
+    trainer.end()
+
+
+def test_evaluation_between_layer_major_steps(tmp_path: Path) -> None:
+    """Batches of evaluation are not sliced: any number of rows, and their logits are there."""
+    model = build()
+    layers = LayerMajor(model)
+    sliced = partial(layers.slices, 3)
+    expected = by_hand(model, accumulation=3, joined=True, evaluate_every=2, step_context=sliced)
+    given = {"gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+    shapes: list[tuple[int, ...]] = []
+
+    def look(found: Any) -> dict[str, float]:
+        shapes.append(found.predictions.shape)
+        return {}
+
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", compute_metrics=look, **given)
+    trainer.train()
+    outcome_of(trainer).equals(expected)
+    assert shapes == [(12, LENGTH, VOCABULARY)] * 3
+    trainer.end()
+
+
+def test_gradients_between_micro_batches(tmp_path: Path) -> None:
+    """In the loop, none of the whole model waits in memory for the last micro-batch: all are reduced, and paged."""
+    from transformers import TrainerCallback
+
+    looked = []
+
+    class Look(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+            for _, group in private.parameter_groups(model):
+                for param in private.fsdp_params(group):
+                    assert param.unsharded_accumulated_grad is None
+                    assert isinstance(param.sharded_param.grad.to_local(), PagedGradient)
+                    looked.append(param)
+
+    given = {"gradient_accumulation_steps": 2, "attached": {"layer_major": False}, "callbacks": [Look()]}
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
+    trainer.train()
+    assert len(looked) == trainers.STEPS * len(list(trainer.model.parameters()))
+    trainer.end()
+
+
+def test_a_norm_that_is_not_finite(tmp_path: Path) -> None:
+    """Its step changes nothing; the others do."""
+    calls = []
+
+    def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        calls.append(trainers.weights_of(trainer.model))
+        loss = outputs.logits.float().square().mean()
+        return loss * float("nan") if len(calls) == 3 else loss
+
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", compute_loss_func=loss_of)
+    trainer.train()
+    same = [all(a[name].equal(b[name]) for name in a) for a, b in pairwise(calls)]
+    assert same == [False, False, True, False, False]
+    trainer.end()
+
+
+def read_per_step(tmp_path: Path, accumulation: int, layer_major: bool | None) -> int:
+    """Return the bytes that a step reads by its plan, where next to nothing stays in memory."""
+    folder = tmp_path / f"{accumulation}-{layer_major}"
+    folder.mkdir()
+    given = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, "max_steps": 4}
+    given["per_device_train_batch_size"] = 2  # 4 of them are not as many rows as a row has tokens
+    small = {"memory": {"host_bytes": "2MiB", "page_bytes": "64KiB"}}
+    attached = {"layer_major": layer_major}
+    trainer = make(folder / "out", build(layers=12), nvme=folder / "nvme", config=small, attached=attached, **given)
+    trainer.train()
+    plan = trainer.optimizer.optimizer.run.plan
+    assert plan is not None
+    read = plan.traffic.read_bytes
+    trainer.end()
+    return read
+
+
+def test_what_accumulation_reads(tmp_path: Path) -> None:
+    """Layer-major reads what one batch reads; the loop reads weights and gradients again for every micro-batch."""
+    one, layers, loop = (read_per_step(tmp_path, count, kind) for count, kind in ((1, None), (4, None), (4, False)))
+    print(f"read per step: {one} with one batch, {layers} layer-major, {loop} in a loop")
+    assert layers == one
+    assert loop > 2.5 * one

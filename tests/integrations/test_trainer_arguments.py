@@ -1,0 +1,119 @@
+"""TrainingArguments, one after the other: the ordinary Trainer in memory computes the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.tables import all_but
+from support.trainers import build, dataset, make, outcome_of
+
+
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Return a loss of the user's own."""
+    logits = outputs.logits[..., :-1, :].flatten(0, 1).float()
+    total = torch.nn.functional.cross_entropy(logits, labels[..., 1:].flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A data set without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(dataset())
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "label smoothing": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    "compute_loss_func": {"compute_loss_func": summed, "gradient_accumulation_steps": 2},
+    "sgd": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "adagrad": {"optim": "adagrad"},
+    "rmsprop": {"optim": "rmsprop"},
+    "adamw_torch": {"optim": "adamw_torch"},
+    "optimizer_cls_and_kwargs": {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-3})},
+    "reduce_lr_on_plateau": {
+        **EVALUATED, "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0},
+        "metric_for_best_model": "loss", "learning_rate": 0.1,
+    },
+    "greedy": {**EVALUATED, "lr_scheduler_type": "greedy"},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "tokens seen": {"include_num_input_tokens_seen": "all", "eval_on_start": True, "logging_first_step": True},
+    "workers": {"dataloader_num_workers": 1},
+    "by length": {"train_sampling_strategy": "group_by_length"},
+    "rebalanced": {"train_sampling_strategy": "batch_rebalance"},
+    "iterable": {"train_dataset": Stream()},
+    "a shorter last step": {
+        "max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3, "train_dataset": dataset(rows=40),
+        "attached": {"layer_major": False},
+    },
+    "metrics": {**EVALUATED, "compute_metrics": lambda given: {"sum": float(given.predictions.sum())}},
+    "reentrant checkpointing": {
+        "activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "every second layer": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
+    "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "emptied caches": {"torch_empty_cache_steps": 1, "full_determinism": True},
+    "looked into": {"debug": "underflow_overflow"},
+    "best": {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"},
+}  # fmt: skip
+QUICK = {"label smoothing", "compute_loss_func", "reduce_lr_on_plateau", "a shorter last step", "best"}
+
+
+@pytest.mark.parametrize("case", all_but(CASES, *(CASES.keys() - QUICK)))
+def test_the_ordinary_trainer(case: str, tmp_path: Path) -> None:
+    """Losses, norms, evaluations and weights are equal."""
+    given = dict(CASES[case])
+    attached = given.pop("attached", {})
+    ordinary = make(tmp_path / "memory", build("plain"), **given)
+    ordinary.train()
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", attached=attached, **given)
+    trainer.train()
+    outcome_of(trainer).equals(outcome_of(ordinary))
+    assert trainer.optimizer.optimizer.steps == ordinary.state.global_step
+    trainer.end()
+
+
+def test_an_optimizer_that_is_passed(tmp_path: Path) -> None:
+    """With its scheduler, which was made on it before."""
+
+    def given(model: torch.nn.Module) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))}
+
+    ordinary = make(tmp_path / "memory", model := build("plain"), **given(model))
+    ordinary.train()
+    trainer = make(tmp_path / "out", model := build(), nvme=tmp_path / "nvme", **given(model))
+    trainer.train()
+    outcome_of(trainer).equals(outcome_of(ordinary))
+    trainer.end()
+
+
+@pytest.mark.parametrize(
+    "placement", all_but(("auto", "in_backward", "in_forward", "after_backward"), "in_backward", "after_backward")
+)
+def test_a_norm_that_nobody_clips(placement: str, tmp_path: Path) -> None:
+    """Is logged where gradients wait for the step anyway, and else keeps no update from running in backward."""
+    ordinary = make(tmp_path / "memory", build("plain"), max_grad_norm=0.0)
+    ordinary.train()
+    config = {"update": {"placement": placement}}
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", config=config, max_grad_norm=0.0)
+    trainer.train()
+    outcome, expected = outcome_of(trainer), outcome_of(ordinary)
+    assert outcome.losses == expected.losses
+    waits = placement in ("in_forward", "after_backward")
+    assert outcome.norms == (expected.norms if waits else [None] * len(expected.norms))
+    assert trainer.optimizer.optimizer.update_placement == ("in_backward" if placement == "auto" else placement)
+    trainer.end()
+
+
+def test_metrics_of_the_run(tmp_path: Path) -> None:
+    """The loss that the Trainer logs is among those of `infinity top` and the daemon."""
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme")
+    trainer.train()
+    value = trainer.optimizer.optimizer.run.stats.snapshot().value("training_loss")
+    assert value == pytest.approx(outcome_of(trainer).losses[-1])
+    trainer.end()

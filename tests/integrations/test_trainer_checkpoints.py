@@ -1,0 +1,233 @@
+"""Checkpoints of a Trainer whose state is on NVMe: commits, named by folders that the Trainer writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.checkpoint.manifest import complete_commits, published_in
+from infinity.errors import CommitError, InfinityError
+from support.tables import WIDE, all_but
+from support.trainers import Outcome, build, dataset, make, outcome_of
+
+SHUFFLED = {"train_sampling_strategy": "random", "max_steps": 8, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+SAVED = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+
+
+def names(folder: Path) -> list[str]:
+    """Return the names of checkpoints in a folder, in order."""
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def committed(nvme: Path) -> list[int]:
+    """Return the steps of the commits of the one run that there is."""
+    (run,) = (path for path in nvme.iterdir() if path.is_dir())
+    return [commit.step for commit in complete_commits(published_in(run / "commits"))]
+
+
+def close(trainer: Any) -> None:
+    """End the run, as the end of the process does."""
+    trainer.optimizer.optimizer.close()
+
+
+def trained(tmp_path: Path, name: str, **given: Any) -> Outcome:
+    """Return what a training without interruption shows; its weights draw random numbers (dropout)."""
+    trainer = make(tmp_path / name, build(dropout=0.1), nvme=tmp_path / f"{name}-nvme", **given)
+    trainer.train()
+    outcome = outcome_of(trainer)
+    close(trainer)
+    return outcome
+
+
+@pytest.mark.parametrize("named", [True, pytest.param("checkpoint-4", marks=WIDE)], ids=["last", "by name"])
+def test_resumed_in_the_middle(named: bool | str, tmp_path: Path) -> None:
+    """Bit for bit: weights, moments, scheduler, random numbers and the order of the data."""
+    expected = trained(tmp_path, "whole", **SHUFFLED)
+    out, nvme = tmp_path / "out", tmp_path / "nvme"
+    first = make(out, build(dropout=0.1), nvme=nvme, **SHUFFLED, **SAVED)
+    first.add_callback(stop_at(7))
+    first.train()
+    close(first)
+    assert names(out) == ["checkpoint-4", "checkpoint-6"]
+    again = make(out, build("meta", dropout=0.1), nvme=nvme, **SHUFFLED, **SAVED)
+    again.train(resume_from_checkpoint=named if named is True else str(out / named))
+    resumed = outcome_of(again)
+    assert resumed.losses == expected.losses  # those before come with trainer_state.json
+    resumed.equals(expected)
+    assert names(out) == ["checkpoint-6", "checkpoint-8"]
+    assert committed(nvme) == [6, 8]
+    close(again)
+
+
+def stop_at(step: int) -> Any:
+    """Return a callback that ends training behind a step."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step >= step
+
+    return Stop()
+
+
+def test_a_checkpoint_is_a_commit_and_no_copy(tmp_path: Path) -> None:
+    """What belongs to the Trainer is in the folder; weights and moments are not."""
+    out, nvme = tmp_path / "out", tmp_path / "nvme"
+    trainer = make(out, build(), nvme=nvme, **SAVED)
+    trainer.train()
+    assert names(out) == ["checkpoint-4", "checkpoint-6"]
+    assert committed(nvme) == [4, 6]
+    for step in (4, 6):
+        folder = out / f"checkpoint-{step}"
+        found = {path.name for path in folder.iterdir()}
+        assert found == {
+            "infinity.json", "config.json", "trainer_state.json", "scheduler.pt", "rng_state.pth", "training_args.bin",
+        }  # fmt: skip
+        named = json.loads((folder / "infinity.json").read_text())
+        assert torch.load(folder / "training_args.bin", weights_only=False).save_total_limit == 2
+        assert named == {"run_id": trainer.optimizer.optimizer.run.folder.run_id, "step": step}
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    state = 12 * sum(param.numel() for param in trainer.model.parameters())
+    print(f"two checkpoints: {size} bytes beside {state} bytes of state")
+    assert size < state / 10
+    close(trainer)
+
+
+@pytest.mark.parametrize("limit", [1, pytest.param(2, marks=WIDE)])
+def test_the_best_model_at_the_end(limit: int, tmp_path: Path) -> None:
+    """The best checkpoint is kept beside the last one, and its weights are those of the ordinary Trainer's."""
+    given = {
+        **SAVED, "save_total_limit": limit, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
+        "learning_rate": 3e-2, "max_steps": 10,
+    }  # fmt: skip
+    ordinary = make(tmp_path / "memory", build("plain"), **given)
+    ordinary.train()
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name == Path(ordinary.state.best_model_checkpoint).name != "checkpoint-10"
+    assert names(tmp_path / "out") == names(tmp_path / "memory")
+    outcome_of(trainer).equals(outcome_of(ordinary))
+    assert trainer.evaluate()["eval_loss"] == ordinary.evaluate()["eval_loss"] == trainer.state.best_metric
+    close(trainer)
+
+
+def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
+    """With a limit of 2, it stays while others come and go; so does its commit."""
+    given = {**SAVED, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "quality", "max_steps": 10}
+    quality = iter([0.1, 0.9, 0.2, 0.3, 0.4])
+    trainer = make(
+        tmp_path / "out", build(), nvme=tmp_path / "nvme", **given, greater_is_better=True,
+        compute_metrics=lambda _: {"quality": next(quality)},
+    )  # fmt: skip
+    trainer.train()
+    assert names(tmp_path / "out") == ["checkpoint-10", "checkpoint-4"]
+    assert committed(tmp_path / "nvme") == [4, 10]
+    close(trainer)
+
+
+@WIDE
+def test_early_stopping(tmp_path: Path) -> None:
+    """A callback ends training, as in memory."""
+    from transformers import EarlyStoppingCallback
+
+    quality = iter([0.1, 0.9, 0.2, 0.3, 0.4])
+    given = {**SAVED, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "quality", "max_steps": 20}
+    trainer = make(
+        tmp_path / "out", build(), nvme=tmp_path / "nvme", **given, greater_is_better=True, load_best_model_at_end=True,
+        compute_metrics=lambda _: {"quality": next(quality)}, callbacks=[EarlyStoppingCallback(2)],
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 8
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4"
+    close(trainer)
+
+
+LIFE = """
+import os, sys
+from pathlib import Path
+from infinity.integrations.transformers import checkpoints
+from infinity.run.optimizer import PagedOptimizer
+from support.trainers import build, make
+from transformers import TrainerCallback
+
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+wanted = 6
+
+def die(*args, **named):
+    os._exit(9)
+
+class Die(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 5 and moment == "step":
+            die()
+        if state.global_step == 6 and moment == "before the commit":
+            PagedOptimizer.commit = die
+        if state.global_step == 6 and moment == "behind the commit":
+            checkpoints.remove_others = die
+
+trainer = make(folder / "out", build(dropout=0.1), nvme=folder / "nvme", callbacks=[Die()], **eval(sys.argv[3]))
+trainer.train()
+"""
+MOMENTS = ("step", "before the commit", "behind the commit")
+
+
+@pytest.mark.parametrize("moment", all_but(MOMENTS, "step", "behind the commit"))
+def test_killed_and_resumed(moment: str, tmp_path: Path) -> None:
+    """At any moment, also between a folder and its commit, with a single checkpoint: the last commit has a folder."""
+    given = {**SHUFFLED, **SAVED, "save_total_limit": 1}
+    command = [sys.executable, "-c", LIFE, str(tmp_path), moment, repr(given)]
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
+    life = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    expected = trained(tmp_path, "whole", **SHUFFLED)
+    output, _ = life.communicate(timeout=600)
+    assert life.returncode == 9, output.decode()[-3000:]
+    out = tmp_path / "out"
+    assert names(out) == (["checkpoint-4"] if moment == "step" else ["checkpoint-4", "checkpoint-6"])
+    trainer = make(out, build("meta", dropout=0.1), nvme=tmp_path / "nvme", **given)
+    trainer.train(resume_from_checkpoint=True)
+    outcome_of(trainer).equals(expected)
+    assert names(out) == ["checkpoint-8"]
+    close(trainer)
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    """No checkpoint, one of an ordinary Trainer, one whose commit is gone: said before anything begins."""
+    out, nvme = tmp_path / "out", tmp_path / "nvme"
+    trainer = make(out, build(), nvme=nvme, **SAVED)
+    with pytest.raises(CommitError, match="nothing to resume from"):
+        trainer.train(resume_from_checkpoint=True)
+    ordinary = make(tmp_path / "memory", build("plain"), **SAVED)
+    ordinary.train()
+    with pytest.raises(CommitError, match=r"was not written by a Trainer with infinity attached.*weights=folder"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "memory" / "checkpoint-6"))
+    trainer.train()
+    with pytest.raises(InfinityError, match="trained or evaluated already"):
+        trainer.train(resume_from_checkpoint=str(out / "checkpoint-4"))
+    close(trainer)
+    (out / "checkpoint-6" / "infinity.json").write_text('{"run_id": 1, "step": 2}')
+    with pytest.raises(CommitError, match="names no commit"):
+        make(out, build(), nvme=nvme, **SAVED).train(resume_from_checkpoint=True)
+
+
+@WIDE
+def test_train_again(tmp_path: Path) -> None:
+    """A second train() goes on with weights and moments, as in memory, and its checkpoints name later commits."""
+    given = {**SAVED, "max_steps": 4}
+    ordinary = make(tmp_path / "memory", build("plain"), **given)
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
+    for one in (ordinary, trainer):
+        one.train()
+        one.train_dataset = dataset()[64:]
+        one.train()
+    outcome_of(trainer).equals(outcome_of(ordinary))
+    assert committed(tmp_path / "nvme") == [6, 8]
+    assert names(tmp_path / "out") == ["checkpoint-2", "checkpoint-4"]
+    close(trainer)

@@ -1,0 +1,84 @@
+"""`save_model` of a Trainer whose state is on NVMe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.ranks import RankPool
+from support.tables import WIDE
+from support.trainer_ranks import adapters
+from support.trainers import build, make, outcome_of, with_adapters
+
+
+def test_what_is_exported_loads(tmp_path: Path) -> None:
+    """Into the output folder, where checkpoints are too, before training, behind it and once more."""
+    from transformers import LlamaForCausalLM
+
+    out = tmp_path / "out"
+    trainer = make(out, build("meta"), nvme=tmp_path / "nvme", save_strategy="steps", save_steps=3)
+    trainer.save_model(tmp_path / "before")
+    trainer.train()
+    for folder in (out, out, tmp_path / "elsewhere" / "inside"):
+        trainer.save_model(None if folder == out else str(folder))
+        assert {"model.safetensors", "config.json", "training_args.bin"} <= {path.name for path in folder.iterdir()}
+        assert not (folder / "infinity-export").exists()
+        loaded = LlamaForCausalLM.from_pretrained(folder)
+        for name, param in loaded.named_parameters():
+            assert param.equal(trainer.model.get_parameter(name).full_tensor()), name
+    assert (out / "checkpoint-6").exists()
+    before = LlamaForCausalLM.from_pretrained(tmp_path / "before")
+    assert not before.lm_head.weight.equal(loaded.lm_head.weight)
+    batch = {name: value[None] for name, value in trainer.eval_dataset[0].items()}
+    trainer.model.eval()
+    with torch.no_grad():
+        assert trainer.model(**batch).logits.equal(loaded.eval()(**batch).logits)
+    trainer.end()
+
+
+def test_save_only_model(tmp_path: Path) -> None:
+    """Checkpoints are exports then, as many as are asked for, and no commit is made."""
+    out, nvme = tmp_path / "out", tmp_path / "nvme"
+    saved = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "save_total_limit": 2}
+    trainer = make(out, build(), nvme=nvme, **saved)
+    trainer.train()
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    found = {path.name for path in (out / "checkpoint-6").iterdir()}
+    assert {"model.safetensors", "config.json", "trainer_state.json"} <= found
+    assert not found & {"infinity.json", "optimizer.pt"}
+    trainer.end()
+    assert not nvme.exists()  # a run without a commit leaves nothing
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """Of a model of peft, adapters are trained and saved, as by the ordinary Trainer; checkpoints are commits."""
+    pytest.importorskip("peft")
+    saved = {"save_strategy": "steps", "save_steps": 3}
+    ordinary = make(tmp_path / "memory", with_adapters("plain"), **saved)
+    trainer = make(tmp_path / "out", with_adapters(), nvme=tmp_path / "nvme", **saved)
+    for one in (ordinary, trainer):
+        one.train()
+        one.save_model()
+    outcome_of(trainer).equals(outcome_of(ordinary))
+    assert not list((tmp_path / "out").rglob("model.safetensors"))
+    assert not (tmp_path / "out" / "checkpoint-6" / "adapter_model.safetensors").exists()
+    found, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "memory"))
+    assert found.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in found.items())
+    trainer.end()
+
+
+@WIDE
+def test_adapters_of_two_ranks(tmp_path: Path) -> None:
+    """They are put together."""
+    pytest.importorskip("peft")
+    pool = RankPool(2)
+    try:
+        shapes = pool.run(adapters, tmp_path)[0]
+    finally:
+        pool.close()
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {name: tuple(value.shape) for name, value in found.items()} == shapes

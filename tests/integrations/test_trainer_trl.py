@@ -1,0 +1,118 @@
+"""TRL's trainers with their state on NVMe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.accumulation.micro_batches import LayerMajor
+from infinity.integrations.transformers import attach
+from support.tables import WIDE, all_but
+from support.trainers import BATCH, STEPS, VOCABULARY, build, outcome_of, settings
+
+WORDS = [f"w{number}" for number in range(VOCABULARY - 2)]
+
+
+def tokenizer() -> Any:
+    """Return one that knows a few words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(["<pad>", "<eos>", *WORDS])}, "<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def texts(lengths: tuple[int, ...]) -> Any:
+    """Return a data set of texts, of these numbers of words in turn."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.randint(len(WORDS), (96, max(lengths)), generator=generator).tolist()
+    lines = [" ".join(WORDS[at] for at in line[: lengths[row % len(lengths)]]) for row, line in enumerate(drawn)]
+    return Dataset.from_dict({"text": lines})
+
+
+def sft(out: Path, model: Any, *, nvme: Path | None = None, lengths: tuple[int, ...] = (15,), **given: Any) -> Any:
+    """Return an SFTTrainer."""
+    from trl import SFTConfig, SFTTrainer
+
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": BATCH, "max_steps": STEPS, "learning_rate": 1e-3, "logging_steps": 1,
+        "train_sampling_strategy": "sequential", "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_length": 32, "packing": False,
+    }  # fmt: skip
+    attached = given.pop("attached", {})
+    arguments = SFTConfig(output_dir=str(out), **(defaults | given))
+    trainer = SFTTrainer(
+        model=model, args=arguments, train_dataset=texts(lengths), eval_dataset=texts(lengths).select(range(8)),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    if nvme is not None:
+        attach(trainer, settings(nvme), **attached)
+    return trainer
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "as it comes": {"bf16": True, "gradient_checkpointing": True, "lengths": (5, 9, 15)},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 2},
+    "packed": {"packing": True, "max_length": 24, "lengths": (5, 9, 15)},
+    "several lengths": {"gradient_accumulation_steps": 3, "lengths": (5,) * BATCH + (9,) * BATCH + (15,) * BATCH},
+    "dft": {"loss_type": "dft"},
+}
+
+
+@pytest.mark.parametrize("case", all_but(CASES, "evaluated", "packed", "several lengths", "dft"))
+def test_sft(case: str, tmp_path: Path) -> None:
+    """Losses, norms and weights are those of the SFTTrainer in memory."""
+    ordinary = sft(tmp_path / "memory", build("plain"), **CASES[case])
+    ordinary.train()
+    trainer = sft(tmp_path / "out", build(), nvme=tmp_path / "nvme", **CASES[case])
+    trainer.train()
+    outcome_of(trainer).equals(outcome_of(ordinary))
+    trainer.end()
+
+
+def test_sft_layer_major(tmp_path: Path) -> None:
+    """Micro-batches of one length run layer by layer: the bits of one batch that is sliced like that in memory."""
+    model = build()
+    layers = LayerMajor(model, head=False)
+    ordinary = sft(tmp_path / "memory", model, per_device_train_batch_size=3 * BATCH)
+    with layers.slices(3):
+        ordinary.train()
+    trainer = sft(tmp_path / "out", build(), nvme=tmp_path / "nvme", gradient_accumulation_steps=3)
+    trainer.train()
+    outcome_of(trainer).equals(outcome_of(ordinary))
+    trainer.end()
+
+
+@WIDE
+def test_sft_resumed_from_the_meta_device(tmp_path: Path) -> None:
+    """Also a model that has no memory of its own; checkpoints have the tokenizer."""
+    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    whole = sft(tmp_path / "whole", build(), nvme=tmp_path / "whole-nvme")
+    whole.train()
+    expected = outcome_of(whole)
+    whole.optimizer.optimizer.close()
+    first = sft(tmp_path / "out", build(), nvme=tmp_path / "nvme", **saved)
+    first.add_callback(_stopping(5))
+    first.train()
+    first.optimizer.optimizer.close()
+    assert (tmp_path / "out" / "checkpoint-4" / "tokenizer.json").exists()
+    again = sft(tmp_path / "out", build("meta"), nvme=tmp_path / "nvme", **saved)
+    again.train(resume_from_checkpoint=True)
+    outcome_of(again).equals(expected)
+    again.end()
+
+
+def _stopping(step: int) -> Any:
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step >= step
+
+    return Stop()

@@ -1,0 +1,290 @@
+"""Saves of a run that trains: what a commit would be exported to, to the bit, and training goes on as if without."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+import infinity
+from infinity.checkpoint.reader import CommitReader
+from infinity.errors import CommitError, ConfigError, InfinityError, StorageError, UnsupportedError
+from infinity.formats.dcp import DcpExport
+from infinity.formats.safetensors import export_safetensors
+from infinity.fsdp.shard_io import ShardIO
+from infinity.io import Op
+from support import families, models
+from support.fault_engine import Fault, FaultKind
+from support.ranks import RankPool
+from support.train import (
+    KIB,
+    Outcome,
+    Paging,
+    Recipe,
+    differences,
+    faulty,
+    make_optimizer,
+    offloaded,
+    state_in_memory,
+    state_on_nvme,
+    train,
+)
+
+HALF, WHOLE = 2, 4
+FILE = 64 * KIB
+NOTE = {"epoch": 1, "rates": (0.5, {"b": 2, "a": 1})}
+RECIPES = {
+    "in_forward": (Recipe(model="llama", clip=0.5, steps=WHOLE), Paging(arena="least")),
+    "in_backward": (Recipe(model="tied", policy="fp32", steps=WHOLE), Paging(arena="middle")),
+    "after_backward": (Recipe(model="gpt2", clip=0.5, steps=WHOLE), Paging(placement="after_backward")),
+    "frozen": (Recipe(model="frozen", clip=0.5, steps=WHOLE), Paging(arena="least")),
+    "split": (Recipe(model="toy", clip=0.5, groups=True, steps=WHOLE), Paging(arena="least", format="split")),
+    "nadam": (Recipe(model="buffered", optimizer="nadam", clip=0.5, steps=WHOLE), Paging(arena="least")),
+}
+
+
+def part(recipe: Recipe, steps: int) -> Recipe:
+    """Return a recipe that ends after a number of steps."""
+    return Recipe(**{**recipe.__dict__, "steps": steps})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder; metadata of DCP without them, since they name their folder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != ".metadata"}
+
+
+@functools.cache
+def undisturbed(recipe: Recipe) -> Outcome:
+    """Train both halves in memory."""
+    model, found = models.build(recipe.model, policy=recipe.policy), Outcome()
+    optimizer = make_optimizer(recipe, model)
+    train(part(recipe, HALF), model, optimizer, found)
+    train(recipe, model, optimizer, found, first=HALF)
+    found.state = state_in_memory(model, optimizer)
+    return found
+
+
+def compare(name: str, folder: str) -> list[str]:
+    """Save in the middle of a training; return what is not as it is to be. Runs on every rank."""
+    recipe, paging = RECIPES[name]
+    place, found, wrong = Path(folder), Outcome(), []
+    with offloaded(recipe, paging, place) as (model, optimizer):
+        train(part(recipe, HALF), model, optimizer, found)
+        run, random = optimizer.run, torch.get_rng_state()
+        before = run.planner.plan, run.stats.snapshot().value("plan_divergences_total")
+        files = optimizer.save_pretrained(place / "live", file_bytes=FILE)
+        files += optimizer.save_dcp(place / "live-dcp", extra=NOTE, file_bytes=FILE)
+        wrong += [f"{file} is not there" for file in files if not file.is_file()]
+        wrong += [] if torch.equal(random, torch.get_rng_state()) else ["random numbers were drawn"]
+        optimizer.commit(NOTE)
+        if dist.get_rank() == 0:
+            export_safetensors(CommitReader(run.folder), place / "export", file_bytes=FILE)
+            DcpExport(CommitReader(run.folder)).write(place / "export-dcp", file_bytes=FILE)
+            pairs = [(contents(place / f"live{kind}"), contents(place / f"export{kind}")) for kind in ("", "-dcp")]
+            wrong += [f"{live.keys()} differ from {export.keys()}" for live, export in pairs if live != export]
+            wrong += ["one file only"] if min(len(live) for live, _ in pairs) < 2 else []
+        train(recipe, model, optimizer, found, first=HALF)
+        after = run.planner.plan, run.stats.snapshot().value("plan_divergences_total")
+        wrong += [] if before == after and before[0] is not None else [f"plans {before} and {after}"]
+        found.state = state_on_nvme(model, optimizer)
+    return wrong + differences(undisturbed(recipe), found)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_is_what_a_commit_is_exported_to(name: str, tmp_path: Path) -> None:
+    """Byte for byte, and no step after it is another one than in memory."""
+    assert compare(name, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("name", ["nadam", "in_forward"])
+def test_two_ranks(name: str, pair: RankPool, tmp_path: Path) -> None:
+    """Rank 0 writes, with the slices of both; uneven ones too."""
+    assert pair.run(compare, name, str(tmp_path)) == [[], []]
+
+
+def test_conversions_and_companions(tmp_path: Path) -> None:
+    """Names of files, not of the model; tokenizer and configurations come along; `from_pretrained` loads it."""
+    expected = families.filled("mixtral")
+    expected.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").write_text("{}")
+    with torch.device("meta"):
+        model = families.make("mixtral")
+    families.shard(model)
+    with families.offload(model, tmp_path, weights=tmp_path / "saved") as optimizer:
+        optimizer.save_pretrained(tmp_path / "out")
+        optimizer.save_pretrained(tmp_path / "bf16", dtype=torch.bfloat16, companions=tmp_path)
+    saved, out = contents(tmp_path / "saved"), contents(tmp_path / "out")
+    assert out["model.safetensors"] == saved["model.safetensors"]
+    assert out.keys() == saved.keys()
+    assert type(expected).from_pretrained(tmp_path / "bf16").dtype == torch.bfloat16
+    assert "tokenizer.json" not in contents(tmp_path / "bf16")
+
+
+def test_bad_calls_are_refused(tmp_path: Path) -> None:
+    """Before anything is written, with what to do; the run is as it was."""
+    recipe = Recipe(model="llama", steps=2, clip=0.5)
+    with offloaded(recipe, Paging(arena="least"), tmp_path) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        loss = models.loss_of(model, torch.zeros(1, 8, dtype=torch.long))
+        loss.backward()
+        for name in ("save_pretrained", "save_dcp"):
+            with pytest.raises(InfinityError, match=rf"{name}\(\) between backward and step\(\): call it after step"):
+                getattr(optimizer, name)(tmp_path / "out")
+        optimizer.step()
+        (tmp_path / "full" / "file").mkdir(parents=True)
+        with pytest.raises(ConfigError, match="full is not empty; name a new folder"):
+            optimizer.save_pretrained(tmp_path / "full")
+        with pytest.raises(ConfigError, match=r"file_bytes = '1 lot'"):
+            optimizer.save_dcp(tmp_path / "out", file_bytes="1 lot")
+        with pytest.raises(ConfigError, match="file_bytes 0 is no size of a file"):
+            optimizer.save_pretrained(tmp_path / "out", file_bytes=0)
+        with pytest.raises(ConfigError, match=r"companions .*nowhere' is not a folder"):
+            optimizer.save_pretrained(tmp_path / "out", companions=tmp_path / "nowhere")
+        with pytest.raises(CommitError, match="extra"):
+            optimizer.save_dcp(tmp_path / "out", extra={"a": object()})
+        assert not (tmp_path / "out").exists()
+        optimizer.save_dcp(tmp_path / "out")
+
+
+def full_drive(folder: str) -> list[Any]:
+    """Save onto a drive that is full, then onto one that is not, and go on. Runs on every rank."""
+    recipe, place, found = Recipe(model="toy", clip=0.5, steps=WHOLE), Path(folder), Outcome()
+    said = []
+    with offloaded(recipe, Paging(arena="least"), place) as (model, optimizer):
+        train(part(recipe, HALF), model, optimizer, found)
+        original = os.fsync
+
+        def refused(descriptor: int) -> None:
+            if "partial" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                raise OSError(28, "No space left on device")
+            original(descriptor)
+
+        os.fsync = refused
+        try:
+            for name in ("save_pretrained", "save_dcp"):
+                try:
+                    getattr(optimizer, name)(place / "out")
+                except InfinityError as error:
+                    said.append(f"{type(error).__name__}: {error}")
+        finally:
+            os.fsync = original
+        said.append(any("out" in entry.name for entry in place.iterdir()))
+        dist.barrier()
+        optimizer.save_dcp(place / "out")
+        train(recipe, model, optimizer, found, first=HALF)
+        found.state = state_on_nvme(model, optimizer)
+    return [*said, *differences(undisturbed(recipe), found)]
+
+
+def test_a_full_drive(pair: RankPool, tmp_path: Path) -> None:
+    """Said on both ranks; nothing is left, and training goes on."""
+    ours, theirs = pair.run(full_drive, str(tmp_path))
+    for said in ours[:2]:
+        assert said.startswith("ConfigError")
+        assert "No space left on device" in said
+    for name, said in zip(("save_pretrained", "save_dcp"), theirs[:2], strict=True):
+        assert said.startswith(f"InfinityError: {name} failed on rank 0: ConfigError: ")
+    assert ours[2:] == theirs[2:] == [False]
+
+
+def failing_read(folder: str) -> str:
+    """Save while the drive of rank 1 fails. Runs on every rank."""
+    place, recipe = Path(folder), Recipe(model="toy", steps=HALF)
+    fault = Fault(kind=FaultKind.EIO, op=Op.READ)
+    with faulty(fault, on=False) as engines:
+        try:
+            with offloaded(recipe, Paging(arena="least"), place) as (model, optimizer):
+                train(recipe, model, optimizer, Outcome())
+                engines[-1].on = dist.get_rank() == 1
+                optimizer.save_pretrained(place / "out")
+        except InfinityError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_page_that_cannot_be_read(pair: RankPool, tmp_path: Path) -> None:
+    """On rank 1: said there with its place, and on rank 0; nothing is left."""
+    ours, theirs = pair.run(failing_read, str(tmp_path))
+    assert theirs.startswith("StorageError: read of")
+    assert "on rank 1" in ours or "rank 1 failed" in ours
+    assert not any("out" in entry.name for entry in tmp_path.iterdir())
+
+
+class Alive:
+    """The most bytes that were read and held at the same time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.most, self._alive = 0, dict[int, tuple[weakref.ref[Any], int]]()
+        original = ShardIO.read
+
+        def read(shards: ShardIO, shard: int, name: str) -> torch.Tensor:
+            found = original(shards, shard, name)
+            self._alive[found.data_ptr()] = (weakref.ref(found.untyped_storage()), found.nbytes)
+            self.most = max(self.most, sum(size for ref, size in self._alive.values() if ref() is not None))
+            return found
+
+        patch.setattr(ShardIO, "read", read)
+
+
+def test_memory_is_that_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of the model, and beyond what may be loaded outside of the plan."""
+    recipe = Recipe(model="llama", steps=1)
+    with offloaded(recipe, Paging(arena="least"), tmp_path) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        largest = max(param.nbytes for param in model.parameters())
+        whole = sum(param.nbytes for param in model.parameters())
+        optimizer._reader._shards._load_limit = largest // 2
+        gc.collect()
+        for name in ("save_pretrained", "save_dcp"):
+            with monkeypatch.context() as patch:
+                alive = Alive(patch)
+                getattr(optimizer, name)(tmp_path / name, file_bytes=largest)
+            assert largest <= alive.most <= 3 * largest < whole, name
+
+
+def test_habits_work_streamed_or_say_what_to_call(tmp_path: Path) -> None:
+    """What a loop over a model in memory does to save it."""
+    recipe = Recipe(model="llama", steps=1)
+    with offloaded(recipe, Paging(arena="least"), tmp_path) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        expected = {name: param.full_tensor().clone() for name, param in model.state_dict().items()}
+        torch.save(model.state_dict(), tmp_path / "small.pt")
+        shards = optimizer._reader._shards
+        shards._load_limit = max(param.nbytes for param in model.parameters())
+        for name, state in (("a", model.state_dict()), ("b", get_model_state_dict(model))):
+            dcp.save({"model": state}, checkpoint_id=tmp_path / name)
+            found = {key: torch.zeros_like(value) for key, value in expected.items()}
+            dcp.load({"model": found}, checkpoint_id=tmp_path / name)
+            assert all(torch.equal(found[key], value) for key, value in expected.items())
+            del state
+        ours = r"optimizer\.save_pretrained\(folder\), optimizer\.save_dcp\(folder\)"
+        with pytest.raises(UnsupportedError, match=ours):
+            torch.save(model.state_dict(), tmp_path / "large.pt")
+        with pytest.raises(UnsupportedError, match=ours):
+            model.save_pretrained(tmp_path / "transformers")
+        with pytest.raises(UnsupportedError, match=ours):
+            dcp.async_save({"model": model.state_dict()}, checkpoint_id=tmp_path / "async")
+        for ask in (optimizer.state_dict, lambda: get_optimizer_state_dict(model, optimizer)):
+            with pytest.raises(UnsupportedError, match=r"optimizer\.save_dcp\(folder\) for torch\.distributed"):
+                ask()
+    loaded = torch.load(tmp_path / "small.pt", weights_only=False)
+    assert all(torch.equal(loaded[key].full_tensor(), value) for key, value in expected.items())
+
+
+def test_closed(tmp_path: Path) -> None:
+    """Said."""
+    with offloaded(Recipe(model="toy", steps=1), Paging(), tmp_path) as (_, optimizer):
+        pass
+    with pytest.raises(InfinityError, match="this optimizer was closed"):
+        optimizer.save_pretrained(tmp_path / "out")
+    assert isinstance(optimizer, infinity.PagedOptimizer)
+    assert isinstance(StorageError("read", "f", 0, 0, 5), InfinityError)
