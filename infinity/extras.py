@@ -14,6 +14,8 @@ EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "transformers", "tokenizers"),
     "daemon": ("typer", "prometheus_client"),
     "hf": ("transformers", "tokenizers"),
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning",),
 }
 """Import names by extra; the `pip install` of the extra brings them."""
 

@@ -70,6 +70,17 @@ def test_plain_torch(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "infinity.toml").exists()
 
 
+def test_accelerate_loop(tmp_path: Path) -> None:
+    """The second call goes on from the folder that Accelerate's `save_state` wrote."""
+    arguments = (tmp_path / "nvme", "--checkpoint", tmp_path / "checkpoint")
+    first = run(tmp_path, "accelerate_loop.py", *arguments)
+    assert len(losses(first)) == 4
+    assert first.endswith("saved step 4\n")
+    again = run(tmp_path, "accelerate_loop.py", *arguments, "--resume")
+    assert again.startswith("going on after step 4\nstep 5: ")
+    assert again.endswith("saved step 8\n")
+
+
 def test_every_example_is_described_and_run() -> None:
     """In the table of examples/README.md, and above."""
     programs = {file.name for file in EXAMPLES.glob("*.py")}
