@@ -7,14 +7,9 @@ of the accelerator that would bring the whole state into memory are served from 
 from __future__ import annotations
 
 import copy
-import json
-import logging
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,14 +20,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 import infinity
-from infinity.access import read_regular
-from infinity.checkpoint.durable import sync_file, sync_folder, write_durably
 from infinity.config import Config, load_config
-from infinity.errors import CommitError, ConfigError, UnsupportedError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.extras import needs
 from infinity.formats.safetensors import FILE_BYTES
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
+from infinity.integrations.checkpoints import Checkpoints, Record
 from infinity.run.optimizer import PagedOptimizer
 from infinity.sources.initialise import InitFunction
 from infinity.units import MIB, format_size
@@ -43,11 +37,6 @@ with needs("accelerate", "infinity.integrations.accelerate"):
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 
-_log = logging.getLogger("infinity")
-
-RECORD = "infinity.json"
-"""In a folder of `save_state`: which commit belongs to it."""
-_KEY = "accelerate"  # in the `extra` of a commit: which folder belongs to it
 _GATHERED = 256 * MIB  # most bytes of a state dict that is gathered in memory
 _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
@@ -95,11 +84,8 @@ def prepare(
     """
     _check(accelerator, optimizer, others)
     settings = load_config(config)
-    record = _read_record(Path(resume_from)) if resume_from is not None else None
-    if record is not None:
-        settings = replace(
-            settings, run=replace(settings.run, resume=str(record["run_id"]), resume_step=int(record["step"]))
-        )
+    if resume_from is not None:
+        settings = Record.read(Path(resume_from)).resumed(settings)
     infinity.mesh(accelerator.device.type)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         _shard(accelerator, model, optimizer, fsdp_plugin)
@@ -209,26 +195,12 @@ def _check_precision(accelerator: Accelerator, model: nn.Module) -> None:
             )
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
-    """Return what `save_state` noted of its commit. Raises `ConfigError`."""
-    try:
-        found = json.loads(read_regular(folder / RECORD, MIB))
-        return {key: found[key] for key in ("run_id", "step", "token")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"{folder / RECORD} cannot be read: {reason}; name a folder that save_state wrote after "
-            "infinity.integrations.accelerate.prepare"
-        ) from error
-
-
 class _Served:
     """The methods of an accelerator that are served from NVMe."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, paged: PagedOptimizer) -> None:
         self._accelerator, self._model, self._paged = accelerator, model, paged
-        self._token = paged.resumed_extra.get(_KEY, {}).get("token", "")
-        """Names the folder whose commit the run goes on from, or has made last."""
+        self._checkpoints = Checkpoints(paged, "prepare(…, resume_from={})")
         self._save, self._load = accelerator.save_state, accelerator.load_state
 
     def take_over(self) -> None:
@@ -250,16 +222,12 @@ class _Served:
             InfinityError: gradients are pending (call it after `step`), or another rank failed.
             StorageError, OSError: a drive refused; the commit before is intact.
         """
-        self._paged.check_between("save_state")
-        ranks = self._paged.run.ranks
-        token = ranks.agree(secrets.token_hex(16))
-        with self._apart():
-            folder = Path(self._save(output_dir, safe_serialization, **named))
-        record = {"run_id": self._paged.run.folder.run_id, "step": self._paged.steps, "token": token}
-        ranks.together("save_state", partial(_make_durable, folder, record if ranks.rank == 0 else None))
-        self._paged.commit({_KEY: {"token": token, "folder": os.path.abspath(folder)}})
-        self._token = token
-        return folder
+
+        def write() -> Path:
+            with self._apart():
+                return Path(self._save(output_dir, safe_serialization, **named))
+
+        return self._checkpoints.save("save_state", write)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **named: Any) -> None:
         """Load what Accelerate keeps besides weights and optimizer, which the run must go on from already.
@@ -269,14 +237,7 @@ class _Served:
             CommitError: the run has not gone on from its commit, or has trained since; says what to do.
         """
         folder = Path(input_dir if input_dir is not None else self._newest())
-        record = _read_record(folder)
-        if record["token"] != self._token or record["step"] != self._paged.steps:
-            where = self._paged.resumed_extra.get(_KEY, {}).get("folder", "")
-            raise CommitError(
-                f"{folder} belongs to step {record['step']} of run {record['run_id']}, and this one is at step "
-                f"{self._paged.steps}{f' after {where}' if where else ''}: weights and optimizer are taken over when "
-                f"the run begins, prepare(…, resume_from={str(folder)!r}); older folders need run.retained_commits"
-            )
+        self._checkpoints.check(folder)
         with self._apart():
             self._load(str(folder), load_kwargs, **named)
 
@@ -333,14 +294,3 @@ class _Served:
             yield
         finally:
             accelerator._models, accelerator._optimizers = models, optimizers
-
-
-def _make_durable(folder: Path, record: dict[str, Any] | None) -> None:
-    """Flush what this rank and others have written into a folder, and note the commit to come."""
-    for file in folder.iterdir():
-        if file.is_file():
-            sync_file(file)
-    if record is not None:
-        write_durably(folder / RECORD, json.dumps(record).encode())
-    sync_folder(folder)
-    sync_folder(folder.resolve().parent)

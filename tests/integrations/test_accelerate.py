@@ -283,7 +283,7 @@ def test_a_save_that_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path, config=settings(tmp_path, resume="latest"))
         with parts[1].optimizer:
-            with pytest.raises(CommitError, match=r"second belongs to step 2 .* this one is at step 1 after \S*first"):
+            with pytest.raises(CommitError, match=r"second belongs to step 2 .* this one is at step 1 behind \S*first"):
                 acc.load_state(str(tmp_path / "second"))
             acc.load_state(str(tmp_path / "first"))
             loop(acc, parts, last=1)
