@@ -59,8 +59,9 @@ class Checkpoints:
         """
         self._paged, self._how = paged, how
         found = paged.resumed_extra.get(_KEY)
-        self._token, self._folder = (found["token"], found["folder"]) if isinstance(found, dict) else ("", "")
-        """Of the folder whose commit the run has gone on from, or has made last."""
+        belongs = found if isinstance(found, dict) else {}
+        # Of the folder whose commit the run has gone on from, or has made last.
+        self._token, self._folder = str(belongs.get("token", "")), str(belongs.get("folder", ""))
 
     def save(self, what: str, write: Callable[[], Path]) -> Path:
         """Let a framework write its folder, and commit; all ranks together.

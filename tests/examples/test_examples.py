@@ -81,6 +81,18 @@ def test_accelerate_loop(tmp_path: Path) -> None:
     assert again.endswith("saved step 8\n")
 
 
+def test_lightning_loop(tmp_path: Path) -> None:
+    """The second call goes on from the checkpoint of the first."""
+    arguments = (tmp_path / "nvme", "--saves", tmp_path / "saves")
+    first = run(tmp_path, "lightning_loop.py", *arguments)
+    assert len(losses(first)) == 4
+    assert first.endswith("saved step 4\n")
+    again = run(tmp_path, "lightning_loop.py", *arguments, "--resume", tmp_path / "saves" / "last.ckpt")
+    assert "step 5: loss" in again
+    assert "step 4: loss" not in again
+    assert again.endswith("saved step 8\n")
+
+
 def test_every_example_is_described_and_run() -> None:
     """In the table of examples/README.md, and above."""
     programs = {file.name for file in EXAMPLES.glob("*.py")}

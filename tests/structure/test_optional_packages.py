@@ -122,9 +122,10 @@ def test_a_command_without_its_extra(command: str, extra: str, rank: str) -> Non
     [
         ("import infinity.telemetry.exporter", "daemon"),
         ("import infinity.integrations.accelerate", "accelerate"),
+        ("import infinity.integrations.lightning", "lightning"),
         ("from infinity.formats.transformers_names import outgoing; outgoing({'architectures': ['Gpt']})", "hf"),
     ],
-    ids=["exporter", "accelerate", "export"],
+    ids=["exporter", "accelerate", "lightning", "export"],
 )
 def test_a_part_of_the_library_without_its_extra(code: str, extra: str) -> None:
     """What needs one raises an error of one line that says what to install."""
