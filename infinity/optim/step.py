@@ -301,7 +301,7 @@ class StepRunner:
             self._staging.provide(planner.placement, events)
         if self._device.asynchronous and events != planner.events:
             traffic = link_traffic(events, self._layout, planner.placement, update_on_device=self._update_on_device)
-            self._ledger.predicted_link(*traffic)
+            self._ledger.predicted_link(traffic.to_device, traffic.from_device)
 
     def _begin(self) -> None:
         """Begin a step: nothing was gathered, and no gradients have arrived."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from infinity.content.layout import Layout
 from infinity.schedule.placement import Placement, eligible_for_backward, expand, with_device
 from infinity.schedule.planner import Plan, make_plan, preferred
+from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event
 
 
@@ -44,7 +45,9 @@ def choose_plan(
         choice = replace(Placement.of(name, events), overlapped=overlapped)
         choice = with_device(choice, events, layout, device_bytes)
         choices.setdefault(expand(events, layout, choice), choice)
-    plan = preferred(
-        [make_plan(trace, layout, frames, threaded=threaded) for trace in choices], layout, threaded=threaded
-    )
+    plans = [
+        make_plan(trace, layout, frames, threaded=threaded, staged=staged_computation(events, layout, choices[trace]))
+        for trace in choices
+    ]
+    plan = preferred(plans, layout, threaded=threaded)
     return choices[plan.trace], plan

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from infinity.content.format import ITEMSIZE
 from infinity.content.layout import Layout
@@ -133,10 +133,28 @@ def with_device(placement: Placement, events: Sequence[Event], layout: Layout, d
     return replace(placement, staged=True, kept=frozenset(kept))
 
 
+class Expansion(NamedTuple):
+    """The accesses of one step, and which event each belongs to."""
+
+    accesses: tuple[Access, ...]
+    """In the order in which their places in the plan are taken."""
+    starts: tuple[int, ...]
+    """By event, the position of its first access; of an event without any, that of the next access."""
+    staged: frozenset[int]
+    """Positions of accesses that copy weights to the device ahead of their gather."""
+    awaited: frozenset[int]
+    """Gathers, by their number among the events, of weights that have been copied so, or that have stayed there."""
+
+
 def expand(
     events: Sequence[Event], layout: Layout, placement: Placement, *, pending: bool = True
 ) -> tuple[Access, ...]:
-    """Return the accesses of one step.
+    """Return the accesses of one step; see `expand_events`."""
+    return expand_events(events, layout, placement, pending=pending).accesses
+
+
+def expand_events(events: Sequence[Event], layout: Layout, placement: Placement, *, pending: bool = True) -> Expansion:
+    """Return the accesses of one step, by event.
 
     Args:
         events: one step, ending with STEP.
@@ -145,6 +163,9 @@ def expand(
         pending: whether the units that are updated in forward come with gradients of the step before.
     """
     accesses: list[Access] = []
+    starts: list[int] = []
+    staged: set[int] = set()
+    awaited: set[int] = set()
     arrived: dict[int, int] = {}  # unit -> components of its gradient that are stored
     components = stored_components(events)
     due = placement.due(events)
@@ -166,12 +187,15 @@ def expand(
             accesses.extend(update_accesses(layout, unit, components=components.get(unit, 1)))
 
     for position, event in enumerate(events):
+        starts.append(len(accesses))
         if event.kind is EventKind.GATHER:
             if not placement.overlapped:
                 update_waiting(event.unit)
-            if event.unit not in on_device:
+            if event.unit in on_device:
+                awaited.add(position)
+            else:
                 accesses.extend(gather_accesses(layout, event.unit))
-            elif event.unit not in placement.kept:
+            if event.unit not in placement.kept:
                 on_device.discard(event.unit)
             update_reduced()
             update_waiting(event.unit)
@@ -179,7 +203,9 @@ def expand(
             if following >= 0 and (unit := events[following].unit) not in on_device:
                 for gathered in [gathered for gathered, of in waiting.items() if of == unit]:
                     update_waiting(gathered)
+                begin = len(accesses)
                 accesses.extend(gather_accesses(layout, unit))
+                staged.update(range(begin, len(accesses)))
                 on_device.add(unit)
         elif event.kind is EventKind.GRADIENTS:
             update_reduced()
@@ -196,7 +222,7 @@ def expand(
             for unit in update_order(arrived):
                 if unit not in later:
                     accesses.extend(update_accesses(layout, unit, components=arrived[unit]))
-    return tuple(accesses)
+    return Expansion(tuple(accesses), tuple(starts), frozenset(staged), frozenset(awaited))
 
 
 def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
