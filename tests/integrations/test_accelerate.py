@@ -262,6 +262,7 @@ def test_save_state_and_load_state(tmp_path: Path) -> None:
     assert sum(sizes) < 64 << 10, "no copy of the state"
 
 
+@pytest.mark.wide
 def test_save_state_of_two_ranks(pair: RankPool, tmp_path: Path) -> None:
     """The same."""
     halves = zip(pair.run(first_half, str(tmp_path)), pair.run(second_half, str(tmp_path)), strict=True)

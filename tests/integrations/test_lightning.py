@@ -225,6 +225,7 @@ def test_a_checkpoint_is_a_commit(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in (tmp_path / "half.ckpt").iterdir()) < 64 << 10
 
 
+@pytest.mark.wide
 def test_a_checkpoint_of_two_ranks(pair: RankPool, tmp_path: Path) -> None:
     """The same."""
     for losses, expected in pair.run(halves, str(tmp_path)):
