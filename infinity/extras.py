@@ -17,6 +17,8 @@ EXTRAS = {
     "qlora": ("torchao", "peft", "transformers", "tokenizers"),
     "peft": ("peft", "transformers", "tokenizers"),
     "trainer": ("transformers", "tokenizers", "accelerate"),
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning",),
 }
 """Import names by extra; the `pip install` of the extra brings them."""
 

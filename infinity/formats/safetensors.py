@@ -159,7 +159,7 @@ def _write_safetensors(
 
 
 def _export_adapters(
-    reader: CommitReader,
+    reader: WholeState,
     adapters: Sequence[Adapter],
     folder: Path,
     dtype: torch.dtype | None,
@@ -184,7 +184,7 @@ def _export_adapters(
     return [folder / file for file in written]
 
 
-def export_bytes(reader: CommitReader, dtype: torch.dtype | None = None) -> int:
+def export_bytes(reader: WholeState, dtype: torch.dtype | None = None) -> int:
     """Return how many bytes of parameters an export reads: of all, or of adapters where those are what was trained.
 
     Raises:

@@ -253,17 +253,30 @@ class PagedOptimizer(torch.optim.Optimizer):
             StorageError: a device or the folder refused; the commit before is intact.
         """
         self._runner.check_open()
-        self._own.check()
         if not self._run.settings.run.retained_commits:
             raise ConfigError("run.retained_commits = 0: there is no room for a commit on the drives; set 1 or more")
-        self._runner.reconcile()
-        if self._runner.has_gradients:
-            raise InfinityError("commit() between backward and step(): call it after step()")
+        self.check_between("commit")
         started = time.perf_counter()
         self._checkpointer.commit({} if extra is None else extra, prefer)
         self._committed = self.steps
         self._run.ledger.committed(time.perf_counter() - started)
         self._run.ledger.restart_step()
+
+    def check_between(self, what: str) -> None:
+        """Check that this is between two steps, and that the optimizer can be saved.
+
+        Args:
+            what: names the call in the message.
+
+        Raises:
+            InfinityError: gradients are pending, or it was closed.
+            UnsupportedError: parameters were added to a param group, or the state was replaced.
+        """
+        self._runner.check_open()
+        self._own.check()
+        self._runner.reconcile()
+        if self._runner.has_gradients:
+            raise InfinityError(f"{what}() between backward and step(): call it after step()")
 
     def save_pretrained(
         self,
@@ -305,7 +318,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 state, Path(folder), config=config, companions=beside, dtype=dtype, file_bytes=most
             )
 
-        return self._saves.write("save_pretrained", {}, write)
+        return self._saves.write("save_pretrained", self.check_between, {}, write)
 
     def save_dcp(
         self,
@@ -336,7 +349,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         def write(state: WholeState) -> list[Path]:
             return DcpExport(state).write(Path(folder), file_bytes=most)
 
-        return self._saves.write("save_dcp", {} if extra is None else extra, write)
+        return self._saves.write("save_dcp", self.check_between, {} if extra is None else extra, write)
 
     def report(self, *, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
         """Publish what only the training loop knows, as the metrics of this rank.

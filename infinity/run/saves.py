@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +20,7 @@ from infinity.checkpoint.state import load_scalars, read_groups, save_groups, sa
 from infinity.checkpoint.whole import WholeState, owners_of
 from infinity.content.format import MASTER
 from infinity.content.views import torch_dtype
-from infinity.errors import InfinityError, LostRankError
+from infinity.errors import LostRankError
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.shard_io import ShardIO
 from infinity.optim.given import GivenOptimizer
@@ -184,36 +183,37 @@ class LiveSaves:
         self._run, self._model, self._described, self._given = run, model, described, given
         self._runner, self._shards, self._attachment = runner, shards, attachment
 
-    def write(self, what: str, extra: dict[str, Any], write: Callable[[WholeState], list[Path]]) -> list[Path]:
+    def write(
+        self, what: str, check: Callable[[str], None], extra: dict[str, Any], write: Callable[[WholeState], list[Path]]
+    ) -> list[Path]:
         """Write on rank 0, while the others send their slices; all ranks together.
 
         Args:
             what: names the call in messages.
+            check: raises where it is not between two steps.
             extra: the user's plain data.
             write: makes the files of the state, and returns them.
 
         Raises:
-            InfinityError: gradients are pending, or it failed on another rank.
+            InfinityError: what `check` raises, or it failed on another rank.
             CommitError: `extra` cannot be kept, or parameters cannot be put together.
             Exception: what `write` raises.
         """
         run = self._run
         with run.ledger.phase("other"), record_function("infinity::save"), _random_states_kept():
-            plain = run.ranks.together(what, partial(self._prepare, what, extra))
+            plain = run.ranks.together(what, partial(self._prepare, partial(check, what), extra))
             step = self._runner.updates.step
             state = LiveState(run, self._described, self._model, self._shards, step, plain, extra)
             written = run.ranks.agree(run.ranks.together(what, partial(self._take_part, state, write)))
         run.ledger.restart_step()
         return written
 
-    def _prepare(self, what: str, extra: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+    def _prepare(
+        self, check: Callable[[], None], extra: dict[str, Any]
+    ) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
         """Let the state be that of the last step; return of it what is plain data."""
-        self._runner.check_open()
-        self._given.check()
-        self._runner.reconcile()
-        if self._runner.has_gradients:
-            raise InfinityError(f"{what}() between backward and step(): call it after step()")
-        json.dumps(save_extra(extra))
+        check()
+        save_extra(extra)
         self._runner.settle()
         self._attachment.check()
         return save_scalars(self._runner.updates.scalars), save_groups(self._given.groups_by_shard())

@@ -89,6 +89,29 @@ def test_trainer(tmp_path: Path) -> None:
         assert "model.layers.0.mlp.up_proj.weight" in ended.keys()  # noqa: SIM118
 
 
+def test_accelerate_loop(tmp_path: Path) -> None:
+    """The second call goes on from the folder that Accelerate's `save_state` wrote."""
+    arguments = (tmp_path / "nvme", "--checkpoint", tmp_path / "checkpoint")
+    first = run(tmp_path, "accelerate_loop.py", *arguments)
+    assert len(losses(first)) == 4
+    assert first.endswith("saved step 4\n")
+    again = run(tmp_path, "accelerate_loop.py", *arguments, "--resume")
+    assert again.startswith("going on after step 4\nstep 5: ")
+    assert again.endswith("saved step 8\n")
+
+
+def test_lightning_loop(tmp_path: Path) -> None:
+    """The second call goes on from the checkpoint of the first."""
+    arguments = (tmp_path / "nvme", "--saves", tmp_path / "saves")
+    first = run(tmp_path, "lightning_loop.py", *arguments)
+    assert len(losses(first)) == 4
+    assert first.endswith("saved step 4\n")
+    again = run(tmp_path, "lightning_loop.py", *arguments, "--resume", tmp_path / "saves" / "last.ckpt")
+    assert "step 5: loss" in again
+    assert "step 4: loss" not in again
+    assert again.endswith("saved step 8\n")
+
+
 def test_every_example_is_described_and_run() -> None:
     """In the table of examples/README.md, and above."""
     programs = {file.name for file in EXAMPLES.glob("*.py")}

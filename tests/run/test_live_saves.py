@@ -25,6 +25,7 @@ from infinity.io import Op
 from support import families, models
 from support.fault_engine import Fault, FaultKind
 from support.ranks import RankPool
+from support.tables import all_but
 from support.train import (
     KIB,
     Outcome,
@@ -99,7 +100,7 @@ def compare(name: str, folder: str) -> list[str]:
     return wrong + differences(undisturbed(recipe), found)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", all_but(RECIPES, "after_backward", "nadam"))
 def test_it_is_what_a_commit_is_exported_to(name: str, tmp_path: Path) -> None:
     """Byte for byte, and no step after it is another one than in memory."""
     assert compare(name, str(tmp_path)) == []

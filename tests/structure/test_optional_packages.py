@@ -16,16 +16,10 @@ from support.modules import MODULES, ROOT, imported, modules
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {package for packages in EXTRAS.values() for package in packages}
-WITH_EXTRA = {
-    "infinity.command",
-    "infinity.telemetry.exporter",
-    "infinity.integrations.transformers",
-    "infinity.integrations.transformers.accumulation",
-    "infinity.integrations.transformers.checkpoints",
-    "infinity.integrations.transformers.refusals",
-    "infinity.integrations.transformers.trainer",
-}
-"""Modules that only the daemon, the command line, who serves metrics and who has a Trainer import."""
+WITH_EXTRA = {"infinity.command", "infinity.telemetry.exporter"}
+"""Modules that only the daemon, the command line and who serves metrics import."""
+FRAMEWORKS = {name for name in MODULES if name.startswith("infinity.integrations.")}
+"""Modules that only who uses that framework imports."""
 HIDE = f"""
 import runpy, sys
 
@@ -101,7 +95,7 @@ def test_every_import_is_declared() -> None:
 def test_the_library_needs_no_extra(tmp_path: Path) -> None:
     """It trains, commits, goes on and exports; all of its modules can be imported but those that are for an extra."""
     program = f"runpy.run_path({bare.__file__!r}, run_name='__main__')\n"
-    rest = "".join(f"import {name}\n" for name in sorted(MODULES.keys() - WITH_EXTRA))
+    rest = "".join(f"import {name}\n" for name in sorted(MODULES.keys() - WITH_EXTRA - FRAMEWORKS))
     done = hidden(program + rest, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "2 4\n"), done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"nvme", "weights", "dcp"}
@@ -127,12 +121,14 @@ def test_a_command_without_its_extra(command: str, extra: str, rank: str) -> Non
     ("code", "extra"),
     [
         ("import infinity.telemetry.exporter", "daemon"),
+        ("import infinity.integrations.accelerate", "accelerate"),
+        ("import infinity.integrations.lightning", "lightning"),
         ("from infinity.formats.transformers_names import outgoing; outgoing({'architectures': ['Gpt']})", "hf"),
         ("import infinity.integrations.transformers", "trainer"),
         ("import infinity; infinity.from_pretrained('org/small')", "hf"),
         ("import infinity; infinity.from_config(None)", "hf"),
     ],
-    ids=["exporter", "export", "trainer", "from_pretrained", "from_config"],
+    ids=["exporter", "accelerate", "lightning", "export", "trainer", "from_pretrained", "from_config"],
 )
 def test_a_part_of_the_library_without_its_extra(code: str, extra: str) -> None:
     """What needs one raises an error of one line that says what to install."""

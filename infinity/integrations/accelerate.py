@@ -1,0 +1,296 @@
+"""Accelerate: `prepare` in place of `Accelerator.prepare`, for scripts that use FSDP2.
+
+The model is sharded as Accelerate would (or was, by the script), `infinity.offload` takes its shards, and the methods
+of the accelerator that would bring the whole state into memory are served from NVMe. All others are Accelerate's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+import infinity
+from infinity.config import Config, load_config
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.extras import needs
+from infinity.formats.safetensors import FILE_BYTES
+from infinity.fsdp import private
+from infinity.fsdp.sharded_model import ShardedModel
+from infinity.integrations.checkpoints import Checkpoints, Record
+from infinity.run.optimizer import PagedOptimizer
+from infinity.sources.initialise import InitFunction
+from infinity.units import MIB, format_size
+
+with needs("accelerate", "infinity.integrations.accelerate"):
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+
+_GATHERED = 256 * MIB  # most bytes of a state dict that is gathered in memory
+_SERVED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *others: Any,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    strict: bool = True,
+    init: InitFunction | None = None,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+    resume_from: str | os.PathLike[str] | None = None,
+) -> tuple[Any, ...]:
+    """Do what `accelerator.prepare(model, optimizer, *others)` does, with the state of training on NVMe.
+
+    What changes of the accelerator: `no_sync` and `accumulate` reduce the gradients of every micro-batch (as with
+    `sync_each_batch`), since those of the whole model would stay in memory otherwise; `save_state` is a commit and what
+    Accelerate writes beside weights and optimizer; `load_state` checks that this is what the run goes on from;
+    `save_model` streams; `get_state_dict` is refused for a model that does not fit.
+
+    Args:
+        accelerator: of one process, several on CPUs or GPUs, or FSDP2.
+        model: sharded with `fully_shard`; or not, and then it is as the FSDP2 plugin says. On the meta device it
+            begins with `weights`, or as its own code sets it.
+        optimizer: over the model's parameters, not prepared.
+        others: data loaders and schedulers, which Accelerate prepares.
+        config: settings, as for `infinity.offload`.
+        weights: as for `infinity.offload`.
+        strict: as for `infinity.offload`.
+        init: as for `infinity.offload`.
+        fsdp_plugin: how the model is to be sharded; by default the accelerator's. Accelerate has none on CPUs.
+        resume_from: a folder that `save_state` wrote; the run goes on from its commit. Call `load_state` with it, too.
+
+    Returns:
+        Model, optimizer (Accelerate's; what `infinity.offload` returns is its `.optimizer`) and `others`.
+
+    Raises:
+        UnsupportedError: what the accelerator is to do besides cannot work, with the reason.
+        ConfigError: the model is not sharded, does not compute in the accelerator's precision, or `resume_from` is no
+            such folder.
+        Exception: what `infinity.offload` raises.
+    """
+    _check(accelerator, optimizer, others)
+    settings = load_config(config)
+    if resume_from is not None:
+        settings = Record.read(Path(resume_from)).resumed(settings)
+    infinity.mesh(accelerator.device.type)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        _shard(accelerator, model, optimizer, fsdp_plugin)
+    _check_precision(accelerator, model)
+    paged = infinity.offload(model, optimizer, settings, weights=weights, strict=strict, init=init)
+    _Served(accelerator, model, paged).take_over()
+    wrapped = accelerator.prepare_optimizer(paged, device_placement=False)  # else it asks for the whole state
+    accelerator._models.append(model)
+    for item in (model, wrapped):
+        item._is_accelerate_prepared = True
+    return (model, wrapped, *(_prepared(accelerator, other) for other in others))
+
+
+def _prepared(accelerator: Accelerator, other: Any) -> Any:
+    if isinstance(other, torch.utils.data.DataLoader):
+        return accelerator.prepare_data_loader(other)
+    return accelerator.prepare_scheduler(other) if hasattr(other, "step") else other
+
+
+def _check(accelerator: Accelerator, optimizer: torch.optim.Optimizer, others: tuple[Any, ...]) -> None:
+    """Refuse what cannot work. Raises `UnsupportedError`."""
+    kind = str(accelerator.distributed_type.value)
+    if kind not in _SERVED:
+        raise UnsupportedError(f"Accelerate with {kind}: it has its own sharding; use FSDP2 or none of these")
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UnsupportedError("FSDP of version 1 keeps flat parameters in memory; set fsdp_version: 2")
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise UnsupportedError(
+            f"mixed_precision = {accelerator.mixed_precision!r}: Accelerate would scale losses or convert layers; "
+            "'bf16' and 'no' are served"
+        )
+    if accelerator.state.dynamo_plugin.backend != "NO":
+        raise UnsupportedError(
+            "Accelerate's dynamo_backend compiles the whole model; leave it out, and compile its layers before prepare"
+        )
+    parallel = accelerator.parallelism_config
+    if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled):
+        raise UnsupportedError("tensor or context parallelism of Accelerate; shard over data parallel ranks only")
+    if isinstance(optimizer, AcceleratedOptimizer):
+        raise UnsupportedError("the optimizer is prepared already; call this in place of accelerator.prepare")
+    for other in others:
+        if isinstance(other, nn.Module | torch.optim.Optimizer):
+            raise UnsupportedError(
+                f"a second {type(other).__name__} besides model and optimizer: prepare what stays in memory with "
+                "accelerator.prepare"
+            )
+
+
+def _shard(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    given: FullyShardedDataParallelPlugin | None,
+) -> None:
+    """Shard a model as Accelerate does, and give the optimizer its new parameters, by name.
+
+    Accelerate finds those by the address of their memory, of which a model on the meta device has none.
+    """
+    plugin = given if given is not None else getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        raise ConfigError(
+            "the model is not sharded, and this accelerator has no FSDP2 plugin: call fully_shard on its layers and on "
+            "itself, or give fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, …)"
+        )
+    if plugin.fsdp_version != 2:
+        raise UnsupportedError("the FSDP plugin is of version 1; make it with fsdp_version=2")
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise UnsupportedError("the FSDP plugin has cpu_offload, which keeps the state in memory; leave it out")
+    on_meta = all(param.is_meta for param in model.parameters())
+    if plugin.cpu_ram_efficient_loading and not on_meta and accelerator.num_processes > 1:
+        raise ConfigError(
+            "cpu_ram_efficient_loading has the weights on rank 0 only, all of them in its memory; make the model on "
+            "the meta device and give weights=folder, or turn it off (fsdp_cpu_ram_efficient_loading: false)"
+        )
+    plugin = copy.copy(plugin)
+    plugin.cpu_ram_efficient_loading = False
+    if plugin.mixed_precision_policy is None and accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    asked = SimpleNamespace(  # what these two ask an accelerator for
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=accelerator.torch_device_mesh,
+        parallelism_config=accelerator.parallelism_config,
+        mixed_precision=accelerator.mixed_precision,
+        is_main_process=accelerator.is_main_process,
+        device=accelerator.device,
+    )
+    before = {id(param): private.unwrapped_name(name) for name, param in model.named_parameters()}
+    plugin.set_auto_wrap_policy(model)
+    if plugin.activation_checkpointing:
+        fsdp2_apply_ac(asked, model)
+    fsdp2_prepare_model(asked, model)
+    after = {private.unwrapped_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}
+    for group in optimizer.param_groups:
+        group["params"] = [after[before[id(p)]] if id(p) in before else p for p in group["params"]]
+
+
+def _check_precision(accelerator: Accelerator, model: nn.Module) -> None:
+    """Check that units compute in the accelerator's precision: nothing else would. Raises `ConfigError`."""
+    if accelerator.mixed_precision != "bf16":
+        return
+    for member in ShardedModel.inspect(model).shards:
+        dtype = private.compute_dtype(member.param)
+        if dtype != torch.bfloat16:
+            raise ConfigError(
+                f"mixed_precision = 'bf16', but {member.names[0]} was sharded to compute in {dtype}; pass "
+                "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) to fully_shard"
+            )
+
+
+class _Served:
+    """The methods of an accelerator that are served from NVMe."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, paged: PagedOptimizer) -> None:
+        self._accelerator, self._model, self._paged = accelerator, model, paged
+        self._checkpoints = Checkpoints(paged, "prepare(…, resume_from={})")
+        self._save, self._load = accelerator.save_state, accelerator.load_state
+
+    def take_over(self) -> None:
+        """Put them in the place of Accelerate's."""
+        for name in ("no_sync", "save_state", "load_state", "save_model", "get_state_dict"):
+            setattr(self._accelerator, name, getattr(self, name))
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Reduce all the same: gradients are added up on NVMe instead of whole in the memory of every rank."""
+        yield
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **named: Any) -> Any:
+        """Write what Accelerate keeps besides weights and optimizer into a folder, then commit; all ranks together.
+
+        Whenever it is cut off, the commit before and its folder belong together still.
+
+        Raises:
+            InfinityError: gradients are pending (call it after `step`), or another rank failed.
+            StorageError, OSError: a drive refused; the commit before is intact.
+        """
+
+        def write() -> Path:
+            with self._apart():
+                return Path(self._save(output_dir, safe_serialization, **named))
+
+        return self._checkpoints.save("save_state", write)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **named: Any) -> None:
+        """Load what Accelerate keeps besides weights and optimizer, which the run must go on from already.
+
+        Raises:
+            ConfigError: the folder is none of `save_state`.
+            CommitError: the run has not gone on from its commit, or has trained since; says what to do.
+        """
+        folder = Path(input_dir if input_dir is not None else self._newest())
+        self._checkpoints.check(folder)
+        with self._apart():
+            self._load(str(folder), load_kwargs, **named)
+
+    def _newest(self) -> Path:
+        """Return the folder that Accelerate would load. Raises `ConfigError`."""
+        folders = Path(self._accelerator.project_dir or "", "checkpoints")
+        found = sorted(folders.glob("checkpoint_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
+        if not found:
+            raise ConfigError(f"{folders} has no checkpoint_*; name the folder to load")
+        return found[-1]
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = FILE_BYTES,
+        safe_serialization: bool = True,
+    ) -> list[Path]:
+        """Write the weights, streamed: `PagedOptimizer.save_pretrained`. Raises what that raises."""
+        if not safe_serialization:
+            raise UnsupportedError("safe_serialization=False: pickles of a whole model are not written")
+        self._check_model(model)
+        return self._paged.save_pretrained(save_directory, file_bytes=max_shard_size)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole weights on rank 0, and nothing on others.
+
+        Raises:
+            UnsupportedError: they are too large to be gathered.
+        """
+        self._check_model(model)
+        nbytes = sum(param.numel() * param.itemsize for param in self._model.parameters())
+        if nbytes > _GATHERED:
+            raise UnsupportedError(
+                f"get_state_dict() would gather {format_size(nbytes)} in memory (limit {format_size(_GATHERED)}); "
+                "accelerator.save_model(model, folder), or optimizer.optimizer.save_pretrained(folder) on all ranks, "
+                "writes them in bounded memory"
+            )
+        found = get_model_state_dict(self._model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+    def _check_model(self, model: nn.Module) -> None:
+        if self._accelerator.unwrap_model(model) is not self._accelerator.unwrap_model(self._model):
+            raise ConfigError(f"this {type(model).__name__} is not the model that was prepared")
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Let Accelerate see no model and no optimizer: theirs is in the commit."""
+        accelerator = self._accelerator
+        models, optimizers = accelerator._models, accelerator._optimizers
+        accelerator._models = [model for model in models if model is not self._model]
+        accelerator._optimizers = [wrapped for wrapped in optimizers if wrapped.optimizer is not self._paged]
+        try:
+            yield
+        finally:
+            accelerator._models, accelerator._optimizers = models, optimizers

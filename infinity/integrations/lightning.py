@@ -1,0 +1,222 @@
+"""Lightning: a strategy in place of `ModelParallelStrategy`, for modules that `fully_shard` in `configure_model`."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import infinity
+from infinity.checkpoint.durable import write_durably
+from infinity.config import Config, load_config
+from infinity.errors import UnsupportedError
+from infinity.extras import needs
+from infinity.integrations.checkpoints import Checkpoints, Record
+from infinity.run.optimizer import PagedOptimizer
+from infinity.sources.initialise import InitFunction
+
+with needs("lightning", "infinity.integrations.lightning"):
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+META = "meta.pt"
+"""In the folder of a checkpoint: what Lightning keeps besides weights and optimizer."""
+
+
+class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
+    """Trains a module whose `configure_model` calls `fully_shard`, with its state on NVMe.
+
+    `trainer.fit` makes the optimizer, offloads, and with `ckpt_path` goes on from the commit of that checkpoint. A
+    checkpoint is a folder with what Lightning keeps besides weights and optimizer, and a commit, which copies nothing.
+    All ranks are data parallel: `self.device_mesh["data_parallel"]` is the mesh for `fully_shard`.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        weights: str | os.PathLike[str] | None = None,
+        strict: bool = True,
+        init: InitFunction | None = None,
+        **named: Any,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            config: settings, as for `infinity.offload`.
+            weights: as for `infinity.offload`; names are those of the module that `fully_shard` was called on last.
+            strict: as for `infinity.offload`.
+            init: as for `infinity.offload`.
+            named: further arguments of `ModelParallelStrategy` (`process_group_backend`, `timeout`).
+
+        Raises:
+            ConfigError: a setting is wrong.
+            UnsupportedError: sizes of parallelism or a form of checkpoints were given.
+        """
+        for refused in ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"):
+            if refused in named:
+                raise UnsupportedError(f"{refused}: all ranks are data parallel, and checkpoints are commits; leave it")
+        super().__init__(**named)
+        self._settings, self._weights, self._strict, self._init = load_config(config), weights, strict, init
+        self._paged: PagedOptimizer | None = None  # of the last fit
+        self._checkpoints: Checkpoints | None = None  # of the last fit
+        self._loaded: Path | None = None  # the folder that the fit to come goes on from
+
+    @property
+    def paged(self) -> PagedOptimizer:
+        """What `infinity.offload` returned, to save, look at and close. Raises `UnsupportedError` before `fit`."""
+        if self._paged is None:
+            raise UnsupportedError("trainer.fit was not called yet: it makes the optimizer, and moves weights to NVMe")
+        return self._paged
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """No: which commit to go on from is to be known when the run begins, in `setup`."""
+        return False
+
+    def setup_environment(self) -> None:
+        """Make the process group, and a mesh of which all ranks are data parallel."""
+        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()
+
+    def _get_process_group_backend(self) -> str:
+        """Return one in which ranks can exchange plain objects too, on a GPU."""
+        given: str | None = self._process_group_backend
+        return given or ("cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo")
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make the optimizer and move the state of the training to NVMe; values are made or read as a stream.
+
+        Raises:
+            UnsupportedError: what the module or the trainer wants cannot work, with the reason.
+            ConfigError: the checkpoint is none of this strategy.
+            Exception: what `infinity.offload` raises.
+        """
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if not is_overridden("configure_model", self.lightning_module):
+            raise UnsupportedError("the LightningModule has no configure_model(): call fully_shard on its layers there")
+        if self.precision_plugin.precision != "32-true":
+            raise UnsupportedError(
+                f"Trainer(precision={self.precision_plugin.precision!r}): give fully_shard "
+                "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) instead, and leave precision out"
+            )
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._fit(trainer)
+        elif self._paged is None:
+            raise UnsupportedError("validate, test or predict before fit: the weights are not anywhere yet")
+
+    def _fit(self, trainer: Trainer) -> None:
+        settings, loaded = self._settings, self._loaded
+        self._loaded = None
+        if loaded is not None:
+            settings = Record.read(loaded).resumed(settings)
+        if self._paged is not None:
+            self._paged.close()
+        self.setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        if len(self.optimizers) != 1:
+            raise UnsupportedError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers; return one, with param groups"
+            )
+        self._paged = infinity.offload(
+            _sharded(self.lightning_module),
+            self.optimizers[0],
+            settings,
+            weights=self._weights,
+            strict=self._strict,
+            init=self._init,
+        )
+        self._checkpoints = Checkpoints(self._paged, "trainer.fit(…, ckpt_path={})")
+        if loaded is not None:
+            self._checkpoints.check(loaded)
+        self.optimizers = [self._paged]
+        self.setup_precision_plugin()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the run with its reason, which the other ranks are told."""
+        if self._paged is not None:
+            self._paged.close(exception)
+
+    # Checkpoints #
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: weights are in the commit."""
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return nothing: states are in the commit."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write what Lightning keeps into a folder, and commit; all ranks together.
+
+        Without the states of optimizers (`save_weights_only=True`), the folder is one for `from_pretrained` instead,
+        and there is no commit.
+
+        Raises:
+            InfinityError: gradients are pending, or another rank failed.
+            StorageError, OSError, ConfigError: a drive refused; the commit before is intact.
+            UnsupportedError: `storage_options` were given.
+        """
+        if storage_options is not None:
+            raise UnsupportedError("storage_options: checkpoints are folders on a local or shared file system")
+        folder = Path(self.broadcast(filepath))
+        if "optimizer_states" not in checkpoint:
+            self.paged.save_pretrained(folder)
+            return
+        kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        kept |= {"state_dict": {}, "optimizer_states": []}  # Lightning looks whether they are there
+        assert self._checkpoints is not None
+        self._checkpoints.save("save_checkpoint", partial(self._write, folder, kept))
+
+    def _write(self, folder: Path, kept: dict[str, Any]) -> Path:
+        def write() -> None:
+            if self.global_rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                content = io.BytesIO()
+                torch.save(kept, content)
+                write_durably(folder / META, content.getvalue())
+
+        self.paged.run.ranks.together("save_checkpoint", write)
+        return folder
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return what Lightning kept; the run begins with weights and optimizer of its commit, or is there already.
+
+        Raises:
+            ConfigError: the folder is none of `save_checkpoint`.
+            CommitError: the run is not at that commit; says what to do.
+        """
+        folder = Path(self.broadcast(checkpoint_path))
+        Record.read(folder)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._loaded = folder
+        elif self._checkpoints is not None:
+            self._checkpoints.check(folder)
+        found: dict[str, Any] = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
+        return found
+
+
+def _sharded(module: nn.Module) -> nn.Module:
+    """Return what `fully_shard` was called on last: the module, or the one in it that has all of its parameters."""
+    whole = {id(param) for param in module.parameters()}
+    for child in module.children():
+        if isinstance(child, FSDPModule) and {id(param) for param in child.parameters()} == whole:
+            return child
+    return module

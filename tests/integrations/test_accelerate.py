@@ -1,0 +1,377 @@
+"""Accelerate: scripts as they are but for `prepare`; bits are those of the same loop in memory with plain FSDP2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+import infinity
+from infinity.errors import CommitError, ConfigError, InfinityError, UnsupportedError
+from infinity.integrations import accelerate as served
+from infinity.integrations.accelerate import prepare
+from support import models
+from support.ranks import RankPool
+from support.train import MIB
+
+BATCHES, HALF, CLIP = 8, 4, 0.5
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def data() -> torch.Tensor:
+    """Return all sequences, shape (16, 24)."""
+    return torch.randint(0, 256, (2 * BATCHES, 24), generator=torch.Generator().manual_seed(5))
+
+
+def bare(name: str = "llama", *, meta: bool = False) -> nn.Module:
+    """Return a model that is not sharded."""
+    torch.manual_seed(3)
+    with torch.device("meta" if meta else "cpu"):
+        return models.llama(tied=name == "tied")
+
+
+def sharded(name: str = "llama", policy: MixedPrecisionPolicy = BF16) -> nn.Module:
+    """Return a model sharded as a script does it."""
+    model = bare(name)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=infinity.mesh("cpu"), mp_policy=policy)
+    fully_shard(model, mesh=infinity.mesh("cpu"), mp_policy=policy)
+    return model
+
+
+def plugin(**named: Any) -> FullyShardedDataParallelPlugin:
+    """Return what shards every layer."""
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", mixed_precision_policy=BF16, **named
+    )
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of two groups."""
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    vectors = [param for param in model.parameters() if param.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-3, fused=True)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a schedule that changes every step."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+@contextmanager
+def accelerator(**named: Any) -> Iterator[Accelerator]:
+    """Yield an accelerator as a process of its own would make it."""
+    infinity.mesh("cpu")
+    ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the process group is there
+    variables = {key: str(value) for key, value in (ranks | places).items()} if dist.get_world_size() > 1 else {}
+    _forget()
+    os.environ.update(variables)
+    try:
+        yield Accelerator(cpu=True, step_scheduler_with_optimizer=False, **named)
+    finally:
+        for key in variables:
+            del os.environ[key]
+        _forget()
+
+
+def _forget() -> None:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def settings(folder: Path, **run: Any) -> dict[str, Any]:
+    """Return settings with which most of the state is paged."""
+    return {
+        "storage": {"paths": [str(folder / "nvme")]},
+        "memory": {"host_bytes": MIB, "page_bytes": "64KiB"},
+        "telemetry": {"runtime_dir": str(folder / "runtime")},
+        "run": run,
+    }
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all weights, whole."""
+    found = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in model.named_parameters()}
+    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for n, v in found.items()}
+
+
+def in_memory(model: nn.Module, accumulation: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with plain torch: the loop that Accelerate's is written for."""
+    optimizer = optimizer_of(model)
+    scheduler, losses = scheduler_of(optimizer), []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batches = data().split(2)
+    for number, batch in enumerate(batches[rank::size], 1):
+        loss = models.loss_of(model, batch)
+        (loss / accumulation).backward()
+        losses.append(loss.item())
+        if number % accumulation == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return losses, whole(model)
+
+
+def loop(accelerator: Accelerator, parts: tuple[Any, ...], first: int = 0, last: int = BATCHES) -> list[float]:
+    """Train as a script of Accelerate does; return the losses of the batches from `first` on."""
+    model, optimizer, loader, scheduler = parts
+    losses = []
+    for number, batch in enumerate(loader):
+        if not first <= number < last:
+            continue
+        with accelerator.accumulate(model):
+            loss = models.loss_of(model, batch)
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    return losses
+
+
+def pretend_fsdp2(accelerator: Accelerator) -> None:
+    """Make it one of FSDP2, as on GPUs: on CPUs Accelerate never is."""
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin()
+    assert accelerator.is_fsdp2
+
+
+def parts_of(accelerator: Accelerator, model: nn.Module, folder: Path, **named: Any) -> tuple[Any, ...]:
+    """Prepare everything that a script has."""
+    optimizer = optimizer_of(model)
+    loader = DataLoader(data(), batch_size=2)
+    config = named.pop("config", None) or settings(folder)
+    return prepare(accelerator, model, optimizer, loader, scheduler_of(optimizer), config=config, **named)
+
+
+def paged(name: str, folder: str, by: str, accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with the state on NVMe."""
+    with accelerator(gradient_accumulation_steps=accumulation, mixed_precision="bf16") as acc:
+        model = sharded(name) if by == "script" else bare(name)
+        given = plugin(activation_checkpointing=by == "plugin and checkpoints") if by.startswith("plugin") else None
+        if by == "FSDP2":
+            pretend_fsdp2(acc)
+        parts = parts_of(acc, model, Path(folder), fsdp_plugin=given)
+        with parts[1].optimizer as optimizer:
+            losses = loop(acc, parts)
+            assert optimizer.records[-1].read_bytes > 0
+            return losses, whole(parts[0])
+
+
+def compare(name: str, folder: str, by: str, accumulation: int) -> list[str]:
+    """Return what is not as in memory. Runs on every rank."""
+    expected, weights = in_memory(sharded(name), accumulation)
+    losses, found = paged(name, folder, by, accumulation)
+    wrong = [] if losses == expected and len(set(losses)) > 1 else [f"losses: {losses} != {expected}"]
+    return wrong + [name for name, value in weights.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "accumulation"),
+    [("llama", "script", 1), ("llama", "plugin", 2), ("tied", "plugin and checkpoints", 1), ("llama", "FSDP2", 2)],
+)
+def test_bits_are_those_of_memory(name: str, by: str, accumulation: int, tmp_path: Path) -> None:
+    """Sharded by the script or by Accelerate; clipping, accumulation, a scheduler, a loader."""
+    assert compare(name, str(tmp_path), by, accumulation) == []
+
+
+def test_two_ranks(pair: RankPool, tmp_path: Path) -> None:
+    """Each with its batches; gradients of every micro-batch are reduced, as with `sync_each_batch`."""
+    assert pair.run(compare, "llama", str(tmp_path), "plugin", 2) == [[], []]
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    """Its parameters have no addresses to be found by; the weights are streamed."""
+    bare().save_pretrained(tmp_path / "weights")
+    expected, weights = in_memory(sharded())
+    with accelerator() as acc:
+        parts = parts_of(acc, bare(meta=True), tmp_path, fsdp_plugin=plugin(), weights=tmp_path / "weights")
+        with parts[1].optimizer:
+            assert loop(acc, parts) == expected
+            assert all(torch.equal(value, weights[name]) for name, value in whole(parts[0]).items())
+
+
+class Counter:
+    """An object of the script with a state."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def first_half(folder: str) -> list[float]:
+    """Train to the middle and save. Runs on every rank."""
+    with accelerator(project_dir=folder) as acc:
+        pretend_fsdp2(acc)
+        parts = parts_of(acc, sharded(), Path(folder))
+        counter = Counter()
+        acc.register_for_checkpointing(counter)
+        with parts[1].optimizer:
+            half = HALF // dist.get_world_size()
+            losses = loop(acc, parts, last=half)
+            counter.value = 17
+            acc.save_state(str(Path(folder, "half")))
+            return losses
+
+
+def second_half(folder: str) -> list[float]:
+    """Go on behind it. Runs on every rank."""
+    with accelerator(project_dir=folder) as acc:
+        parts = parts_of(acc, sharded(), Path(folder), resume_from=Path(folder, "half"))
+        counter = Counter()
+        acc.register_for_checkpointing(counter)
+        with parts[1].optimizer as optimizer:
+            acc.load_state(str(Path(folder, "half")))
+            assert counter.value == 17
+            assert optimizer.steps == HALF // dist.get_world_size() == parts[3].scheduler.last_epoch
+            return loop(acc, parts, first=HALF // dist.get_world_size())
+
+
+def memory_losses() -> list[float]:
+    """Return those of training in memory. Runs on every rank."""
+    return in_memory(sharded())[0]
+
+
+def test_save_state_and_load_state(tmp_path: Path) -> None:
+    """A commit and what Accelerate writes; the run goes on with the bits of one that was never stopped."""
+    assert first_half(str(tmp_path)) + second_half(str(tmp_path)) == memory_losses()
+    sizes = [file.stat().st_size for file in (tmp_path / "half").iterdir()]
+    assert sum(sizes) < 64 << 10, "no copy of the state"
+
+
+@pytest.mark.wide
+def test_save_state_of_two_ranks(pair: RankPool, tmp_path: Path) -> None:
+    """The same."""
+    halves = zip(pair.run(first_half, str(tmp_path)), pair.run(second_half, str(tmp_path)), strict=True)
+    assert [first + second for first, second in halves] == pair.run(memory_losses)
+
+
+def test_a_save_that_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the folder and its commit: the folder before and the commit before belong together still."""
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), tmp_path)
+        with parts[1].optimizer as optimizer:
+            loop(acc, parts, last=1)
+            acc.save_state(str(tmp_path / "first"))
+            loop(acc, parts, last=1)
+            with monkeypatch.context() as patch:
+                patch.setattr(optimizer, "commit", lambda extra: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    acc.save_state(str(tmp_path / "second"))
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), tmp_path, config=settings(tmp_path, resume="latest"))
+        with parts[1].optimizer:
+            with pytest.raises(CommitError, match=r"second belongs to step 2 .* this one is at step 1 behind \S*first"):
+                acc.load_state(str(tmp_path / "second"))
+            acc.load_state(str(tmp_path / "first"))
+            loop(acc, parts, last=1)
+            with pytest.raises(CommitError, match=r"resume_from='\S*first'"):
+                acc.load_state(str(tmp_path / "first"))
+
+
+def test_automatic_names(tmp_path: Path) -> None:
+    """Accelerate counts the folders, and removes old ones; the newest is loaded."""
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    with accelerator(project_config=project) as acc:
+        parts = parts_of(acc, sharded(), tmp_path)
+        with parts[1].optimizer:
+            for _ in range(3):
+                loop(acc, parts, last=1)
+                acc.save_state()
+            acc.load_state()
+    assert sorted(file.name for file in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+
+
+def test_weights_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed, or in memory while they are small."""
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), tmp_path)
+        with parts[1].optimizer as optimizer:
+            model = acc.unwrap_model(parts[0])
+            assert model is parts[0]
+            loop(acc, parts, last=2)
+            expected = whole(model)
+            found = acc.get_state_dict(parts[0])
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            acc.save_model(parts[0], tmp_path / "saved", max_shard_size="100KB")
+            monkeypatch.setattr(served, "_GATHERED", 1000)
+            with pytest.raises(UnsupportedError, match=r"accelerator\.save_model\(model, folder\)"):
+                acc.get_state_dict(model)
+            with pytest.raises(ConfigError, match="is not the model that was prepared"):
+                acc.save_model(nn.Linear(1, 1), tmp_path / "other")
+            with pytest.raises(UnsupportedError, match="pickles of a whole model"):
+                acc.save_model(model, tmp_path / "other", safe_serialization=False)
+            with pytest.raises(UnsupportedError, match=r"optimizer\.save_dcp\(folder\)"):
+                parts[1].state_dict()
+            assert isinstance(optimizer, infinity.PagedOptimizer)
+    loaded = type(bare()).from_pretrained(tmp_path / "saved")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    assert all(torch.equal(loaded.get_parameter(name), value) for name, value in expected.items())
+
+
+def test_gradients_of_micro_batches_do_not_stay_in_memory(tmp_path: Path) -> None:
+    """`no_sync` reduces all the same; a state between backward and step is not saved."""
+    with accelerator(gradient_accumulation_steps=2) as acc:
+        pretend_fsdp2(acc)
+        parts = parts_of(acc, sharded(), tmp_path)
+        with parts[1].optimizer:
+            model = parts[0]
+            with acc.no_sync(model):
+                acc.backward(models.loss_of(model, data()[:2]))
+            assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+            with pytest.raises(InfinityError, match=r"save_state\(\) between backward and step\(\)"):
+                acc.save_state(str(tmp_path / "out"))
+            assert not (tmp_path / "out").exists()
+
+
+def refused(acc: Accelerator, folder: Path, **named: Any) -> None:
+    """Prepare a model that is not sharded."""
+    parts_of(acc, bare(), folder, **named)
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    """With the reason, before anything is written."""
+    with accelerator() as acc:
+        for named, kind, why in (
+            ({}, ConfigError, "has no FSDP2 plugin: call fully_shard"),
+            ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, UnsupportedError, "fsdp_version=2"),
+            ({"fsdp_plugin": plugin(cpu_offload=True)}, UnsupportedError, "has cpu_offload"),
+            ({"resume_from": tmp_path}, ConfigError, r"infinity\.json cannot be read: No such file"),
+        ):
+            with pytest.raises(kind, match=why):
+                refused(acc, tmp_path, **named)
+        model = sharded()
+        optimizer = optimizer_of(model)
+        with pytest.raises(UnsupportedError, match="prepared already"):
+            prepare(acc, model, acc.prepare(optimizer_of(bare())), config=settings(tmp_path))
+        with pytest.raises(UnsupportedError, match="a second Linear besides"):
+            prepare(acc, model, optimizer, nn.Linear(1, 1), config=settings(tmp_path))
+    with accelerator(mixed_precision="bf16") as acc, pytest.raises(ConfigError, match=r"compute in torch\.float32"):
+        parts_of(acc, sharded(policy=MixedPrecisionPolicy()), tmp_path)
+    with accelerator(dynamo_backend="eager") as acc, pytest.raises(UnsupportedError, match="dynamo_backend"):
+        refused(acc, tmp_path)

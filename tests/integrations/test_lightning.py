@@ -1,0 +1,275 @@
+"""Lightning: modules as they are, under a strategy; bits are those of the same loop in memory with plain FSDP2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+import infinity
+from infinity.errors import CommitError, ConfigError, UnsupportedError
+from infinity.integrations.lightning import PagedStrategy
+from support import models
+from support.ranks import RankPool
+from support.train import MIB
+
+BATCHES, HALF, CLIP = 8, 4, 0.5
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def data() -> torch.Tensor:
+    """Return all sequences, shape (16, 24)."""
+    return torch.randint(0, 256, (2 * BATCHES, 24), generator=torch.Generator().manual_seed(5))
+
+
+def shard(model: nn.Module, mesh: Any) -> nn.Module:
+    """Shard a Llama."""
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=BF16)
+    fully_shard(model, mesh=mesh, mp_policy=BF16)
+    return model
+
+
+def make() -> nn.Module:
+    """Return a model in memory."""
+    torch.manual_seed(3)
+    return models.llama()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+class Llama(LightningModule):
+    """A module as its users write it for FSDP2."""
+
+    def __init__(self, meta: bool = False) -> None:
+        super().__init__()
+        self.meta, self.net, self.losses, self.evaluations = meta, None, [], []
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta" if self.meta else "cpu"):
+                self.net = make()
+            shard(self.net, self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = models.loss_of(self.net, batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.evaluations.append(models.loss_of(self.net, batch).item())
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = optimizer_of(self.net)
+        scheduler = scheduler_of(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Two(Llama):
+    """Wants two optimizers."""
+
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return [optimizer_of(self.net), optimizer_of(self.net)]
+
+
+def strategy(folder: Path, **named: Any) -> PagedStrategy:
+    """Return the strategy with most of the state paged."""
+    config = {
+        "storage": {"paths": [str(folder / "nvme")]},
+        "memory": {"host_bytes": MIB, "page_bytes": "64KiB"},
+        "telemetry": {"runtime_dir": str(folder / "runtime")},
+    }
+    return PagedStrategy(config, **named)
+
+
+class OneOfRanks(LightningEnvironment):
+    """A process of a group that is there already."""
+
+    def creates_processes_externally(self) -> bool:  # type: ignore[override]
+        return True
+
+    creates_processes_externally = property(creates_processes_externally)
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def teardown(self) -> None:
+        """Leave it."""
+
+
+def trainer(folder: Path, steps: int = -1, paged: PagedStrategy | None = None, **named: Any) -> Trainer:
+    """Return a trainer of one epoch."""
+    infinity.mesh("cpu")
+    return Trainer(
+        strategy=paged or strategy(folder),
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        plugins=[OneOfRanks()],
+        max_epochs=1,
+        use_distributed_sampler=False,
+        max_steps=steps,
+        default_root_dir=folder / "root",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"gradient_clip_val": CLIP, "enable_checkpointing": False, **named},
+    )
+
+
+def loader(first: int = 0) -> DataLoader[torch.Tensor]:
+    """Return the batches of this rank from `first` on; Lightning itself would shuffle them, and not go on inside."""
+    infinity.mesh("cpu")
+    return DataLoader(data()[dist.get_rank() :: dist.get_world_size()][2 * first :], batch_size=2)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all weights, whole."""
+    found = model.named_parameters()
+    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for n, v in found}
+
+
+def in_memory(accumulation: int = 1) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Train with plain torch; return losses, those of an evaluation at the end, and weights."""
+    model = shard(make(), infinity.mesh("cpu"))
+    optimizer = optimizer_of(model)
+    scheduler, losses = scheduler_of(optimizer), []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batches = data()[rank::size].split(2)
+    for number, batch in enumerate(batches, 1):
+        loss = models.loss_of(model, batch)
+        (loss / accumulation).backward()
+        losses.append(loss.item())
+        if number % accumulation == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        evaluations = [models.loss_of(model, batch).item() for batch in batches]
+    return losses, evaluations, whole(model)
+
+
+def compare(folder: str, accumulation: int, meta: bool) -> list[str]:
+    """Return what is not as in memory. Runs on every rank."""
+    place = Path(folder)
+    if meta and dist.get_rank() == 0:
+        make().save_pretrained(place / "weights")
+    infinity.mesh("cpu")
+    dist.barrier()
+    losses, evaluations, weights = in_memory(accumulation)
+    module, paged = Llama(meta), strategy(place, weights=place / "weights" if meta else None)
+    run = trainer(place, paged=paged, accumulate_grad_batches=accumulation)
+    run.fit(module, loader(), loader())
+    run.validate(module, loader(), verbose=False)
+    with paged.paged as optimizer:
+        wrong = [] if module.losses == losses and len(set(losses)) > 1 else [f"losses: {module.losses} != {losses}"]
+        wrong += [] if module.evaluations[-2 * len(evaluations) :] == 2 * evaluations else ["evaluations"]
+        wrong += [] if optimizer.records[-1].read_bytes > 0 else ["nothing was paged"]
+        found = whole(module.net)
+    return wrong + [name for name, value in weights.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.parametrize(("accumulation", "meta"), [(1, False), (2, True)])
+def test_bits_are_those_of_memory(accumulation: int, meta: bool, tmp_path: Path) -> None:
+    """Clipping, accumulation, a scheduler, an evaluation; on a real and on the meta device."""
+    assert compare(str(tmp_path), accumulation, meta) == []
+
+
+def test_two_ranks(pair: RankPool, tmp_path: Path) -> None:
+    """Each with its batches."""
+    assert pair.run(compare, str(tmp_path), 1, False) == [[], []]
+
+
+def halves(folder: str) -> tuple[list[float], list[float]]:
+    """Stop in the middle, and go on from the checkpoint; return losses, and those of memory. Runs on every rank."""
+    place, _ = Path(folder), infinity.mesh("cpu")
+    half = HALF // dist.get_world_size()
+    first, second = Llama(), Llama()
+    saves = ModelCheckpoint(place, filename="half", every_n_train_steps=half)
+    for module, steps, path, begin in ((first, half, None, 0), (second, -1, place / "half.ckpt", half)):
+        named = {"enable_checkpointing": True, "callbacks": [saves]} if path is None else {}
+        run = trainer(place, steps, **named)
+        run.fit(module, loader(begin), ckpt_path=path)
+        run.strategy.paged.close()
+    return first.losses + second.losses, in_memory()[0]
+
+
+def test_a_checkpoint_is_a_commit(tmp_path: Path) -> None:
+    """The run goes on with the bits of one that was never stopped; nothing was copied."""
+    losses, expected = halves(str(tmp_path))
+    assert losses == expected
+    assert sum(file.stat().st_size for file in (tmp_path / "half.ckpt").iterdir()) < 64 << 10
+
+
+@pytest.mark.wide
+def test_a_checkpoint_of_two_ranks(pair: RankPool, tmp_path: Path) -> None:
+    """The same."""
+    for losses, expected in pair.run(halves, str(tmp_path)):
+        assert losses == expected
+
+
+def test_model_checkpoint(tmp_path: Path) -> None:
+    """The callback saves and removes folders; weights alone are a folder for `from_pretrained`."""
+    saves = ModelCheckpoint(tmp_path / "saves", every_n_train_steps=3, save_top_k=1, monitor=None)
+    run = trainer(tmp_path, enable_checkpointing=True, callbacks=[saves])
+    module = Llama()
+    run.fit(module, loader())
+    with run.strategy.paged:
+        assert [file.name for file in (tmp_path / "saves").iterdir()] == ["epoch=0-step=6.ckpt"]
+        run.save_checkpoint(tmp_path / "weights", weights_only=True)
+        loaded = type(make()).from_pretrained(tmp_path / "weights")
+        assert all(torch.equal(loaded.get_parameter(name), value) for name, value in whole(module.net).items())
+        with pytest.raises(CommitError, match=r"step=6\.ckpt belongs to step 6 .* is at step 8"):
+            run.validate(
+                module, loader(), ckpt_path=saves.best_model_path or tmp_path / "saves" / "epoch=0-step=6.ckpt"
+            )
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    """With the reason."""
+
+    class Bare(LightningModule):
+        def training_step(self, batch: torch.Tensor, index: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> None:
+            pass
+
+    with pytest.raises(UnsupportedError, match=r"has no configure_model\(\)"):
+        trainer(tmp_path).fit(Bare(), loader())
+    with pytest.raises(UnsupportedError, match="returned 2 optimizers"):
+        trainer(tmp_path, gradient_clip_val=None).fit(Two(), loader())
+    with pytest.raises(UnsupportedError, match=r"precision='bf16-true'\): give fully_shard mp_policy"):
+        trainer(tmp_path, precision="bf16-true").fit(Llama(), loader())
+    with pytest.raises(UnsupportedError, match="tensor_parallel_size: all ranks are data parallel"):
+        strategy(tmp_path, tensor_parallel_size=2)
+    with pytest.raises(UnsupportedError, match="predict before fit"):
+        trainer(tmp_path).validate(Llama(), loader())
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match=r"infinity\.json cannot be read: No such file"):
+        trainer(tmp_path).fit(Llama(), loader(), ckpt_path=tmp_path / "other")
+    assert not (tmp_path / "nvme").exists() or not os.listdir(tmp_path / "nvme")
