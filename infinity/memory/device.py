@@ -73,7 +73,7 @@ class Device(Protocol):
         """Let operations of this thread go to a stream."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy between host and device, in either direction; of one shape, and contiguous on the host."""
+        """Copy between host and device, in either direction, or on the device; of one shape, contiguous on the host."""
 
     def take_copied(self) -> tuple[int, int]:
         """Return the bytes that were copied to it and from it since the last call."""
@@ -208,8 +208,9 @@ class AcceleratorDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Queue a copy."""
         back = self._is_host(target)
-        with self._lock:
-            self._copied[back] += target.nbytes
+        if back or self._is_host(source):
+            with self._lock:
+                self._copied[back] += target.nbytes
         with self.on(stream):
             # With another dtype torch copies through memory of its own, and on the host does not wait for that copy.
             target.copy_(source.to(target.dtype), non_blocking=True)

@@ -9,7 +9,6 @@ import torch
 
 from infinity.budget import FETCHED, range_gradient_bytes
 from infinity.content.layout import Layout, Page
-from infinity.errors import StallError
 from infinity.hugepages import transfer_memory
 from infinity.memory.device import Device, Mark, wait
 from infinity.schedule.pager import Pager
@@ -34,7 +33,7 @@ class GradientFetcher:
     Args:
         layout: pages of this rank.
         device: that has the gradients.
-        pager: says whether all has failed, so that nothing is waited for, and how long anything may take.
+        pager: waits for it.
     """
 
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
@@ -73,9 +72,7 @@ class GradientFetcher:
             Exception: the first error, if something has failed before.
         """
         slices, mark = self._coming[0]
-        if not wait(mark, self._pager.timeout, lambda: self._pager.failure is not None):
-            late = StallError(f"waited {self._pager.timeout:.0f} s for the device to copy gradients")
-            raise self._pager.failure or late
+        self._pager.wait_for_device(mark, "copy gradients")
         self._coming.popleft()
         self._held += 1
         return slices

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
 
-from infinity.content.format import ITEMSIZE
 from infinity.content.layout import Layout
 from infinity.schedule.trace import (
     Access,
@@ -20,12 +18,6 @@ from infinity.schedule.trace import (
     update_accesses,
     update_order,
 )
-from infinity.units import align_up
-
-SLOTS: Final = 2
-"""Units whose weights are staged at once: one is copied to the device while the other is copied out of its slot."""
-_STAGED_ALIGNMENT: Final = 256
-"""Bytes; kernels read aligned vectors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +38,8 @@ class Placement:
     kept: frozenset[int] = frozenset()
     """Units whose weights stay on the device from their first gather that is staged until the step ends, or they are
     updated."""
+    at_home: frozenset[int] = frozenset()
+    """Units that live on the device, weights and all of their state: nothing of them is paged."""
 
     @classmethod
     def of(cls, name: str, events: Sequence[Event]) -> Placement:
@@ -85,24 +79,6 @@ def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
     return frozenset(once)
 
 
-def shard_bytes(layout: Layout, shard: int) -> int:
-    """Return the bytes of a shard's weights, padding included, as they are staged."""
-    placed = layout.shards[shard]
-    itemsize = ITEMSIZE[layout.segments[placed.segment].format.param]
-    return align_up(placed.spec.padded * itemsize, _STAGED_ALIGNMENT)
-
-
-def unit_bytes(layout: Layout, unit: int) -> int:
-    """Return the bytes of the weights of a unit, as they are staged."""
-    return sum(shard_bytes(layout, shard) for shard in layout.unit_shards[unit])
-
-
-def staged_units(events: Sequence[Event]) -> tuple[int, ...]:
-    """Return the units that are gathered behind the first gather of a step, in the order in which they first are."""
-    gathers = [event.unit for event in events if event.kind is EventKind.GATHER]
-    return tuple(dict.fromkeys(gathers[1:]))
-
-
 def next_gather(events: Sequence[Event], position: int) -> int:
     """Return the position of the gather that comes behind a position in the same step, or -1."""
     for index in range(position + 1, len(events)):
@@ -111,32 +87,10 @@ def next_gather(events: Sequence[Event], position: int) -> int:
     return -1
 
 
-def with_device(placement: Placement, events: Sequence[Event], layout: Layout, device_bytes: int) -> Placement:
-    """Return the placement with what the memory of a device is used for: first slots to stage in, then kept weights.
-
-    Kept are units that are gathered again behind a gather that is staged, those first that are first gathered last:
-    their second gather comes soonest. All save as many bytes for each that they take.
-
-    Args:
-        device_bytes: what there is for that.
-    """
-    units = staged_units(events)
-    slots = SLOTS * max((unit_bytes(layout, unit) for unit in units), default=0)
-    if not units or slots > device_bytes:
-        return placement
-    gathers = Counter([event.unit for event in events if event.kind is EventKind.GATHER][1:])
-    kept, left = set(), device_bytes - slots
-    for unit in reversed(units):
-        if gathers[unit] > 1 and unit_bytes(layout, unit) <= left:
-            kept.add(unit)
-            left -= unit_bytes(layout, unit)
-    return replace(placement, staged=True, kept=frozenset(kept))
-
-
 def expand(
     events: Sequence[Event], layout: Layout, placement: Placement, *, pending: bool = True
 ) -> tuple[Access, ...]:
-    """Return the accesses of one step.
+    """Return the accesses of one step, but for those of units that are at home.
 
     Args:
         events: one step, ending with STEP.
@@ -151,36 +105,36 @@ def expand(
     later = set(due.values())
     waiting = dict(due) if pending else {}
     reduced: list[int] = []  # to be updated in backward, behind the next gather
-    on_device: set[int] = set()  # units whose weights are there, or on their way
+    staged: set[int] = set()  # units whose weights are on the device, or on their way
 
     def update_reduced() -> None:
         for unit in reduced:
-            on_device.discard(unit)
+            staged.discard(unit)
             accesses.extend(update_accesses(layout, unit))
         reduced.clear()
 
     def update_waiting(gathered: int) -> None:
         unit = waiting.pop(gathered, None)
         if unit is not None:
-            on_device.discard(unit)
+            staged.discard(unit)
             accesses.extend(update_accesses(layout, unit, components=components.get(unit, 1)))
 
     for position, event in enumerate(events):
         if event.kind is EventKind.GATHER:
             if not placement.overlapped:
                 update_waiting(event.unit)
-            if event.unit not in on_device:
+            if event.unit not in staged:
                 accesses.extend(gather_accesses(layout, event.unit))
             elif event.unit not in placement.kept:
-                on_device.discard(event.unit)
+                staged.discard(event.unit)
             update_reduced()
             update_waiting(event.unit)
             following = next_gather(events, position) if placement.staged else -1
-            if following >= 0 and (unit := events[following].unit) not in on_device:
+            if following >= 0 and (unit := events[following].unit) not in staged | placement.at_home:
                 for gathered in [gathered for gathered, of in waiting.items() if of == unit]:
                     update_waiting(gathered)
                 accesses.extend(gather_accesses(layout, unit))
-                on_device.add(unit)
+                staged.add(unit)
         elif event.kind is EventKind.GRADIENTS:
             update_reduced()
             if event.unit in placement.in_backward:
@@ -196,7 +150,7 @@ def expand(
             for unit in update_order(arrived):
                 if unit not in later:
                     accesses.extend(update_accesses(layout, unit, components=arrived[unit]))
-    return tuple(accesses)
+    return tuple(access for access in accesses if layout.pages[access[0].page].unit not in placement.at_home)
 
 
 def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:
@@ -205,5 +159,6 @@ def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement
     return tuple(
         access
         for unit in placement.due(events).values()
+        if unit not in placement.at_home
         for access in update_accesses(layout, unit, components=components[unit])
     )

@@ -12,7 +12,8 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
 from infinity.schedule.choice import choose_plan
-from infinity.schedule.placement import SLOTS, Placement, expand, next_gather, unit_bytes, with_device
+from infinity.schedule.placement import Placement, expand, next_gather
+from infinity.schedule.tier import SLOTS, unit_bytes, with_device
 from infinity.schedule.trace import Access, Event, EventKind, Mode
 from support.layouts import FORMATS, transformer, transformer_step
 

@@ -18,10 +18,9 @@ from infinity.content.views import section
 from infinity.fsdp import gradient
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import AcceleratorDevice
-from infinity.optim import fetch, gradients
+from infinity.optim.device_pages import DevicePages
 from infinity.optim.fetch import GradientFetcher
 from infinity.optim.gradients import Gradients
-from infinity.optim.on_device import DevicePages
 from infinity.optim.update import Update
 from infinity.schedule import cache, copies
 from infinity.schedule.pager import Pager
@@ -269,9 +268,20 @@ def _updated_without_order(name: str) -> Iterator[None]:
         yield
 
 
-def _hasty(module: Any) -> AbstractContextManager[Any]:
-    """Let a module take every mark for passed."""
-    return patch.object(module, "wait", lambda *_, **__: True)
+def _hasty_copies() -> AbstractContextManager[Any]:
+    """Let the thread that waits for copies take every mark for passed."""
+    return patch.object(copies, "wait", lambda *_, **__: True)
+
+
+def _hasty(hurried: str) -> AbstractContextManager[Any]:
+    """Let nobody wait for the device to do one thing."""
+    wait_for_device = Pager.wait_for_device
+
+    def hasty(pager: Any, mark: Any, what: str) -> None:
+        if what != hurried:
+            wait_for_device(pager, mark, what)
+
+    return patch.object(Pager, "wait_for_device", hasty)
 
 
 DEFECTS: dict[str, Defect] = {
@@ -287,7 +297,7 @@ DEFECTS: dict[str, Defect] = {
         recipe=IN_FORWARD,
     ),
     "copies: the thread does not wait": Defect(
-        change=partial(_hasty, copies),
+        change=_hasty_copies,
         later="an NVMe read into it|aten._fused_adamw_",
         earlier=f"a copy to the device (reads, {COMPUTATION})",
     ),
@@ -303,7 +313,7 @@ DEFECTS: dict[str, Defect] = {
         recipe=Recipe(model="toy", steps=2, micro=2),  # behind the first one the host does not look at them
     ),
     "ring: read before the copy has ended": Defect(
-        change=partial(_hasty, fetch),
+        change=partial(_hasty, "copy gradients"),
         later=f"aten._fused_adamw_.default (writes, {UPDATE})",
         earlier=f"a copy to the host (writes, {BACK})",
     ),
@@ -339,7 +349,7 @@ DEFECTS: dict[str, Defect] = {
         run=_end_early,
     ),
     "number: read before it is there": Defect(
-        change=partial(_hasty, gradients),
+        change=partial(_hasty, "look at gradients"),
         later=f"aten._local_scalar_dense.default (reads, {TRAINING})",
         earlier=f"a copy to the host (writes, {REDUCTION})",
         recipe=IN_FORWARD,

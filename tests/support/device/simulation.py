@@ -195,6 +195,11 @@ class Simulation:
                 ordered = to_host and all(part.memory.owner is stream for part in read)
                 self._delay(target, source, stream, to_host=to_host, kept=ordered)
 
+    def is_of_host(self, *tensors: torch.Tensor) -> bool:
+        """Whether some memory is of the host: a copy is one between host and device, and not an operation there."""
+        with self.lock:
+            return any(span.memory.on_host for tensor in tensors for span in self.memory.of(tensor))
+
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Do as `record_stream`."""
         with self.lock:
@@ -341,8 +346,9 @@ class _Mode(TorchDispatchMode):
         if made or self._simulation.quiet:
             return func(*args, **kwargs)
         if func is aten.copy_.default and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking")):
-            self._simulation.copy(args[0], args[1])
-            return args[0]
+            if self._simulation.is_of_host(args[0], args[1]):
+                self._simulation.copy(args[0], args[1])
+                return args[0]
         reads, writes = _accesses(func, args, kwargs)
         return self._simulation.operate(str(func), reads, writes, lambda: func(*args, **kwargs), waits=func in _WAITING)
 
