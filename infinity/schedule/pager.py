@@ -307,7 +307,7 @@ class Pager:
             stored = [page.index for page in self._layout.pages if page.unit == unit and page.role is Role.GRAD]
             stored = [page for page in stored if self._cache.has_content(page)]
         coming = memory | {page: self._homes.build_gradient(page) for page in stored}
-        stream = self._device.stream("in")
+        stream = self._device.stream("stage")
         self._device.mark(self._device.current()).before(stream)  # behind what the memory was used for before
         pages = list(coming)
         for first in range(0, len(pages), _BROUGHT):

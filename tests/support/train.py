@@ -119,6 +119,8 @@ class Paging:
     cores: int = 1
     device: int = 0
     """Bytes of the device for weights and whole units; 0: what it has free."""
+    homes: str = ""
+    """How many units are to live there: ``all``, ``some`` or ``none``; empty where that is left open."""
 
 
 @dataclass
@@ -465,6 +467,9 @@ def _pretences(recipe: Recipe, paging: Paging, found: Outcome) -> list[str]:
         listed.append("the loss never changes")
     if found.placement != wanted:
         listed.append(f"updates ran {found.placement}, not {wanted}")
+    homes = "all" if found.at_home == found.units else "some" if found.at_home else "none"
+    if paging.homes not in ("", homes):
+        listed.append(f"{found.at_home} of {found.units} units lived on the device")
     if (found.moved > 0) is not (paging.arena != "all" and found.at_home < found.units):
         listed.append(f"the last step read {found.moved} bytes with arena {paging.arena}")
     return listed

@@ -345,10 +345,10 @@ class _Mode(TorchDispatchMode):
             return NotImplemented  # a tensor that is made of others: what it does with them comes here
         if made or self._simulation.quiet:
             return func(*args, **kwargs)
-        if func is aten.copy_.default and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking")):
-            if self._simulation.is_of_host(args[0], args[1]):
-                self._simulation.copy(args[0], args[1])
-                return args[0]
+        queued = func is aten.copy_.default and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
+        if queued and self._simulation.is_of_host(args[0], args[1]):
+            self._simulation.copy(args[0], args[1])
+            return args[0]
         reads, writes = _accesses(func, args, kwargs)
         return self._simulation.operate(str(func), reads, writes, lambda: func(*args, **kwargs), waits=func in _WAITING)
 
