@@ -14,6 +14,7 @@ import torch
 from infinity.content.format import Role
 from infinity.content.layout import Layout, Page
 from infinity.memory.device import Device, Mark, Stream
+from infinity.schedule.tier import lives_at_home
 from infinity.schedule.trace import Access, Mode
 from infinity.schedule.transfers import PagerObserver
 
@@ -50,8 +51,11 @@ class Homes:
         self._homes: dict[int, Home] = {}  # by page
 
     def has(self, uses: Access) -> bool:
-        """Whether an access is of a unit that is at home: all of its pages are."""
-        return bool(self.units) and self._layout.pages[uses[0].page].unit in self.units
+        """Whether the pages of an access live here: all of them or none, as one access is of one unit."""
+        if not self.units:
+            return False
+        page = self._layout.pages[uses[0].page]
+        return page.unit in self.units and lives_at_home(self._layout, page)
 
     # What `Cache` has too #
 
@@ -113,7 +117,7 @@ class Homes:
             torch.OutOfMemoryError: the device has too little.
         """
         pages = [page for page in self._layout.pages if page.unit == unit and page.role is not Role.GRAD]
-        return {page.index: self._new(page) for page in pages}
+        return {page.index: self._new(page) for page in pages if lives_at_home(self._layout, page)}
 
     def build_gradient(self, page: int) -> Home:
         """Return memory for a page of gradients of a unit that is coming. Not under the lock; raises as `build`."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from infinity.content.format import ITEMSIZE, Role
-from infinity.content.layout import Layout
+from infinity.content.layout import Layout, Page
 from infinity.schedule.placement import Placement
 from infinity.schedule.trace import Event, EventKind, stored_components
 from infinity.units import align_up
@@ -61,9 +61,15 @@ def staged_units(events: Sequence[Event], placement: Placement) -> tuple[int, ..
     return tuple(unit for unit in dict.fromkeys(gathers[1:]) if unit not in placement.at_home)
 
 
+def lives_at_home(layout: Layout, page: Page) -> bool:
+    """Whether a page is on the device where its unit is at home: not what steps do not use, masters that are frozen."""
+    return page.role is Role.PARAM or layout.segments[page.segment].trainable
+
+
 def home_bytes(layout: Layout, unit: int) -> int:
-    """Return the bytes of the weights and the state of a unit: what a commit copies of one that is at home."""
-    return sum(page.nbytes for page in layout.pages if page.unit == unit and page.role is not Role.GRAD)
+    """Return the bytes of the weights and the state of a unit, as far as steps use them."""
+    weights, state, _ = _bytes_by_role(layout, unit, 0)
+    return weights + state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +143,7 @@ def _choices(
             found.append(_Choice(unit=unit, at_home=False, nbytes=kept, saved=saved, order=-position))
         if layout.unit_segments[unit] and not update_on_device:
             continue
-        w, s, g = _unit_bytes_by_role(layout, unit, 0 if unit in placement.in_backward else components.get(unit, 0))
+        w, s, g = _bytes_by_role(layout, unit, 0 if unit in placement.in_backward else components.get(unit, 0))
         updates = min(arrivals[unit], 1)
         saved = (gathers[unit] + updates) * w * of_weights + 2 * (updates * s + arrivals[unit] * g) * of_others
         order = position * _GOLDEN_RATIO % 1
@@ -150,10 +156,10 @@ def _lacking(nbytes: int, room: int) -> float:
     return 1 - min(1.0, max(0, room) / nbytes) if nbytes else 0.0
 
 
-def _unit_bytes_by_role(layout: Layout, unit: int, components: int) -> tuple[int, int, int]:
+def _bytes_by_role(layout: Layout, unit: int, components: int) -> tuple[int, int, int]:
     """Return the bytes of a unit's weights, of its state, and of so many components of its gradients."""
     found = dict.fromkeys(Role, 0)
     for page in layout.pages:
-        if page.unit == unit and (page.role is not Role.GRAD or page.component < components):
-            found[page.role] += page.nbytes
+        if page.unit == unit and lives_at_home(layout, page):
+            found[page.role] += page.nbytes if page.role is not Role.GRAD or page.component < components else 0
     return found[Role.PARAM], found[Role.UPDATE], found[Role.GRAD]
