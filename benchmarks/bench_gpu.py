@@ -57,8 +57,6 @@ SHAPE = {
 WARM = 2
 """Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
 LINK = ("to_device", "from_device")
-MOVED = 24
-"""Bytes per parameter that cross the link for an update on the device: master and two moments, there and back."""
 RESOURCES = {
     "computation": (("computation",), ("compute",)),
     "collectives": (("collectives",), ("collective",)),
@@ -311,11 +309,8 @@ def planned(
 
     shape, device, cores = facts["fsdp_memory"]["shape"], facts["fsdp_memory"]["device"], facts[variant]["update_cores"]
     on_device = facts[variant]["update_device"] != "cpu"
-    if on_device:
-        update_seconds, cores = {"fp32": MOVED / device["link"]}, 1
-    else:
-        computing = 1 if cores else len(os.sched_getaffinity(0))
-        update_seconds = {name: each / computing for name, each in UPDATE_SECONDS.items()}
+    computing = 1 if cores else len(os.sched_getaffinity(0))
+    update_seconds = {name: each / computing for name, each in UPDATE_SECONDS.items()}
     machine = Machine(
         drives=drives,
         device=Accelerator(name=device["name"], flops=flops, memory_bytes=device["cap_bytes"], link=device["link"]),
@@ -324,13 +319,16 @@ def planned(
         hash_rate=HASH_RATE if device["link"] else 0.0,
         access_seconds=ACCESS_SECONDS if device["link"] else 0.0,
     )
-    found = estimate(shape, workload(options), machine, load_config(settings_of(options, variant, shape.parameters)))
+    settings = load_config(settings_of(options, variant, shape.parameters))
+    settings = settings.with_values(**{"update.device": "cuda" if on_device else "cpu"})
+    found = estimate(shape, workload(options), machine, settings)
     loads, step = found.seconds.loads, found.seconds.step
 
     def without(*names: str) -> float:
         return found.step_seconds(options.tokens, *names)
 
-    link = (found.gathered_bytes, found.returned_bytes) if device["link"] and not on_device else (None, None)
+    crossing = found.link_traffic
+    link = (crossing.to_device, crossing.from_device) if device["link"] else (None, None)
     moved = {"read": found.traffic.read_bytes, "write": found.traffic.written_bytes, "gathered": found.gathered_bytes}
     return {
         "step_seconds": step,

@@ -20,7 +20,10 @@ from infinity.errors import ConfigError
 from infinity.estimate.events import step_events
 from infinity.estimate.machine import Machine
 from infinity.estimate.model import OPTIMIZERS, ModelShape
+from infinity.memory.limits import device_margin
 from infinity.schedule.choice import choose_plan, placed
+from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic
+from infinity.schedule.placement import Placement
 from infinity.schedule.planner import Plan, Traffic, predict_seconds
 from infinity.schedule.timing import Beside
 from infinity.schedule.trace import Event, EventKind
@@ -32,9 +35,8 @@ HIDDEN = 1.05
 STORAGE = ("drives", "hashing")
 """What storage keeps busy, by the names in `Seconds`."""
 DAY = 86_400.0
-AHEAD = BEHIND = 2
-"""Units whose weights are on a device ahead of their computation, and whose gradients are between that and their
-update."""
+BEHIND = 2
+"""Units whose gradients may be between their computation and their update."""
 _AT_ONCE = 1e18
 """Bytes per second of drives that take no time."""
 _MOST_TOKENS = 1 << 34
@@ -119,7 +121,7 @@ class Seconds:
     collectives: Load
     """Gathers and reductions between ranks."""
     updates: Load
-    """Updates on CPU."""
+    """Updates on CPU; on the device, copies of their pages there and back, of which the longer counts as busy."""
     drives: Load
     """Reads and writes of the drives."""
     hashing: Load
@@ -152,7 +154,14 @@ class Estimate:
     events: tuple[Event, ...]
     """Of one step."""
     placement: str
-    """Where updates run."""
+    """Where updates run, by name."""
+    placed: Placement
+    """Where that is in this step, and which weights are on the device ahead of their gather, or stay there, and which
+    units live there."""
+    device_bytes: int
+    """Memory of the device for those; 0: it has none, or there is no device."""
+    updates_on_device: bool
+    """Whether pages are updated there."""
     plan: Plan
     """What the pager would follow."""
 
@@ -181,12 +190,9 @@ class Estimate:
         return sum(by_unit[event.unit] for event in self.events if event.kind is EventKind.GATHER)
 
     @cached_property
-    def returned_bytes(self) -> int:
-        """Bytes of gradients that come back from the device in a step, as often as they do."""
-        by_unit: Counter[int] = Counter()
-        for page in self.layout.pages:
-            by_unit[page.unit] += page.nbytes if page.role is Role.GRAD and not page.component else 0
-        return sum(by_unit[event.unit] for event in self.events if event.kind is EventKind.GRADIENTS)
+    def link_traffic(self) -> LinkTraffic:
+        """Bytes that cross the link to the device in a step, each way."""
+        return link_traffic(self.events, self.layout, self.placed, update_on_device=self.updates_on_device)
 
     @cached_property
     def seconds(self) -> Seconds:
@@ -214,10 +220,12 @@ class Estimate:
         hashed = max(traffic.read_bytes, traffic.written_bytes)
         return {
             "computation": work.flops(self.model) / machine.device.flops,
-            "weights": self.gathered_bytes / link if link else 0.0,
-            "gradients": self.returned_bytes / link if link else 0.0,
+            "weights": self.link_traffic.weights / link if link else 0.0,
+            "gradients": self.link_traffic.gradients / link if link else 0.0,
             "collectives": self._exchanged_bytes / machine.interconnect if machine.interconnect else 0.0,
-            "updates": self._trained * machine.update(self.settings.state.format),
+            "updates": max(self._update_copies)
+            if self.updates_on_device
+            else self._trained * machine.update(self.settings.state.format),
             "drives": traffic.total_bytes / self.bandwidth,
             "hashing": hashed / machine.hash_rate if machine.hash_rate else 0.0,
             "interpreter": len(self.plan.trace) * machine.access_seconds,
@@ -233,23 +241,31 @@ class Estimate:
         """
         busy = self._busy(batch_tokens) | dict.fromkeys(without, 0.0)
         hash_rate = self.machine.hash_rate if busy["hashing"] else 0.0
+        read, changed = self._update_copies if busy["updates"] else (0.0, 0.0)
         return predict_seconds(
             self.plan,
             self.layout,
             bandwidth=_AT_ONCE if "drives" in without else self.bandwidth,
             computation=busy["computation"] + busy["collectives"] + busy["fixed"],
             beside=Beside(
-                updates=busy["updates"],
+                updates=0.0 if self.updates_on_device else busy["updates"],
                 weights=busy["weights"],
                 gradients=busy["gradients"],
+                read=read,
+                changed=changed,
                 verifying=self.traffic.read_bytes / hash_rate if hash_rate else 0.0,
                 hashing=self.traffic.written_bytes / hash_rate if hash_rate else 0.0,
                 interpreter=busy["interpreter"],
-                ahead=AHEAD,
                 behind=BEHIND,
             ),
             threaded=self.machine.threaded,
         )
+
+    @property
+    def _update_copies(self) -> tuple[float, float]:
+        """Seconds of copies of the pages that are updated on the device, there and back."""
+        traffic, link = self.link_traffic, self.machine.device.link
+        return (traffic.read / link, traffic.changed / link) if link else (0.0, 0.0)
 
     @property
     def passes(self) -> int:
@@ -363,12 +379,26 @@ def working_bytes(model: ModelShape, work: Workload) -> float:
     return weights + gradients + kept + at_once * model.vocabulary * _LOGIT_BYTES
 
 
+def spare_bytes(model: ModelShape, workload: Workload, machine: Machine) -> int:
+    """Return the memory of a device that computation leaves, about, less the margin that a run leaves too."""
+    memory = machine.device.memory_bytes
+    return max(0, int(memory - working_bytes(model, workload)) - device_margin(memory))
+
+
+def updates_on_device(settings: Config, machine: Machine) -> bool:
+    """Return whether pages are updated on the device: where a run that measures the same would decide so."""
+    wanted, link, form = settings.update.device, machine.device.link, settings.state.format
+    if not link or form != "fp32":
+        return False
+    return wanted == "cuda" or (wanted == "auto" and UPDATE_BYTES / link < machine.update(form))
+
+
 def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Estimate:
     """Plan a run as it would be planned.
 
     Args:
-        settings: `memory.host_bytes` must be set; also used are `memory.page_bytes`, `state.format`,
-            `update.placement` and `run.retained_commits`.
+        settings: `memory.host_bytes` must be set; also used are `memory.page_bytes`, `memory.device_bytes`,
+            `state.format`, `update.placement`, `update.device` and `run.retained_commits`.
 
     Raises:
         BudgetError: the arena is too small; the message has the least that works.
@@ -393,7 +423,17 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         raise ConfigError(
             'update.placement = "in_backward" is impossible with clipping, or a loop over micro-batches; set "auto"'
         )
-    _, plan = choose_plan(name, events, budget.layout, budget.frames, threaded=machine.threaded)
+    device_bytes = memory.device_bytes or spare_bytes(model, workload, machine) if machine.device.link else 0
+    on_device = updates_on_device(settings, machine)
+    placement, plan = choose_plan(
+        name,
+        events,
+        budget.layout,
+        budget.frames,
+        threaded=machine.threaded,
+        device_bytes=device_bytes,
+        update_on_device=on_device,
+    )
     return Estimate(
         model=model,
         workload=workload,
@@ -402,5 +442,8 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         budget=budget,
         events=events,
         placement=name,
+        placed=placement,
+        device_bytes=device_bytes,
+        updates_on_device=on_device,
         plan=plan,
     )

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from infinity.memory.limits import device_margin
 from infinity.units import GIB
 
 Stream = Any
@@ -25,8 +26,6 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 1e-3
 """Seconds between two looks at a mark: twice as many after each, as few as a copy of a small page takes at first."""
 _LARGEST_PIECE: Final = 64 * GIB
 """Most bytes that are registered at once: newer drivers refuse single registrations of half a TiB."""
-_MARGIN_BYTES, _MARGIN_PARTS = GIB, 10
-"""What stays free of a device's memory: so much, or one of so many parts of all."""
 _PORTABLE: Final = 1
 """`cudaHostRegisterPortable`: pinned for every device of this process, whichever was current."""
 
@@ -235,7 +234,7 @@ class AcceleratorDevice:
     def spare_bytes(self) -> int:
         """Return what is free, less a margin for longer steps."""
         free, total = self._memory()
-        return max(0, free - max(_MARGIN_BYTES, total // _MARGIN_PARTS))
+        return max(0, free - device_margin(total))
 
     def _memory(self) -> tuple[int, int]:
         """Return the bytes that nobody holds, and those of all memory."""

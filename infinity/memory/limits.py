@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.memory.groups import groups
-from infinity.units import KIB
+from infinity.units import GIB, KIB
+
+_MARGIN_BYTES, _MARGIN_PARTS = GIB, 10
+"""What stays free of a device's memory: so much, or one of so many parts of all."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,15 @@ class _Version:
 
 _V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive_file")  # above `high` it is slowed to a crawl
+
+
+def device_margin(total: int) -> int:
+    """Return how much of a device's memory stays free of what only saves time, in bytes: longer steps may need it.
+
+    Args:
+        total: bytes that it has.
+    """
+    return max(_MARGIN_BYTES, total // _MARGIN_PARTS)
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -137,8 +137,6 @@ class StepPlanner:
         """
         if self.plan is None:
             raise InfinityError("there is no plan before the first step: take a step first")
-        if not self.plan.trace:  # all units live on the device
-            return computation
         return predict_seconds(
             self.plan, self._layout, bandwidth=bandwidth, computation=computation, threaded=self._threaded
         )

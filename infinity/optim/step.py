@@ -303,7 +303,7 @@ class StepRunner:
             self._provide(events)
         if self._device.asynchronous and events != planner.events:
             traffic = link_traffic(events, self._layout, planner.placement, update_on_device=self._update_on_device)
-            self._ledger.predicted_link(*traffic)
+            self._ledger.predicted_link(traffic.to_device, traffic.from_device)
 
     def _provide(self, events: Sequence[Event]) -> None:
         """Have slots, and units at home, as the placement says. Raises `torch.OutOfMemoryError`."""

@@ -41,14 +41,12 @@ from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
 from infinity.store.extents import SPARE_SLOTS
 from infinity.store.folder import RunFolder
-from infinity.store.pages import PageStore, lay_out
+from infinity.store.pages import PageStore, hash_threads, lay_out
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
 from infinity.telemetry.timeline import Timeline
 
 _log = logging.getLogger("infinity")
-_LEAST_VERIFIERS, _MOST_VERIFIERS = 2, 4
-"""Threads that verify pages: with one, pages would only change hands; four hash more than drives of a node read."""
 _NOT_HERE = (
     "this process was forked from the one that trains, and weights and states are that one's alone: give workers what "
     "they need as plain tensors, made before they start"
@@ -109,8 +107,8 @@ class Run:
         cores, computing = _cores(ranks), torch.get_num_threads()
         self.update_cores = settings.update.cores_beside(device.type, cores=cores, computing=computing)
         """Cores of the thread for updates; 0: they run on the training thread."""
-        self.verifiers = _verifiers(cores - self.update_cores - (computing if device.type == "cpu" else 1))
-        """Threads that verify pages that were read; 0: that of the engine does."""
+        self.hashers = hash_threads(cores - self.update_cores - (computing if device.type == "cpu" else 1))
+        """Threads for checksums each way, where cores are idle; else 0."""
         self.freed = FreedMemory()
         """Bounds what the C library keeps."""
         self.peers = Peers(ranks)
@@ -181,7 +179,7 @@ class Run:
                 retries=settings.storage.retries,
                 committed=committed,
                 retained=retained,
-                verifiers=self.verifiers,
+                hashers=self.hashers,
             )
             self.undo.push(store.close)
             folders = [str(Path(path).resolve()) for path in self.place.paths]
@@ -356,11 +354,6 @@ def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folder
 def _close_page(stats: Stats) -> None:
     """Leave the page to the scrapes that come; of a run without any step there is nothing to see."""
     stats.close(keep=stats.snapshot().value("steps_total") > 0)
-
-
-def _verifiers(idle: int) -> int:
-    """Return how many threads verify pages, given how many cores neither compute nor update: two to four, or none."""
-    return min(idle // 2, _MOST_VERIFIERS) if idle >= 2 * _LEAST_VERIFIERS else 0
 
 
 def _cores(ranks: Ranks) -> int:

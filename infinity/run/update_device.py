@@ -13,14 +13,13 @@ from infinity.errors import ConfigError, StallError
 from infinity.hugepages import transfer_memory
 from infinity.memory.device import Device, wait
 from infinity.optim.worker import UpdateWorker
+from infinity.schedule.link import UPDATE_BYTES
 from infinity.units import MIB
 
 _COPIED: Final = 64 * MIB
 """Bytes that are copied each way to measure the link."""
 _ELEMENTS: Final = 4 << 20
 """Parameters that are updated to measure the host."""
-_MOVED: Final = 24
-"""Bytes per parameter that cross the link for an update on the device: master and two moments, there and back."""
 _PATIENCE: Final = 60.0
 """Seconds for a copy that takes milliseconds."""
 
@@ -79,7 +78,7 @@ def _seconds_on_device(device: Device) -> float:
         seconds.append(time.perf_counter() - began)
     pinned.close()
     device.take_copied()  # is no part of a step
-    return min(seconds) / (2 * _COPIED) * _MOVED
+    return min(seconds) / (2 * _COPIED) * UPDATE_BYTES
 
 
 def _seconds_on_host(worker: UpdateWorker) -> float:

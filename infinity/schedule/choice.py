@@ -9,6 +9,7 @@ from infinity.content.layout import Layout
 from infinity.schedule.placement import Placement, eligible_for_backward, expand
 from infinity.schedule.planner import Plan, make_plan, preferred
 from infinity.schedule.tier import with_device
+from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event
 
 
@@ -61,7 +62,9 @@ def choose_plan(
             update_on_device=update_on_device,
         )
         choices.setdefault(expand(events, layout, choice), choice)
-    plan = preferred(
-        [make_plan(trace, layout, frames, threaded=threaded) for trace in choices], layout, threaded=threaded
-    )
+    plans = [
+        make_plan(trace, layout, frames, threaded=threaded, staged=staged_computation(events, layout, choices[trace]))
+        for trace in choices
+    ]
+    plan = preferred(plans, layout, threaded=threaded)
     return choices[plan.trace], plan

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from infinity.content.format import ITEMSIZE, MASTER, Role
 from infinity.content.layout import Layout
 from infinity.schedule.placement import Placement, expand
 from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_accesses
 
+UPDATE_BYTES: Final = 24
+"""Bytes per parameter that cross the link for an update on the device: master and two moments, there and back."""
+
 
 class LinkTraffic(NamedTuple):
     """Bytes of one step."""
 
-    to_device: int
-    """Weights, and what updates on the device read."""
-    from_device: int
-    """Gradients, and what updates on the device have changed."""
+    weights: int
+    """To the device: weights that are gathered, and stored gradients that others are added to."""
+    gradients: int
+    """From the device."""
+    read: int = 0
+    """To the device: pages that are updated there."""
+    changed: int = 0
+    """From the device: pages that have been updated there."""
+
+    @property
+    def to_device(self) -> int:
+        """All bytes to the device."""
+        return self.weights + self.read
+
+    @property
+    def from_device(self) -> int:
+        """All bytes from the device."""
+        return self.gradients + self.changed
 
 
 def link_traffic(
@@ -32,16 +49,15 @@ def link_traffic(
     """
     trace = expand(events, layout, placement)
     gathered = sum(count * _gathered_bytes(layout, unit) for unit, count in _gathers(trace, layout).items())
-    stored_there, stored_back = _stored_gradients(events, layout, placement)
+    there, back = _stored_gradients(events, layout, placement)
     if update_on_device:
-        there, back = _updated_pages(trace, layout)
-        return LinkTraffic(gathered + stored_there + there, stored_back + back)
+        return LinkTraffic(gathered + there, back, *_updated_pages(trace, layout))
     at_once = sum(
         _gradient_bytes(layout, event.unit)
         for event in events
         if event.kind is EventKind.GRADIENTS and event.unit in placement.in_backward
-    )  # no unit is at home that is updated on the host
-    return LinkTraffic(gathered + stored_there, stored_back + at_once)
+    )
+    return LinkTraffic(gathered + there, back + at_once)
 
 
 def _gathers(trace: Sequence[Access], layout: Layout) -> Counter[int]:
@@ -67,8 +83,8 @@ def _gradient_bytes(layout: Layout, unit: int) -> int:
     return sum(shard.spec.numel * ITEMSIZE[layout.segments[shard.segment].format.dtypes[MASTER]] for shard in shards)
 
 
-def _stored_gradients(events: Sequence[Event], layout: Layout, placement: Placement) -> LinkTraffic:
-    """Return what gradients move that are stored: they come back to be added to."""
+def _stored_gradients(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[int, int]:
+    """Return what gradients move to the device and from it that are stored: they come back to be added to."""
     there = back = 0
     stored: set[int] = set()
     for event in events:
@@ -81,10 +97,10 @@ def _stored_gradients(events: Sequence[Event], layout: Layout, placement: Placem
         if event.unit in stored:
             there += _gradient_bytes(layout, event.unit)
         stored.add(event.unit)
-    return LinkTraffic(there, back)
+    return there, back
 
 
-def _updated_pages(trace: Sequence[Access], layout: Layout) -> LinkTraffic:
+def _updated_pages(trace: Sequence[Access], layout: Layout) -> tuple[int, int]:
     """Return what updates on the device move: each page of a unit once there, if it is read, and once back."""
     there = back = 0
     pages = layout.pages
@@ -102,4 +118,4 @@ def _updated_pages(trace: Sequence[Access], layout: Layout) -> LinkTraffic:
             seen = fetched | changed
             fetched |= {use.page for use in access if use.mode.fetches and use.page not in seen}
             changed |= {use.page for use in access if use.mode.modifies}
-    return LinkTraffic(there, back)
+    return there, back

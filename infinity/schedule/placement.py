@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from infinity.content.layout import Layout
 from infinity.schedule.trace import (
@@ -87,10 +88,28 @@ def next_gather(events: Sequence[Event], position: int) -> int:
     return -1
 
 
+class Expansion(NamedTuple):
+    """The accesses of one step, and which event each belongs to."""
+
+    accesses: tuple[Access, ...]
+    """In the order in which their places in the plan are taken."""
+    starts: tuple[int, ...]
+    """By event, the position of its first access; of an event without any, that of the next access."""
+    staged: frozenset[int]
+    """Positions of accesses that copy weights to the device ahead of their gather."""
+    awaited: frozenset[int]
+    """Gathers, by their number among the events, of weights that have been copied so, or that have stayed there."""
+
+
 def expand(
     events: Sequence[Event], layout: Layout, placement: Placement, *, pending: bool = True
 ) -> tuple[Access, ...]:
-    """Return the accesses of one step, but for those of units that are at home.
+    """Return the accesses of one step; see `expand_events`."""
+    return expand_events(events, layout, placement, pending=pending).accesses
+
+
+def expand_events(events: Sequence[Event], layout: Layout, placement: Placement, *, pending: bool = True) -> Expansion:
+    """Return the accesses of one step, by event: but for those of units that are at home.
 
     Args:
         events: one step, ending with STEP.
@@ -99,42 +118,54 @@ def expand(
         pending: whether the units that are updated in forward come with gradients of the step before.
     """
     accesses: list[Access] = []
+    starts: list[int] = []
+    staged: set[int] = set()
+    awaited: set[int] = set()
     arrived: dict[int, int] = {}  # unit -> components of its gradient that are stored
     components = stored_components(events)
     due = placement.due(events)
     later = set(due.values())
     waiting = dict(due) if pending else {}
     reduced: list[int] = []  # to be updated in backward, behind the next gather
-    staged: set[int] = set()  # units whose weights are on the device, or on their way
+    there: set[int] = set()  # units whose weights are on the device, or on their way
+
+    def add(unit: int, found: Iterable[Access]) -> None:
+        if unit not in placement.at_home:  # nothing of those is paged
+            accesses.extend(found)
 
     def update_reduced() -> None:
         for unit in reduced:
-            staged.discard(unit)
-            accesses.extend(update_accesses(layout, unit))
+            there.discard(unit)
+            add(unit, update_accesses(layout, unit))
         reduced.clear()
 
     def update_waiting(gathered: int) -> None:
         unit = waiting.pop(gathered, None)
         if unit is not None:
-            staged.discard(unit)
-            accesses.extend(update_accesses(layout, unit, components=components.get(unit, 1)))
+            there.discard(unit)
+            add(unit, update_accesses(layout, unit, components=components.get(unit, 1)))
 
     for position, event in enumerate(events):
+        starts.append(len(accesses))
         if event.kind is EventKind.GATHER:
             if not placement.overlapped:
                 update_waiting(event.unit)
-            if event.unit not in staged:
-                accesses.extend(gather_accesses(layout, event.unit))
-            elif event.unit not in placement.kept:
-                staged.discard(event.unit)
+            if event.unit in there:
+                awaited.add(position)
+            else:
+                add(event.unit, gather_accesses(layout, event.unit))
+            if event.unit not in placement.kept:
+                there.discard(event.unit)
             update_reduced()
             update_waiting(event.unit)
             following = next_gather(events, position) if placement.staged else -1
-            if following >= 0 and (unit := events[following].unit) not in staged | placement.at_home:
+            if following >= 0 and (unit := events[following].unit) not in there | placement.at_home:
                 for gathered in [gathered for gathered, of in waiting.items() if of == unit]:
                     update_waiting(gathered)
+                begin = len(accesses)
                 accesses.extend(gather_accesses(layout, unit))
-                staged.add(unit)
+                staged.update(range(begin, len(accesses)))
+                there.add(unit)
         elif event.kind is EventKind.GRADIENTS:
             update_reduced()
             if event.unit in placement.in_backward:
@@ -144,13 +175,14 @@ def expand(
             else:
                 stored = arrived.pop(event.unit, 0)
                 arrived[event.unit] = event.components  # at the end: arrival order
-                accesses.extend(store_gradient_accesses(layout, event.unit, stored=stored, components=event.components))
+                found = store_gradient_accesses(layout, event.unit, stored=stored, components=event.components)
+                add(event.unit, found)
         else:
             update_reduced()
             for unit in update_order(arrived):
                 if unit not in later:
-                    accesses.extend(update_accesses(layout, unit, components=arrived[unit]))
-    return tuple(access for access in accesses if layout.pages[access[0].page].unit not in placement.at_home)
+                    add(unit, update_accesses(layout, unit, components=arrived[unit]))
+    return Expansion(tuple(accesses), tuple(starts), frozenset(staged), frozenset(awaited))
 
 
 def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[Access, ...]:

@@ -39,7 +39,7 @@ from statistics import mean
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
-from infinity.schedule.timing import NOTHING, Beside, Timing
+from infinity.schedule.timing import NOTHING, Beside, StagedComputation, Timing
 from infinity.schedule.trace import Access
 from infinity.schedule.turn import Moves, Turn, Uses, windows, windows_of_all
 from infinity.units import format_setting, format_size
@@ -127,6 +127,8 @@ class Plan:
     """Distinct pages that the window may reach over, residents not counted; 0 where all pages are resident."""
     traffic: Traffic
     """Bytes of one step, when a step like it came before."""
+    staged: StagedComputation | None = None
+    """When a step computes, if its weights are staged."""
 
     def access(self, position: int) -> Access:
         """Return the access at a position."""
@@ -158,11 +160,19 @@ def least_frames(widest: int) -> int:
     return max(LEAST_STREAMING, widest + 2) + LEAST_WRITING
 
 
-def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, threaded: bool = False) -> Plan:
+def make_plan(
+    trace: Sequence[Access],
+    layout: Layout,
+    frames: int,
+    *,
+    threaded: bool = False,
+    staged: StagedComputation | None = None,
+) -> Plan:
     """Return the plan for a trace, the accesses of one step, and an arena of `frames` frames.
 
     Args:
         threaded: whether updates are waited for on a thread of their own.
+        staged: when a step computes, if its weights are staged.
 
     Raises:
         BudgetError: there are fewer frames than `least_frames`.
@@ -170,7 +180,7 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, threaded:
     turn = Turn(trace, layout)
     widest = max((len(access) for access in trace), default=1)
     if len(turn.used) <= frames:
-        return _plan(_all_resident(turn, frames))
+        return _plan(_all_resident(turn, frames), staged)
     fewest = least_frames(widest)
     if frames < fewest:
         raise BudgetError(
@@ -178,7 +188,7 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, threaded:
             f"{fewest}: set memory.host_bytes to {format_setting(fewest * layout.page_bytes)} or more, "
             "or memory.page_bytes lower"
         )
-    timing = Timing(turn, threaded=threaded)
+    timing = Timing(turn, threaded=threaded, staged=staged)
     streaming, most = fewest - LEAST_WRITING, frames - LEAST_WRITING
     drafts = _drafts(turn, frames, streaming)
     least = drafts[0].moves.total_bytes
@@ -190,7 +200,8 @@ def make_plan(trace: Sequence[Access], layout: Layout, frames: int, *, threaded:
         if streaming >= min(tried, most):
             draft = _preferred(found)
             refined = _refined(draft)
-            return _plan(refined if refined is draft else _most_preferred([refined, draft], [timing, timing]))
+            best = refined if refined is draft else _most_preferred([refined, draft], [timing, timing])
+            return _plan(best, staged)
         streaming = min(_WIDER * streaming, most)
         drafts = _drafts(turn, frames, streaming)
 
@@ -312,7 +323,7 @@ def _draft_of(plan: Plan, layout: Layout) -> _Draft:
     )
 
 
-def _plan(draft: _Draft) -> Plan:
+def _plan(draft: _Draft, staged: StagedComputation | None) -> Plan:
     """Return the plan that a draft stands for."""
     turn = draft.turn
     return Plan(
@@ -328,6 +339,7 @@ def _plan(draft: _Draft) -> Plan:
         frames=draft.frames,
         streaming_frames=draft.streaming,
         traffic=_traffic(draft),
+        staged=staged,
     )
 
 
@@ -351,7 +363,9 @@ def preferred(plans: Sequence[Plan], layout: Layout, *, threaded: bool) -> Plan:
     if len(plans) == 1:
         return plans[0]
     drafts = [_draft_of(plan, layout) for plan in plans]
-    timings = [Timing(draft.turn, threaded=threaded) for draft in drafts]
+    timings = [
+        Timing(draft.turn, threaded=threaded, staged=plan.staged) for draft, plan in zip(drafts, plans, strict=True)
+    ]
     return plans[drafts.index(_most_preferred(drafts, timings))]
 
 
@@ -400,8 +414,10 @@ def lengths(
         beside: what else takes time.
         threaded: whether updates are waited for on a thread of their own.
     """
+    if not plan.trace:  # all units live on the device
+        return list(works)
     draft = _draft_of(plan, layout)
-    timing = Timing(draft.turn, threaded=threaded)
+    timing = Timing(draft.turn, threaded=threaded, staged=plan.staged)
     return timing.lengths(draft.reach, draft.moves, _moving(draft), works, beside)
 
 

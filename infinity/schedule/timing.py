@@ -9,39 +9,41 @@ Plans are compared by that alone.
 Where more is known of a machine (`Beside`), the walk of a plan takes it into account. Each resource does one thing
 after the other, and is known by when it has done all that it was given:
 
-- updates on CPU, on a thread of their own or on the training thread;
+- updates, on a thread of their own or on the training thread;
 - checksums: a page is there when it has been read and then verified, and its frame is free when it has been hashed and
   written;
 - the interpreter: each access costs the thread that makes it some Python;
-- the link to a device, both ways. Weights are copied as soon as their pages are there, ahead of their computation by as
-  many units as there is room for on the device, but not before their update has ended. Gradients leave behind the
-  computation of their unit, beside that of the next one, and are waited for by the update or the page that takes them;
-  where updates are in backward, only so many units may be between the two.
+- the link to a device, both ways. Weights are copied when their pages are there, but not before their update has ended:
+  where they are staged, by a thread of its own that training waits for when it gathers them, else by the training
+  thread. Gradients leave behind the computation of their unit, beside that of the next one, and are waited for by the
+  update or the page that takes them; where updates are in backward, only so many units may be between the two.
 
 What is left out: the training thread launches nothing ahead, so that Python of its accesses adds to computation; no
 thread waits for another one's Python; what is copied shares neither the link with the other direction nor the memory of
-the host with updates; pages of weights are wanted where the trace gathers them, not where they are copied.
+the host with updates.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
-from infinity.schedule.trace import Access, Mode, gather_accesses
+from infinity.schedule.placement import Placement, expand_events
+from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_accesses
 from infinity.schedule.turn import Moves, Turn
 
 BACKWARD = 2.5
 """Computation of a unit in backward, over that in forward: between 2, and 3 where backward computes forward again."""
 _STEPS = 2
 """How many steps it takes until one is like those that follow."""
-_TRAINING, _UPDATES, _LINK = range(3)
-"""Who makes an access: the training thread, which waits for it; the thread for updates; the link to a device."""
+_TRAINING, _UPDATES, _STAGES, _LINK = range(4)
+"""Who makes an access: the training thread, which waits for it; the thread for updates; the one that copies weights to
+a device ahead of their gather; the link back."""
 _Stop = tuple[int, int, int, Sequence[bool], float, Sequence[int]]
 """An access: who makes it, reads that have been wanted, the last position of the window, whether each page that
 enters is read, how long it computes, and how many bytes each page that leaves has to write."""
@@ -55,20 +57,21 @@ class Beside:
     """
 
     updates: float = 0.0
-    """Updates on CPU, beside their transfers."""
+    """Updates, beside their transfers and copies."""
     weights: float = 0.0
     """Copies to the device of all weights that are gathered."""
     gradients: float = 0.0
     """Copies of all gradients back."""
+    read: float = 0.0
+    """Copies to the device of all pages that are updated there; 0: updates are on the CPU."""
+    changed: float = 0.0
+    """Copies of those pages back."""
     verifying: float = 0.0
     """Checksums of all pages that are read."""
     hashing: float = 0.0
     """Checksums of all pages that are written."""
     interpreter: float = 0.0
     """Python of all accesses."""
-    ahead: int = 0
-    """Units whose weights may be on the device before they are computed with; 0: weights are copied when their unit is
-    due, which waits for it."""
     behind: int = 0
     """Units that may have computed their gradients and not been updated, where updates are in backward; 0: any
     number."""
@@ -80,6 +83,8 @@ class Beside:
             updates=factor * self.updates,
             weights=factor * self.weights,
             gradients=factor * self.gradients,
+            read=factor * self.read,
+            changed=factor * self.changed,
             verifying=factor * self.verifying,
             hashing=factor * self.hashing,
             interpreter=factor * self.interpreter,
@@ -88,12 +93,12 @@ class Beside:
     @property
     def linked(self) -> bool:
         """Whether anything is copied to a device or back."""
-        return self.weights > 0 or self.gradients > 0
+        return self.weights > 0 or self.gradients > 0 or self.read > 0
 
     @property
     def longest(self) -> float:
         """What none of them lets a step be shorter than, but updates and Python, which may be on any thread."""
-        return max(self.weights, self.gradients, self.verifying, self.hashing)
+        return max(self.weights + self.read, self.gradients + self.changed, self.verifying, self.hashing)
 
 
 NOTHING = Beside()
@@ -124,6 +129,67 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
     shares[-1] = due
     total = sum(shares) or 1.0
     return [share / total for share in shares]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedComputation:
+    """When a step computes whose weights are staged: its trace does not tell, as pages are read ahead of their gather.
+
+    For example, at position 7 the computation with unit 1 has come, then unit 2 is computed with, whose pages were read
+    at positions 3 to 6, and that ends before position 7 too, where unit 3 is on the device already: `shares[7]` is that
+    of unit 1, and `awaited` has (7, 2, share of unit 2).
+    """
+
+    shares: tuple[float, ...]
+    """Of a step's computation, by position: what comes before the access and waits for nothing more; the last item is
+    what comes behind all."""
+    staged: frozenset[int]
+    """Positions of accesses that another thread makes, ahead of the gather."""
+    awaited: tuple[tuple[int, int, float], ...]
+    """(position, unit, share), in order: before the access, training waits until the unit's weights are on the device,
+    and then computes so much."""
+
+
+def staged_computation(events: Sequence[Event], layout: Layout, placement: Placement) -> StagedComputation | None:
+    """Return when a step computes that looks like `events`; None where nothing is staged, and nothing lives there.
+
+    A unit is computed with from the event of its gather to the next event. Shares are those of `computation`.
+    """
+    if not placement.staged and not placement.at_home:
+        return None
+    expansion = expand_events(events, layout, placement)
+    work = _computation_of_events(events, layout)
+    length = len(expansion.accesses)
+    shares = [0.0] * (length + 1)
+    awaited: list[tuple[int, int, float]] = []
+
+    def compute(position: int, share: float) -> None:
+        if awaited and awaited[-1][0] == position:
+            _, unit, before = awaited.pop()
+            awaited.append((position, unit, before + share))
+        else:
+            shares[position] += share
+
+    ends = [*expansion.starts[1:], length]
+    for number, (event, begin, end) in enumerate(zip(events, expansion.starts, ends, strict=True)):
+        if event.kind is EventKind.GATHER:
+            if number in expansion.awaited:
+                awaited.append((begin, event.unit, 0.0))
+            compute(end, work[number])
+    return StagedComputation(shares=tuple(shares), staged=expansion.staged, awaited=tuple(awaited))
+
+
+def _computation_of_events(events: Sequence[Event], layout: Layout) -> list[float]:
+    """Return which share of a step's computation comes behind each event."""
+    gathered: set[int] = set()
+    work = [0.0] * len(events)
+    for position, event in enumerate(events):
+        if event.kind is EventKind.GATHER:
+            weight = sum(layout.pages[access[0].page].nbytes for access in gather_accesses(layout, event.unit))
+            work[position] = weight * (BACKWARD if event.unit in gathered else 1.0)
+            gathered.add(event.unit)
+    total = sum(work) or 1.0
+    return [each / total for each in work]
 
 
 def _gathers(access: Access, layout: Layout) -> bool:
@@ -158,12 +224,18 @@ class _Side(NamedTuple):
     """Whether it is the first one of a gather, or of an update that uses gradients from the device."""
     copying: float = 0.0
     """Share of a step's weights that it copies, or of the gradients that it stores or, if it begins, uses."""
+    updating: float = 0.0
+    """Share of a step's updates that it is."""
     weights: tuple[int, ...] = ()
     """Pages of weights that it copies or changes."""
 
 
-def _sides(trace: Sequence[Access], layout: Layout) -> list[_Side]:
-    """Return what each access has to do with the device."""
+def _sides(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> list[_Side]:
+    """Return what each access has to do with the device.
+
+    Args:
+        on_device: whether it updates: then gradients that are used at once stay there.
+    """
     pages, param, grad = layout.pages, Role.PARAM, Role.GRAD
     weights, gradients = Counter[int](), Counter[int]()  # bytes by unit, of gradients as they arrive
     for page in pages:
@@ -181,7 +253,7 @@ def _sides(trace: Sequence[Access], layout: Layout) -> list[_Side]:
             copying = weights[unit] / accesses[unit]
             sides.append(_Side(unit, gathers=True, begins=begins, copying=copying, weights=(first,)))
         elif pages[first].role is not grad:
-            copying = float(begins and gradients[unit])
+            copying = float(begins and not on_device and gradients[unit])
             sides.append(_Side(unit, updates=True, begins=begins, copying=copying, weights=changed))
         elif mode.modifies:
             sides.append(_Side(unit, stores=True, copying=float(pages[first].nbytes)))
@@ -189,22 +261,36 @@ def _sides(trace: Sequence[Access], layout: Layout) -> list[_Side]:
             sides.append(_Side(unit, weights=changed))
     there = sum(side.copying for side in sides if side.gathers) or 1.0
     back = sum(side.copying for side in sides if not side.gathers) or 1.0
-    return [side._replace(copying=side.copying / (there if side.gathers else back)) for side in sides]
+    return [
+        side._replace(copying=side.copying / (there if side.gathers else back), updating=share)
+        for side, share in zip(sides, updating(trace, layout), strict=True)
+    ]
 
 
 class Timing:
     """The walks of plans of one trace: what does not depend on the plan is found out once. Nothing of it changes."""
 
-    def __init__(self, turn: Turn, *, threaded: bool) -> None:
+    def __init__(self, turn: Turn, *, threaded: bool, staged: StagedComputation | None = None) -> None:
         """Find out when a step computes.
 
         Args:
             threaded: whether updates are waited for on a thread of their own.
+            staged: when a step of this trace computes, if its weights are staged.
         """
         self._turn = turn
-        self._shares = computation(turn.trace, turn.layout)
+        self._shares = staged.shares if staged else computation(turn.trace, turn.layout)
         pages, update = turn.layout.pages, Role.UPDATE
-        self._aside = [threaded and any(pages[page].role is update for page, _ in access) for access in turn.trace]
+        self._who = [
+            _UPDATES if threaded and any(pages[page].role is update for page, _ in access) else _TRAINING
+            for access in turn.trace
+        ]
+        self._units = [pages[access[0].page].unit for access in turn.trace]
+        self._awaited: dict[int, list[tuple[int, float]]] = {}  # by position, units and the computation behind each
+        if staged:
+            for position in staged.staged:
+                self._who[position] = _STAGES
+            for position, unit, share in staged.awaited:
+                self._awaited.setdefault(position % turn.length, []).append((unit, share))
 
     def lengths(
         self, reach: Sequence[int], moves: Moves, frames: int, works: Sequence[float], beside: Beside = NOTHING
@@ -240,8 +326,8 @@ class Timing:
             hooks = [_gathers(access, turn.layout) for access in turn.trace]
             each = [taking if hook else taking + python for taking, hook in zip(each, hooks, strict=True)]
             before = [python if hook else 0.0 for hook in (*hooks, False)]
-        who = [_UPDATES if aside else _TRAINING for aside in self._aside]
-        sides = _sides(turn.trace, turn.layout) if beside.linked else None
+        who = self._who
+        sides = _sides(turn.trace, turn.layout, on_device=beside.read > 0) if beside.linked else None
         if sides is not None:
             who = [_LINK if side.stores else thread for side, thread in zip(sides, who, strict=True)]
         stops = list(zip(who, wanted, reach, entering, each, leaving, strict=True))
@@ -253,22 +339,32 @@ class Timing:
                 stops,
                 Clockwork(reads, frames, verifying=verifying, hashing=hashing),
                 [share * work + python for share, python in zip(self._shares, before, strict=True)],
+                {place: [(unit, share * work) for unit, share in found] for place, found in self._awaited.items()},
                 _Link(sides, beside) if sides is not None else None,
             )
             for work in works
         ]
 
-    def _length(self, stops: Sequence[_Stop], clockwork: Clockwork, work: Sequence[float], link: _Link | None) -> float:
+    def _length(
+        self,
+        stops: Sequence[_Stop],
+        clockwork: Clockwork,
+        work: Sequence[float],
+        awaited: Mapping[int, Sequence[tuple[int, float]]],
+        link: _Link | None,
+    ) -> float:
         """Walk some steps; return how long the last one takes.
 
         Args:
             stops: what happens at every position.
             clockwork: nothing has moved yet.
             work: how long computation takes before each access, and behind all.
+            awaited: by position, units whose weights computation waits for then, and how long it takes with each.
             link: to the device, where there is one.
         """
         before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
-        training = updated = began = 0.0  # how far the training thread has come, and the thread for updates
+        training = updated = staged = began = 0.0  # how far the training thread has come, and those beside it
+        there: dict[int, float] = {}  # by unit, when its weights have been staged
         ended: deque[tuple[int, float]] = deque()  # how far the window reaches until others have ended, and when
         for step in range(_STEPS):
             began = training
@@ -278,24 +374,33 @@ class Timing:
                 who, wanted, last, entering, taking, leaving = stop
                 clockwork.wanted = wanted + more
                 training += computing
+                for unit, behind in awaited.get(place, ()):
+                    training = max(training, there.get(unit, 0.0)) + behind
                 if link is not None:
                     training = link.leave(place, training)
                 while ended and who == _TRAINING and ended[0][0] < position:
                     training = max(training, ended.popleft()[1])
                 if training > clockwork.now or clockwork.wanted > clockwork.started:
                     clockwork.go_on(training)
-                at = updated if who == _UPDATES and updated > training else training
+                at = training
+                if who == _UPDATES and updated > at:
+                    at = updated
+                elif who == _STAGES and staged > at:
+                    at = staged
                 if link is not None:
                     at = link.begin(place, at)
                 if entering:
                     at = clockwork.enter(entering, at)
                 at += taking
+                free = at
                 if link is not None:
-                    at = link.end(place, at)
+                    free, at = link.end(place, at)
                 if who != _TRAINING:
                     ended.append((step * len(stops) + last, at))
                     if who == _UPDATES:
-                        updated = at
+                        updated = free
+                    elif who == _STAGES:
+                        staged = there[self._units[place]] = at
                 elif at > training:
                     training = at
                 if at > clockwork.now:
@@ -309,9 +414,8 @@ class Timing:
 class _Link:
     """The link to a device in time, both ways, for one walk.
 
-    Life cycle of a unit's weights: begun when there is room on the device, copied page after page, computed with when
-    all are there. The room is free again when that begins. Life cycle of gradients: they leave when they have been
-    computed, and are there when all have been copied; an update of the unit uses them up.
+    Weights are copied page after page. Life cycle of gradients: they leave when they have been computed, and are there
+    when all have been copied; an update of the unit uses them up.
     """
 
     def __init__(self, sides: Sequence[_Side], beside: Beside) -> None:
@@ -319,18 +423,17 @@ class _Link:
 
         Args:
             sides: by position.
-            beside: how long copies take, and how many units there is room for.
+            beside: how long copies take, and how many units may wait for their update.
         """
         self._sides, self._behind = sides, beside.behind
         self._weights, self._gradients = beside.weights, beside.gradients
-        self._staged = 0.0  # when all weights that were to be copied so far have been
-        self._computed = 0.0  # when computation with the unit gathered last could begin
-        self._room = deque([0.0] * beside.ahead, maxlen=beside.ahead)  # when the last units have given up their room
-        self._back = 0.0  # when all gradients that were to be copied so far have been
+        self._read, self._changed = beside.read, beside.changed
+        self._there = 0.0  # when all that was to be copied to the device so far has been
+        self._back = 0.0  # when all that was to be copied back so far has been
         self._arrived: dict[int, float] = {}  # by unit, when its gradients are in host memory
         self._updated: dict[int, float] = {}  # by unit, when its last update from them has ended
         self._waiting: deque[int] = deque()  # units whose gradients have left, those of the last ones
-        self._changed: dict[int, float] = {}  # by page, when weights have been changed last
+        self._written: dict[int, float] = {}  # by page, when weights have been changed last
 
     def leave(self, place: int, training: float) -> float:
         """Let gradients leave that an access uses, before all that it does; return when the training thread goes on."""
@@ -347,27 +450,27 @@ class _Link:
         """Return when an access begins of which the thread is at `at`: its copy, or what waits for one."""
         side = self._sides[place]
         if side.gathers:
-            if side.begins:
-                self._room.append(self._computed)
-            self._computed = at
-            free = self._room[0] if self._room else at
-            return max(free, self._staged, self._changed.get(side.weights[0], 0.0))
+            return max(at, self._there, self._written.get(side.weights[0], 0.0))
         if side.stores:
             return max(at, self._back)
         return max(at, self._arrived.get(side.unit, 0.0)) if side.updates else at
 
-    def end(self, place: int, at: float) -> float:
-        """Return when an access ends that has its pages at `at`."""
+    def end(self, place: int, at: float) -> tuple[float, float]:
+        """Return when the thread of an access goes on that has its pages at `at`, and when the access ends."""
         side = self._sides[place]
         if side.gathers:
-            at = self._staged = at + side.copying * self._weights
-            self._computed = max(self._computed, at)
+            at = self._there = at + side.copying * self._weights
         elif side.stores:
             at = self._back = at + side.copying * self._gradients
         else:
+            free = at
+            if self._read and side.updating:
+                free = self._there = max(at, self._there) + side.updating * self._read
+                at = self._back = max(free, self._back) + side.updating * self._changed
             self._updated[side.unit] = at
-            self._changed.update(dict.fromkeys(side.weights, at))
-        return at
+            self._written.update(dict.fromkeys(side.weights, at))
+            return free, at
+        return at, at
 
 
 class Clockwork:

@@ -141,6 +141,15 @@ def _in_place(file: DataFile) -> bool:
         return False
 
 
+_LEAST_HASHERS, _MOST_HASHERS = 2, 4
+"""Threads for checksums each way: with one, pages would only change hands; four hash more than a node's drives read."""
+
+
+def hash_threads(idle: int) -> int:
+    """Return how many threads hash pages each way, given how many cores neither compute nor update; 0: no further."""
+    return min(idle // 2, _MOST_HASHERS) if idle >= 2 * _LEAST_HASHERS else 0
+
+
 class PageStore:
     """Reads and writes whole pages; never overwrites the extent of a version that somebody may need.
 
@@ -170,7 +179,7 @@ class PageStore:
         retries: int = 0,
         committed: Mapping[int, Mapping[int, Version]] | None = None,
         retained: int = 1,
-        verifiers: int = 0,
+        hashers: int = 0,
     ) -> None:
         """Open the data files.
 
@@ -188,7 +197,8 @@ class PageStore:
             retries: how often a transfer is submitted again where that may help (`_may_pass`).
             committed: versions by page of the commits to go on from, by step.
             retained: how many commits are kept.
-            verifiers: threads that verify what has been read; 0: the thread on which a transfer ends does.
+            hashers: threads for checksums of what is written, and as many of what has been read; 0: one for the former,
+                and the thread on which a transfer ends for the latter.
 
         Raises:
             StorageError: a file cannot be opened. CommitError: committed pages overlap, or are not of their length.
@@ -217,11 +227,10 @@ class PageStore:
         self._slots = tuple(slots)
         """All slots. Grows with `spread_anew`."""
         self._lock = Lock()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="infinity-writer")
-        """Hashes and submits writes, one after the other."""
-        self._verifiers = ThreadPoolExecutor(verifiers, "infinity-verifier") if verifiers else None
-        """Verify what has been read, one page each, so that the engine's thread has the next requests on their way
-        meanwhile: hashing takes 5 to 15 GB/s of one core."""
+        self._writers = ThreadPoolExecutor(max(1, hashers), thread_name_prefix="infinity-writer")
+        """Hash and submit writes, one page each. Hashing takes 5 to 15 GB/s of one core, less than several drives."""
+        self._verifiers = ThreadPoolExecutor(hashers, "infinity-verifier") if hashers else None
+        """Verify what has been read, so that the engine's thread has the next requests on their way meanwhile."""
         self._pending: dict[int, Ticket] = {}
         """Tickets in flight by `id`, for stall reports. Changed by whoever submits and by the engine's thread, under
         `_lock`."""
@@ -294,7 +303,7 @@ class PageStore:
 
     def write(self, page: int, memory: memoryview, done: Done) -> None:
         """Store a new version from `memory`, then call `done`. The caller leaves `memory` alone until then."""
-        self._writer.submit(self._write, page, memory, done)
+        self._writers.submit(self._write, page, memory, done)
 
     def _write(self, page: int, memory: memoryview, done: Done) -> None:
         try:
@@ -471,6 +480,6 @@ class PageStore:
 
     def close(self) -> None:
         """Wait until writes that were handed in are submitted; the data files are closed with the engine."""
-        self._writer.shutdown(wait=True)
+        self._writers.shutdown(wait=True)
         if self._verifiers is not None:
             self._verifiers.shutdown(wait=True)

@@ -22,7 +22,8 @@ from infinity.config import Config
 from infinity.estimate.estimate import Estimate, Load, Workload, estimate
 from infinity.estimate.machine import ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Accelerator, Drives, Machine
 from infinity.estimate.model import decoder
-from infinity.schedule.planner import predict_seconds
+from infinity.schedule.choice import choose_plan
+from infinity.schedule.planner import Plan, predict_seconds
 from infinity.schedule.timing import BACKWARD, Beside
 from infinity.units import GIB
 
@@ -37,9 +38,19 @@ TOKENS = 32768
 WITHIN = 1.15
 
 
-def planned(name: str, drives: int, arena: int, hash_threads: int = 3, cores: int = 8) -> Estimate:
-    """Return the estimate of a model on the reference machine; its plan is the same whatever the speed of anything."""
-    found = planned_once(name, arena)
+SLOTS_ONLY = {"8B": GIB, "70B": 4 * GIB}
+"""Device memory for two layers on their way, and none that stays."""
+
+
+def planned(
+    name: str, drives: int, arena: int, hash_threads: int = 3, cores: int = 8, device_bytes: int = 0
+) -> Estimate:
+    """Return the estimate of a model on the reference machine; its plan is the same whatever the speed of anything.
+
+    Args:
+        device_bytes: as in `memory.device_bytes`; 0: what computation leaves.
+    """
+    found = planned_once(name, arena, device_bytes)
     machine = replace(
         found.machine.with_drives(drives),
         update_cores=cores,
@@ -49,7 +60,7 @@ def planned(name: str, drives: int, arena: int, hash_threads: int = 3, cores: in
 
 
 @cache
-def planned_once(name: str, arena: int) -> Estimate:
+def planned_once(name: str, arena: int, device_bytes: int) -> Estimate:
     """Return the estimate with one drive."""
     machine = Machine(
         drives=Drives(count=1, read=7e9, write=5e9),
@@ -59,7 +70,8 @@ def planned_once(name: str, arena: int) -> Estimate:
         access_seconds=ACCESS_SECONDS,
     )
     work = Workload(batch_tokens=TOKENS, sequence=4096, checkpointing=True, micro_batches=4)
-    return estimate(MODELS[name], work, machine, Config().with_values(**{"memory.host_bytes": arena}))
+    memory = {"memory.host_bytes": arena, "memory.device_bytes": device_bytes}
+    return estimate(MODELS[name], work, machine, Config().with_values(**memory))
 
 
 def slowest(found: Estimate) -> tuple[float, str]:
@@ -78,19 +90,51 @@ def root_update(found: Estimate) -> float:
 
 
 @pytest.mark.parametrize(("name", "of_layer", "weights", "gradients", "computation"), [
-    ("8B", 7.9e-3, 0.55, 0.3, 5.2),
-    ("70B", 31e-3, 5.1, 2.5, 46),
+    ("8B", 7.9e-3, 0.55, 0.6, 5.2),
+    ("70B", 31e-3, 5.1, 5.1, 46),
 ])  # fmt: skip
 def test_resources_are_busy_as_long_as_on_paper(
     name: str, of_layer: float, weights: float, gradients: float, computation: float
 ) -> None:
-    """Weights twice but those of the root, gradients in 16 bits, eight operations per weight and token; attention."""
-    found = planned(name, 4, ARENAS[name])
+    """Weights twice but those of the root, gradients in 32 bits, eight operations per weight and token; attention."""
+    found = planned(name, 4, ARENAS[name], device_bytes=SLOTS_ONLY[name])
+    assert found.placed.staged
+    assert not found.placed.kept
     layer = 2 * found.model.layers[0].numel / found.machine.device.link
     assert layer == pytest.approx(of_layer, rel=0.03)
     assert found.seconds.weights.busy == pytest.approx(weights, rel=0.05)
     assert found.seconds.gradients.busy == pytest.approx(gradients, rel=0.05)
     assert computation < found.seconds.computation.busy < 1.15 * computation
+
+
+def test_weights_stay_where_the_device_has_room() -> None:
+    """Of 8B all layers but the first are copied once; of 70B some. They are read once per step too."""
+    for name in MODELS:
+        found, none = planned(name, 1, 16 * GIB), planned(name, 1, 16 * GIB, device_bytes=SLOTS_ONLY[name])
+        assert found.device_bytes < found.machine.device.memory_bytes - found.working_bytes
+        stay = sum(2 * found.model.units[unit].numel for unit in found.placed.kept)
+        assert 0 < stay < found.device_bytes
+        assert none.link_traffic.weights - found.link_traffic.weights == pytest.approx(stay, rel=0.01)
+        assert found.traffic.read_bytes < none.traffic.read_bytes  # by less: host memory keeps some of them as well
+    assert len(planned("8B", 1, 16 * GIB).placed.kept) == len(MODELS["8B"].layers)
+
+
+@pytest.mark.parametrize(("device", "cores", "expected"), [
+    ("auto", 8, False), ("auto", 1, True), ("cuda", 8, True), ("cpu", 1, False)
+])  # fmt: skip
+def test_updates_are_where_a_run_has_them(device: str, cores: int, expected: bool) -> None:
+    """By what the link and the cores take; pages cross the link then, but for units that live there; no core updates."""
+    found = planned("8B", 4, ARENAS["8B"])
+    machine = replace(found.machine, update_cores=cores)
+    settings = found.settings.with_values(**{"update.device": device})
+    again = estimate(found.model, found.workload, machine, settings)
+    assert again.updates_on_device is expected
+    pages = again.link_traffic.read + again.link_traffic.changed
+    trained = found.model.trainable_parameters
+    at_home = sum(found.model.units[unit].numel for unit in again.placed.at_home)
+    assert (at_home > 0) is expected
+    assert pages == (pytest.approx(26 * (trained - at_home), rel=0.01) if expected else 0)  # weights come back, too
+    assert again.seconds.updates.busy < 1.1 * (0.436e-9 if expected else 2.9e-9 / cores) * trained
 
 
 @pytest.mark.parametrize("drives", [1, 4])
@@ -134,20 +178,21 @@ def test_weights_that_are_copied_when_they_are_due_are_exposed(name: str) -> Non
     Its gradients come last, behind those of the first layer, and its weights are used first. So both are on the way of
     computation in any case.
     """
-    found = planned(name, 4, 4 * ARENAS[name])
+    found = planned(name, 4, 4 * ARENAS[name], device_bytes=SLOTS_ONLY[name])
     seconds = found.seconds
     assert not found.traffic.total_bytes
 
-    def step(ahead: int) -> float:
-        beside = Beside(weights=seconds.weights.busy, gradients=seconds.gradients.busy, ahead=ahead, behind=2)
+    def step(plan: Plan) -> float:
+        beside = Beside(weights=seconds.weights.busy, gradients=seconds.gradients.busy, behind=2)
         return predict_seconds(
-            found.plan, found.layout, bandwidth=1e9, computation=seconds.computation.busy, beside=beside, threaded=True
+            plan, found.layout, bandwidth=1e9, computation=seconds.computation.busy, beside=beside, threaded=True
         )
 
+    _, unstaged = choose_plan(found.placement, found.events, found.layout, found.budget.frames, threaded=True)
     root, layer = (2 * unit.numel / found.machine.device.link for unit in found.model.units[:2])
-    last = seconds.computation.busy + layer + root
-    assert step(0) == pytest.approx(last + seconds.weights.busy, rel=1e-3)
-    assert step(2) == pytest.approx(last + root, rel=1e-3)
+    last = seconds.computation.busy + 2 * (layer + root)  # gradients are in 32 bits
+    assert step(unstaged) == pytest.approx(last + seconds.weights.busy, rel=1e-3)
+    assert step(found.plan) == pytest.approx(last + root, rel=1e-3)
 
 
 def test_one_core_for_updates_and_one_thread_for_checksums_are_too_few() -> None:

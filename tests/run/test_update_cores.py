@@ -26,9 +26,9 @@ def test_what_is_left_of_the_cores(device: str, cores: int, expected: int) -> No
     assert UpdateConfig(cores=5).cores_beside(device, cores=cores, computing=2) == 5
 
 
-@pytest.mark.parametrize(("cores", "expected", "verifiers"), [(1, 0, 0), (2, 1, 0), (5, 1, 0), (6, 1, 2), (64, 1, 4)])
+@pytest.mark.parametrize(("cores", "expected", "hashers"), [(1, 0, 0), (2, 1, 0), (5, 1, 0), (6, 1, 2), (64, 1, 4)])
 def test_a_run_counts_the_cores_of_its_rank(
-    cores: int, expected: int, verifiers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cores: int, expected: int, hashers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch computes on one here."""
     assert torch.get_num_threads() == 1
@@ -38,7 +38,7 @@ def test_a_run_counts_the_cores_of_its_rank(
     with infinity.offload(model, optimizer, {"storage": {"paths": [str(tmp_path)]}}) as paged:
         assert paged.run.update_cores == expected
         assert paged.run.worker.threaded is bool(expected)
-        assert paged.run.verifiers == verifiers
+        assert paged.run.hashers == hashers
 
 
 def test_a_plan_takes_what_a_run_on_this_machine_takes(monkeypatch: pytest.MonkeyPatch) -> None:

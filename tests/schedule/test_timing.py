@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.content.format import Role
-from infinity.content.layout import Layout, ShardSpec, UnitSpec, build_layout
+from infinity.content.layout import Layout
+from infinity.schedule.choice import choose_plan
 from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
-from infinity.schedule.timing import BACKWARD, Beside, Clockwork, computation, updating
+from infinity.schedule.tier import SLOTS, unit_bytes
+from infinity.schedule.timing import BACKWARD, Beside, Clockwork, computation, staged_computation, updating
 from infinity.schedule.trace import Access
-from support.layouts import FORMATS, transformer, transformer_step
+from support.layouts import transformer, transformer_step
 from support.plans import plans
 
 PAGE = 64 << 10
@@ -179,8 +181,8 @@ def in_memory(name: str = "in_backward", *, units_ahead: int = 3) -> tuple[Plan,
 def length(drawn: tuple[Plan, Layout], work: float = ALONE, **beside: float) -> float:
     """Return how long a step takes."""
     plan, layout = drawn
-    numbers = {name: int(beside.pop(name)) for name in ("ahead", "behind") if name in beside}
-    (found,) = lengths(plan, layout, [work], beside=Beside(**beside, **numbers), threaded=True)
+    behind = int(beside.pop("behind", 0))
+    (found,) = lengths(plan, layout, [work], beside=Beside(**beside, behind=behind), threaded=True)
     return found
 
 
@@ -189,15 +191,14 @@ def length(drawn: tuple[Plan, Layout], work: float = ALONE, **beside: float) -> 
     st.fixed_dictionaries(
         {
             name: st.sampled_from([0.0, 0.3, 2.0])
-            for name in ("updates", "weights", "gradients", "verifying", "hashing", "interpreter")
+            for name in ("updates", "weights", "gradients", "read", "changed", "verifying", "hashing", "interpreter")
         }
     ),
-    st.integers(0, 3),
     st.integers(0, 3),
     st.booleans(),
 )
 def test_nothing_makes_a_step_shorter_or_longer_than_all_of_it_one_after_the_other(
-    drawn: tuple[Plan, Layout], shares: dict[str, float], ahead: int, behind: int, threaded: bool
+    drawn: tuple[Plan, Layout], shares: dict[str, float], behind: int, threaded: bool
 ) -> None:
     """Up to what a step leaves to the next, which is no more than what there is of it in a step."""
     plan, layout = drawn
@@ -205,7 +206,7 @@ def test_nothing_makes_a_step_shorter_or_longer_than_all_of_it_one_after_the_oth
     plan = replace(plan, prefix=(), reach=tuple(position - lead for position in plan.reach[lead:]))
     work = float(plan.traffic.total_bytes or layout.state_bytes)
     times = {name: share * work for name, share in shares.items()}
-    beside = Beside(**times, ahead=ahead, behind=behind)
+    beside = Beside(**times, behind=behind)
     (found,) = lengths(plan, layout, [work], beside=beside, threaded=threaded)
     left_over = plan.frames * layout.page_bytes
     most = work + plan.traffic.total_bytes + left_over + 2 * sum(times.values())
@@ -221,40 +222,98 @@ def test_room_on_a_device_is_nothing_without_copies(drawn: tuple[Plan, Layout], 
     lead = len(plan.prefix)
     plan = replace(plan, prefix=(), reach=tuple(position - lead for position in plan.reach[lead:]))
     works = [0.0, float(plan.traffic.total_bytes)]
-    with_room = lengths(plan, layout, works, beside=Beside(ahead=2, behind=2), threaded=threaded)
+    with_room = lengths(plan, layout, works, beside=Beside(behind=2), threaded=threaded)
     assert with_room == lengths(plan, layout, works, threaded=threaded)
 
 
+def staged(name: str = "in_backward", *, kept: int = 0, frames: int = 0, units_ahead: int = 3) -> tuple[Plan, Layout]:
+    """Return a plan with weights that are staged, and of so many units stay; by default all pages have frames."""
+    layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
+    room = (SLOTS + kept) * unit_bytes(layout, 0)
+    _, plan = choose_plan(name, events, layout, frames or len(layout.pages), threaded=True, device_bytes=room)
+    assert plan.staged is not None
+    if frames:
+        return plan, layout
+    return replace(plan, reach=tuple(at + units_ahead * 80 for at in range(len(plan.trace)))), layout
+
+
+@pytest.mark.parametrize("name", ["in_backward", "in_forward", "after_backward"])
+@pytest.mark.parametrize("kept", [0, 4, LAYERS])
+def test_a_staged_step_computes_as_much_as_any(name: str, kept: int) -> None:
+    """All of it, each unit twice, and waits for weights wherever they are copied; nothing where nothing takes time."""
+    plan, layout = staged(name, kept=kept)
+    assert plan.staged is not None
+    assert sum(plan.staged.shares) + sum(share for *_, share in plan.staged.awaited) == pytest.approx(1.0)
+    awaited = [unit for _, unit, _ in plan.staged.awaited]
+    assert sorted(set(awaited)) == sorted({layout.pages[plan.trace[at][0].page].unit for at in plan.staged.staged})
+    assert length((plan, layout)) == pytest.approx(ALONE)
+
+
+def test_a_unit_is_computed_with_behind_the_reads_of_the_next_one() -> None:
+    """And before those of the one after that; it is waited for first."""
+    plan, layout = staged()
+    assert plan.staged is not None
+    reads = [min(at for at in plan.staged.staged if layout.pages[plan.trace[at][0].page].unit == unit)
+             for unit in range(1, LAYERS)]  # fmt: skip
+    forward = plan.staged.awaited[: LAYERS - 2]
+    assert [unit for _, unit, _ in forward] == list(range(1, LAYERS - 1))
+    assert [position for position, *_ in forward] == reads[1:]
+    assert plan.staged.shares[reads[1]] == pytest.approx(1 / (1 + BACKWARD) / LAYERS, rel=0.1)
+
+
+def test_nothing_is_staged_on_the_cpu() -> None:
+    """A trace without staged accesses tells when a step computes."""
+    layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
+    assert staged_computation(events, layout, Placement.of("in_backward", events)) is None
+
+
 def test_weights_are_copied_ahead_of_computation() -> None:
-    """None ahead: all are waited for. One: as long as computation of any unit, and only the first one is waited for."""
-    drawn, weights = in_memory(), 0.5 * ALONE
-    none, one, two = (length(drawn, weights=weights, ahead=ahead) for ahead in (0, 1, 2))
-    assert none == pytest.approx(ALONE + weights)
-    assert ALONE < two <= one < ALONE + 2 * weights / (2 * LAYERS)
-    assert length(drawn, weights=3 * ALONE, ahead=2) >= 3 * ALONE
+    """Not staged: all are waited for. Staged: only the first ones, which a step begins with."""
+    weights = 0.5 * ALONE
+    assert length(in_memory(), weights=weights) == pytest.approx(ALONE + weights)
+    assert ALONE < length(staged(), weights=weights) < ALONE + 2 * weights / (2 * LAYERS)
+    assert length(staged(), weights=3 * ALONE) >= 3 * ALONE
 
 
-def test_weights_are_copied_no_further_ahead_than_there_is_room() -> None:
-    """Behind each small unit comes a large one, whose copy takes longer than the small one computes."""
-    shards = [
-        ShardSpec(name=f"{unit}", numel=count, padded=count, segment_key="mixed", trainable=True)
-        for unit, count in enumerate([ELEMENTS // 10, ELEMENTS] * (LAYERS // 2))
-    ]
-    layout = build_layout([UnitSpec(name=one.name, shards=(one,)) for one in shards], FORMATS, PAGE)
-    events = transformer_step(LAYERS)
-    plan = make_plan(expand(events, layout, Placement.of("in_backward", events)), layout, len(layout.pages))
-    one, two, most = (length((plan, layout), weights=0.5 * ALONE, ahead=ahead) for ahead in (1, 2, 2 * LAYERS))
-    assert ALONE < most <= two < 0.98 * one
+def test_weights_that_stay_are_copied_once() -> None:
+    """Copies that take longer than forward delay forward; in backward, nothing comes."""
+    forward = ALONE / (1 + BACKWARD)
+    found = length(staged(kept=LAYERS), weights=2 * forward)
+    assert found == pytest.approx(ALONE + forward, rel=0.1)
+    assert length(staged(), weights=2 * forward) < found  # the same time, of which half is for backward
+
+
+def test_copies_are_hidden_beside_transfers_too() -> None:
+    """Pages stream in both plans; where weights are staged, copying them adds next to nothing."""
+    plan, layout = staged(frames=96)
+    _, unstaged = choose_plan("in_backward", transformer_step(LAYERS), layout, 96, threaded=True)
+    moved = plan.traffic.total_bytes
+    works, copies = [float(moved)], Beside(weights=0.3 * moved)
+    (alone,), (copied,) = (lengths(plan, layout, works, beside=beside, threaded=True) for beside in (Beside(), copies))
+    (waiting,) = lengths(unstaged, layout, works, beside=copies, threaded=True)
+    assert copied < 1.05 * alone < 0.95 * waiting
 
 
 def test_weights_are_copied_after_their_update() -> None:
-    """In forward a page is updated while the unit before computes, and copied only then, whatever the room."""
-    drawn = in_memory("in_forward")
+    """In forward a page is updated while the unit before computes, and copied only then."""
     updates, weights = 2 * ALONE, 0.5 * ALONE
     backward = ALONE * BACKWARD / (1 + BACKWARD)
-    found = length(drawn, updates=updates, weights=weights, ahead=3)
+    found = length(staged("in_forward"), updates=updates, weights=weights)
     assert found >= updates + backward
-    assert length(in_memory(), updates=updates, weights=weights, ahead=3) < found
+    assert length(staged(), updates=updates, weights=weights) < found
+
+
+def test_pages_that_are_updated_on_the_device_take_the_link() -> None:
+    """Both ways at once; weights wait behind them, and gradients that are used there do not cross."""
+    alone = length(staged(), read=1e-6)
+    assert alone == pytest.approx(ALONE)
+    there, back, both = (length(staged(), **times) for times in (
+        {"read": 2 * ALONE}, {"read": 1e-6, "changed": 2 * ALONE}, {"read": 2 * ALONE, "changed": 2 * ALONE}
+    ))  # fmt: skip
+    assert max(there, back) >= 2 * ALONE
+    assert both < 1.2 * max(there, back)
+    assert length(staged(), read=2 * ALONE, weights=ALONE) >= 3 * ALONE
+    assert length(staged(), read=1e-6, gradients=2 * ALONE) == pytest.approx(alone)
 
 
 @pytest.mark.parametrize("name", ["in_backward", "in_forward", "after_backward"])

@@ -57,7 +57,7 @@ class Rig:
         place: Path,
         faults: tuple[Fault, ...] = (),
         committed: dict[int, Any] | None = None,
-        verifiers: int = 0,
+        hashers: int = 0,
     ) -> None:
         homes, slots = lay_out(PAGES, SHARES, committed or {}, SPARE, RETAINED)
         self.files = [place / f"{index}.pages" for index in range(2)]
@@ -67,7 +67,7 @@ class Rig:
         self.store = PageStore(
             PAGES, homes, self.files, slots, self.engine, spare=SPARE,
             name_of=lambda index: f"unit/page[{index}]", moved=lambda *_: None, timeout=60, committed=committed,
-            retained=RETAINED, verifiers=verifiers,
+            retained=RETAINED, hashers=hashers,
         )  # fmt: skip
         self._area = mmap.mmap(-1, 64 * KIB)
 
@@ -138,9 +138,9 @@ def content_of(index: int, number: int) -> bytes:
     return (unit * (PAGES[index].nbytes // len(unit) + 1))[: PAGES[index].nbytes]
 
 
-def test_pages_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On threads of their own, not on that of the engine; once those have ended, it does."""
-    rig = Rig(tmp_path, verifiers=2)
+    rig = Rig(tmp_path, hashers=2)
     names: list[str] = []
     both = Barrier(2)
 
@@ -149,17 +149,21 @@ def test_pages_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
         both.wait(300)
         return checksum(page, content)
 
-    for index in range(3):
-        rig.write(index, content_of(index, 0))
     found: SimpleQueue[Exception | None] = SimpleQueue()
-    with monkeypatch.context() as patch:
-        patch.setattr(pages_of_store, "checksum", together)
-        memory = [memoryview(mmap.mmap(-1, 64 * KIB))[: PAGES[index].nbytes] for index in range(2)]
+    memory = [memoryview(mmap.mmap(-1, 64 * KIB))[: PAGES[index].nbytes] for index in range(2)]
+    rig.write(2, content_of(2, 0))
+    for move, thread in ((rig.store.write, "infinity-writer"), (rig.store.read, "infinity-verifier")):
+        names.clear()
         for index in range(2):
-            rig.store.read(index, memory[index], found.put)
-        assert [found.get(timeout=300) for _ in range(2)] == [None, None]
+            memory[index][:] = content_of(index, 0) if move == rig.store.write else bytes(PAGES[index].nbytes)
+        with monkeypatch.context() as patch:
+            patch.setattr(pages_of_store, "checksum", together)
+            for index in range(2):
+                move(index, memory[index], found.put)
+            assert [found.get(timeout=300) for _ in range(2)] == [None, None]
+        assert all(name.startswith(thread) for name in names)
+        assert len(set(names)) == 2
     assert [bytes(view) for view in memory] == [content_of(index, 0) for index in range(2)]
-    assert all(name.startswith("infinity-verifier") for name in names)
     extent = rig.version(2).extent
     with open(rig.files[extent.path], "r+b") as file:
         file.seek(extent.offset)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError
-from infinity.estimate.estimate import AHEAD, Estimate, Workload, estimate, working_bytes
+from infinity.estimate.estimate import Estimate, Workload, estimate, working_bytes
 from infinity.estimate.machine import (
     ACCELERATORS,
     ACCESS_SECONDS,
@@ -24,6 +24,7 @@ from infinity.estimate.machine import (
 )
 from infinity.estimate.model import OPTIMIZERS, ModelShape, decoder, with_lora, with_trainable_share
 from infinity.memory.limits import default_arena
+from infinity.store.pages import hash_threads
 from infinity.units import MIB, align_down, format_size, parse_size
 from infinity_tools.plan.drives import drives_at, typed_drives
 
@@ -288,7 +289,7 @@ def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config
         device=device,
         update_seconds=UPDATE_SECONDS if beside else {name: each / cores for name, each in UPDATE_SECONDS.items()},
         update_cores=beside,
-        hash_rate=HASH_RATE if device.link else 0.0,
+        hash_rate=HASH_RATE * max(1, hash_threads(cores - beside - 1)) if device.link else 0.0,
         access_seconds=ACCESS_SECONDS if device.link else 0.0,
         interconnect=_rate(asked.interconnect, "--interconnect") if asked.interconnect is not None else 0.0,
     )
@@ -353,7 +354,7 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
     ]
     if device.link:
         lines.append(
-            f"{device.link / 1e9:.3g} GB/s to the device and back, weights up to {AHEAD} units ahead; "
+            f"{device.link / 1e9:.3g} GB/s to the device and back; "
             f"{machine.hash_rate / 1e9:.3g} GB/s of checksums, {1e6 * machine.access_seconds:.2g} µs of Python for an "
             "access to pages"
         )

@@ -112,12 +112,10 @@ def _arena(found: Estimate) -> Table:
 
 def _step(found: Estimate) -> Table:
     seconds, traffic = found.seconds, found.traffic
-    linked = found.machine.device.link > 0
-    moved = {
-        "weights": found.gathered_bytes * linked,
-        "gradients": found.returned_bytes * linked,
-        "drives": traffic.total_bytes,
-    }
+    link, linked = found.link_traffic, found.machine.device.link > 0
+    moved = {"weights": link.weights * linked, "gradients": link.gradients * linked, "drives": traffic.total_bytes}
+    if found.updates_on_device:
+        moved["updates"] = link.read + link.changed
     parts = {"reads": (traffic.read_bytes, seconds.reads), "writes": (traffic.written_bytes, seconds.writes)}
     least = _LEAST_SHOWN * seconds.step
     rows = []
@@ -135,7 +133,9 @@ def _step(found: Estimate) -> Table:
 
 def resource(name: str, found: Estimate) -> str:
     """Return what a resource of `Seconds` is called."""
-    return f"updates ({found.placement})" if name == "updates" else RESOURCES[name]
+    if name != "updates":
+        return RESOURCES[name]
+    return f"updates ({found.placement}{', pages to the device and back' * found.updates_on_device})"
 
 
 def _facts(found: Estimate) -> Table:
@@ -162,7 +162,18 @@ def _facts(found: Estimate) -> Table:
         ("written per node", f"{daily / 1e12:.3g} TB per day", life),
         ("memory to compute in", f"about {format_size(found.working_bytes)}", where),
     ]
+    if found.device_bytes:
+        rows.append(("memory for weights", format_size(found.device_bytes), _weights_there(found)))
     return table("in all", ("", "", ""), rows)
+
+
+def _weights_there(found: Estimate) -> str:
+    """Return what the memory of the device is used for beside computation."""
+    placed, units = found.placed, len(found.model.units)
+    if not placed.staged:
+        return "too little for those of two units: each is copied when it is due"
+    stay = f"those of {len(placed.kept)} of {units} stay from forward to backward" if placed.kept else ""
+    return ", ".join(filter(None, ("those of the next unit ahead of its gather", stay)))
 
 
 def _commits(found: Estimate) -> str:
@@ -173,6 +184,8 @@ def _commits(found: Estimate) -> str:
 def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str]) -> dict[str, Any]:
     """Return the estimate as JSON."""
     model, work, machine = found.model, found.workload, found.machine
+
+    linked = machine.device.link > 0
 
     def by_role(values: Any) -> dict[str, int]:
         return {role.value: values[role] for role in Role}
@@ -192,6 +205,14 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
         "machine": asdict(machine),
         "assumptions": list(assumptions),
         "placement": found.placement,
+        "updates_on_device": found.updates_on_device,
+        "device": {
+            "bytes": found.device_bytes,
+            "staged": found.placed.staged,
+            "kept_units": len(found.placed.kept),
+            "to_device_bytes_per_step": found.link_traffic.to_device * linked,
+            "from_device_bytes_per_step": found.link_traffic.from_device * linked,
+        },
         "page_bytes": found.layout.page_bytes,
         "pages": len(found.layout.pages),
         "state_bytes": found.layout.state_bytes,
