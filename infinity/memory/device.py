@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from infinity.hugepages import transfer_memory
 from infinity.memory.limits import device_margin
 from infinity.units import GIB
 
@@ -317,6 +318,12 @@ KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": CpuDevice, "meta": 
 def open_device(name: torch.device) -> Device:
     """Return the device of this name, always the same one."""
     return KINDS.get(name.type, AcceleratorDevice)(name)
+
+
+def transfer_bytes(device: Device, nbytes: int, piece: int) -> tuple[torch.Tensor, Pinned]:
+    """Return host memory that a device copies to and from, as bytes, and its registration; see `Device.pin`."""
+    memory = transfer_memory(nbytes)
+    return torch.frombuffer(memory, dtype=torch.uint8), device.pin(memory, piece)
 
 
 def wait(mark: Mark, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:

@@ -9,8 +9,7 @@ import torch
 
 from infinity.budget import FETCHED, range_gradient_bytes
 from infinity.content.layout import Layout, Page
-from infinity.hugepages import transfer_memory
-from infinity.memory.device import Device, Mark, wait
+from infinity.memory.device import Device, Mark, transfer_bytes, wait
 from infinity.schedule.pager import Pager
 
 TOGETHER = 4
@@ -41,9 +40,8 @@ class GradientFetcher:
         self._slot_bytes = range_gradient_bytes(layout) if device.asynchronous else 0  # of one range
         self._ring: list[torch.Tensor] = []  # the slots, in bytes
         if self._slot_bytes:
-            memory = transfer_memory(FETCHED * self._slot_bytes)
-            self._pinned = device.pin(memory, self._slot_bytes)
-            self._ring = [*torch.frombuffer(memory, dtype=torch.uint8).view(FETCHED, self._slot_bytes)]
+            ring, self._pinned = transfer_bytes(device, FETCHED * self._slot_bytes, self._slot_bytes)
+            self._ring = [*ring.view(FETCHED, self._slot_bytes)]
         self._next = 0  # slot that is filled next
         self._held = 0  # slots whose gradients were taken and not released
         self._grads: Mapping[int, torch.Tensor] = {}  # of the unit in hand: by shard, flat, on the device

@@ -25,8 +25,7 @@ from infinity.content.views import gradient_components, gradient_of, section, to
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.gradient import Edit, PagedGradient
-from infinity.hugepages import transfer_memory
-from infinity.memory.device import Device, Mark, Pinned, Stream
+from infinity.memory.device import Device, Mark, Pinned, Stream, transfer_bytes
 from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
@@ -165,9 +164,8 @@ class Gradients:
         self._pinned: Pinned | None = None  # the registration of `_on_host`
         self._on_host: torch.Tensor | None = None  # memory of shape (1,) for numbers from the device; None on the CPU
         if device.asynchronous:
-            memory = transfer_memory(PAGESIZE)
-            self._pinned = device.pin(memory, PAGESIZE)
-            self._on_host = torch.frombuffer(memory, dtype=torch.int64)[:1]
+            memory, self._pinned = transfer_bytes(device, PAGESIZE, PAGESIZE)
+            self._on_host = memory.view(torch.int64)[:1]
         self._closed = False  # set by `close`
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ leases, as for all pages, and the device by these marks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,9 +78,10 @@ class Homes:
         return [self._content(use.page, stream) for use in uses]
 
     def _content(self, page: int, stream: Stream) -> torch.Tensor:
-        home = self._homes.get(page)
-        if home is None:  # of a gradient, which is written first
-            home = self._homes[page] = self._new(self._layout.pages[page])
+        if page not in self._homes:  # of a gradient, which is written first
+            others = self._of_gradients(self._layout.pages[page])
+            self._homes |= self.build([each for each in others if each.index not in self._homes])
+        home = self._homes[page]
         home.used.before(stream)
         self._device.keep(home.content, stream)
         return home.content
@@ -106,22 +108,31 @@ class Homes:
 
     # Who lives there #
 
-    def _new(self, page: Page) -> Home:
-        content = torch.empty(page.nbytes, dtype=torch.uint8, device=self._device.name)
-        return Home(content, self._device.mark(self._device.current()))
+    def _of_gradients(self, page: Page) -> Sequence[Page]:
+        """Return the pages that have the same component of gradients as one page, of all of its unit."""
+        segments = [self._layout.segments[segment] for segment in self._layout.unit_segments[page.unit]]
+        parts = [segment.grad_pages[page.component] for segment in segments if page.component < len(segment.grad_pages)]
+        return [each for part in parts for each in part]
 
-    def build(self, unit: int) -> dict[int, Home]:
-        """Return memory for the weights and the state of a unit, by page; it is not at home yet. Not under the lock.
+    def state_pages(self, unit: int) -> list[Page]:
+        """Return the pages of weights and state of a unit that can be at home."""
+        pages = [page for page in self._layout.pages if page.unit == unit and page.role is not Role.GRAD]
+        return [page for page in pages if lives_at_home(self._layout, page)]
+
+    def build(self, pages: Sequence[Page]) -> dict[int, Home]:
+        """Return memory for pages, which are not at home yet: in one piece, of which an allocator wastes little.
+
+        Not under the lock.
 
         Raises:
             torch.OutOfMemoryError: the device has too little.
         """
-        pages = [page for page in self._layout.pages if page.unit == unit and page.role is not Role.GRAD]
-        return {page.index: self._new(page) for page in pages if lives_at_home(self._layout, page)}
-
-    def build_gradient(self, page: int) -> Home:
-        """Return memory for a page of gradients of a unit that is coming. Not under the lock; raises as `build`."""
-        return self._new(self._layout.pages[page])
+        if not pages:
+            return {}
+        memory = torch.empty(sum(page.nbytes for page in pages), dtype=torch.uint8, device=self._device.name)
+        built = self._device.mark(self._device.current())
+        parts = memory.split([page.nbytes for page in pages])
+        return {page.index: Home(part, built) for page, part in zip(pages, parts, strict=True)}
 
     def come(self, unit: int, homes: dict[int, Home]) -> None:
         """Let a unit be at home, with the content that its pages have there."""

@@ -297,16 +297,17 @@ class Pager:
                     self._send(page, home)
             with self._transfers.lock:
                 homes.leave(unit)
-        built = {unit: homes.build(unit) for unit in sorted(units - homes.units)}
+        built = {unit: homes.build(homes.state_pages(unit)) for unit in sorted(units - homes.units)}
         for unit, memory in built.items():
             self._bring(unit, memory)
 
     def _bring(self, unit: int, memory: dict[int, Home]) -> None:
         """Let a unit be at home: begin to copy there what its pages have."""
+        gradients = [page for page in self._layout.pages if page.unit == unit and page.role is Role.GRAD]
         with self._transfers.lock:
-            stored = [page.index for page in self._layout.pages if page.unit == unit and page.role is Role.GRAD]
-            stored = [page for page in stored if self._cache.has_content(page)]
-        coming = memory | {page: self._homes.build_gradient(page) for page in stored}
+            gradients = [page for page in gradients if self._cache.has_content(page.index)]
+        stored = self._homes.build(gradients)
+        coming = memory | stored
         stream = self._device.stream("stage")
         self._device.mark(self._device.current()).before(stream)  # behind what the memory was used for before
         pages = list(coming)

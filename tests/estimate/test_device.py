@@ -123,7 +123,7 @@ def test_weights_stay_where_the_device_has_room() -> None:
     ("auto", 8, False), ("auto", 1, True), ("cuda", 8, True), ("cpu", 1, False)
 ])  # fmt: skip
 def test_updates_are_where_a_run_has_them(device: str, cores: int, expected: bool) -> None:
-    """By what the link and the cores take; pages cross the link then, but for units that live there; no core updates."""
+    """By what the link and the cores take; pages cross the link then, but those that live there, and no core works."""
     found = planned("8B", 4, ARENAS["8B"])
     machine = replace(found.machine, update_cores=cores)
     settings = found.settings.with_values(**{"update.device": device})
