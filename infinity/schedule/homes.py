@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -131,8 +132,10 @@ class Homes:
             return {}
         memory = torch.empty(sum(page.nbytes for page in pages), dtype=torch.uint8, device=self._device.name)
         built = self._device.mark(self._device.current())
-        parts = memory.split([page.nbytes for page in pages])
-        return {page.index: Home(part, built) for page, part in zip(pages, parts, strict=True)}
+        stops = accumulate(page.nbytes for page in pages)
+        return {
+            page.index: Home(memory[stop - page.nbytes : stop], built) for page, stop in zip(pages, stops, strict=True)
+        }
 
     def come(self, unit: int, homes: dict[int, Home]) -> None:
         """Let a unit be at home, with the content that its pages have there."""

@@ -470,7 +470,8 @@ def _pretences(recipe: Recipe, paging: Paging, found: Outcome) -> list[str]:
     homes = "all" if found.at_home == found.units else "some" if found.at_home else "none"
     if paging.homes not in ("", homes):
         listed.append(f"{found.at_home} of {found.units} units lived on the device")
-    if (found.moved > 0) is not (paging.arena != "all" and found.at_home < found.units):
+    # Where some units live on the device, the arena may have room for all others.
+    if homes != "some" and (found.moved > 0) is not (paging.arena != "all" and homes == "none"):
         listed.append(f"the last step read {found.moved} bytes with arena {paging.arena}")
     return listed
 
