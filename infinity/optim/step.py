@@ -297,7 +297,7 @@ class StepRunner:
         try:
             self._provide(events)
         except torch.OutOfMemoryError:
-            _log.warning("the device has no room for weights ahead of their use; set memory.device_bytes lower")
+            _log.warning("the device has no room for weights and whole units; set memory.device_bytes lower")
             planner.device_bytes = 0
             planner.choose(events, late)
             self._provide(events)

@@ -215,8 +215,9 @@ class Updates:
         ranges: deque[_Range] = deque()
         # In a profile this is the whole update, or, with a thread for updates, when it was handed over.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
-            copied = self._device_pages is not None and not self._pager.at_home(unit)
-            copies = self._device_pages.mark if self._device_pages is not None and copied else None
+            copies = self._device_pages.mark if self._device_pages is not None else None
+            if self._pager.at_home(unit):
+                copies = None  # nothing is: the next use comes behind the stream of updates
             for segment, position in self._layout.unit_ranges[unit]:
                 access = range_access(segment, position, components=update.components)
                 lease = self._pager.lease(access, threaded=self._worker.threaded, copies=copies)

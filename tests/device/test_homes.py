@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 
 import infinity
 from infinity.content.layout import Page
+from infinity.schedule.homes import Home, Homes
 from infinity.schedule.pager import Pager
 from support import models
 from support.device.cases import troubles
@@ -47,6 +48,11 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) 
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def plain(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Train."""
+    return [step(model, optimizer, number) for number in range(STEPS)]
 
 
 def edited(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -183,3 +189,26 @@ def test_a_commit_takes_few_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pages: list[Page] = [page for page in run.layout.pages if page.role.value != "grad"]
         assert len(most) == len(pages) > 4 * run.arena.frames
         assert run.pager.census()["free"] == run.arena.frames
+
+
+def test_a_device_that_has_less_room_than_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Goes on with no unit there, and says what to set."""
+    build_homes, built = Homes.build, []
+
+    def build_some(homes: Homes, pages: Sequence[Page]) -> dict[int, Home]:
+        built.append(pages)
+        if len(built) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return build_homes(homes, pages)
+
+    monkeypatch.setattr(Homes, "build", build_some)
+    recipe = Recipe(model="toy", steps=STEPS)
+    expected = in_memory(plain, recipe)
+    with simulation("order-updates"):
+        found = outcome(plain, recipe, Paging(arena="least", device=64 << 20), tmp_path)
+    assert len(built) == 3
+    assert found.at_home == 0
+    assert "memory.device_bytes lower" in caplog.text
+    assert differences(expected, found) == []
