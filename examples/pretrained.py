@@ -1,8 +1,8 @@
 """Begin with pretrained weights, train, and export a folder for `from_pretrained`.
 
-    python examples/pretrained.py FOLDER [--weights FOLDER] [--out FOLDER]
+    python examples/pretrained.py FOLDER [--model NAME] [--out FOLDER]
 
-FOLDER is on an NVMe drive and new. Without --weights a tiny model is made and saved there first.
+FOLDER is on an NVMe drive and new. Without --model a tiny model is made and saved there first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 import infinity
 
@@ -33,32 +32,26 @@ def make_weights(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--weights", type=Path, help="a folder that from_pretrained loads")
+    parser.add_argument("--model", help="a causal language model: a folder, or its id in the Hub")
     parser.add_argument("--out", type=Path, help="where to export to; by default FOLDER/exported")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     pages, out = options.folder / "pages", options.out or options.folder / "exported"
-    if (weights := options.weights) is None:
-        make_weights(weights := options.folder / "weights")
+    if (name := options.model) is None:
+        make_weights(name := options.folder / "weights")
 
-    # The model's config gives its shape; its weights are streamed by `offload`, never in memory as a whole.
-    config = AutoConfig.from_pretrained(weights)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    mesh = infinity.mesh()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # Only the config is read here; the weights are streamed by `offload`, never in memory as a whole. Layers of any
+    # model of transformers are found and sharded, computing in bf16; docs/guide.md has what else may be said.
+    model = infinity.from_pretrained(name, auto_class=AutoModelForCausalLM)
     optimizer = infinity.offload(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-4),
-        {"storage": {"paths": [str(pages)]}, "memory": {"host_bytes": "8MiB"}},
-        weights=weights,  # tensors that are missing, unexpected or of another shape are refused in one list
-    )
+        {"storage": {"paths": [str(pages)]}, "memory": {"host_bytes": "8MiB"}},  # for a real model: as much as you have
+    )  # tensors that are missing, unexpected or of another shape are refused in one list
+    device = infinity.mesh().device_type
     with optimizer:
         for step in range(STEPS):
-            batch = torch.randint(config.vocab_size, (2, 32), device=mesh.device_type)
+            batch = torch.randint(model.config.vocab_size, (2, 32), device=device)
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             optimizer.step()

@@ -9,13 +9,25 @@ from infinity.hugepages import use_for_tensors
 
 if TYPE_CHECKING:
     from infinity.accumulation.micro_batches import micro_batches
+    from infinity.fsdp.mesh import mesh
+    from infinity.models.pretrained import from_config, from_pretrained
     from infinity.run.live import close_all
-    from infinity.run.mesh import mesh
     from infinity.run.offload import offload
     from infinity.run.optimizer import PagedOptimizer
 
 __version__ = "0.1.0"
-__all__ = ["Config", "InfinityError", "PagedOptimizer", "close_all", "load_config", "mesh", "micro_batches", "offload"]
+__all__ = [
+    "Config",
+    "InfinityError",
+    "PagedOptimizer",
+    "close_all",
+    "from_config",
+    "from_pretrained",
+    "load_config",
+    "mesh",
+    "micro_batches",
+    "offload",
+]
 
 use_for_tensors()
 
@@ -23,7 +35,9 @@ use_for_tensors()
 _HOMES = {
     "PagedOptimizer": "infinity.run.optimizer",
     "close_all": "infinity.run.live",
-    "mesh": "infinity.run.mesh",
+    "from_config": "infinity.models.pretrained",
+    "from_pretrained": "infinity.models.pretrained",
+    "mesh": "infinity.fsdp.mesh",
     "micro_batches": "infinity.accumulation.micro_batches",
     "offload": "infinity.run.offload",
 }

@@ -172,7 +172,10 @@ class RunConfig:
         -1, "Step of the commit to continue from; -1: the newest. Commits of later steps are removed.", minimum=-1
     )
     retained_commits: int = setting(
-        1, "Commits that are kept, the newest ones; each takes the size of the state on NVMe, once more.", minimum=1
+        1,
+        "Commits that are kept, the newest ones; each takes the size of the state on NVMe, once more. 0: there is no "
+        "room for any, and `commit()` is refused.",
+        minimum=0,
     )
     keep: Literal["auto", "always", "never"] = setting(
         "auto", "What `close()` leaves on disk: `auto` keeps a run that has a commit and removes one that has none."

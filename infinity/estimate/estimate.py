@@ -9,13 +9,14 @@ updates, accesses over that of Python.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from infinity.budget import Budget, choose_budget
 from infinity.config import Config
 from infinity.content.format import ITEMSIZE, Role
-from infinity.content.layout import Layout
+from infinity.content.layout import Layout, Page
 from infinity.errors import ConfigError
 from infinity.estimate.events import step_events
 from infinity.estimate.machine import Machine
@@ -28,6 +29,7 @@ from infinity.schedule.planner import Plan, Traffic, predict_seconds
 from infinity.schedule.timing import Beside
 from infinity.schedule.trace import Event, EventKind
 from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
+from infinity.store.pages import state_pages
 from infinity.units import format_size
 
 HIDDEN = 1.05
@@ -301,11 +303,17 @@ class Estimate:
 
     @cached_property
     def drive_bytes(self) -> int:
-        """Space that this rank takes on the drives."""
-        pages = self.layout.pages
-        paths = spread(pages, [1.0] * self.machine.drives.count)
-        slots = plan_slots(pages, paths, SPARE_SLOTS, self.settings.run.retained_commits)
-        return sum(file_sizes(slots, self.machine.drives.count))
+        """Space that this rank takes on the drives: with that for gradients, if they are stored."""
+        pages, drives = self.layout.pages, self.machine.drives.count
+        paths = spread(pages, [1.0] * drives)
+
+        def size(of: Sequence[Page], retained: int) -> int:
+            slots = plan_slots(of, [paths[page.index] for page in of], SPARE_SLOTS, retained)
+            return sum(file_sizes(slots, drives))
+
+        state = size(state_pages(pages), self.settings.run.retained_commits)
+        stored = self.traffic.written[Role.GRAD] > 0
+        return state + (size([page for page in pages if page.role is Role.GRAD], 0) if stored else 0)
 
     @property
     def node_written_per_day(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class WeightFiles:
         self.tensors: dict[str, torch.Tensor] = {}
         """By name, on the meta device: shape and dtype."""
         self._file_of: dict[str, Path] = {}  # by name of the tensor
-        index = _read_index(chosen) if chosen.name.endswith(".json") else {}
+        index = read_index(chosen) if chosen.name.endswith(".json") else {}
         files = sorted({self.folder / file for file in index.values()}) or [chosen]
         for file in files:
             if not file.is_file():
@@ -168,7 +168,21 @@ def _instead(folder: Path) -> str:
     return "name a folder that save_pretrained wrote"
 
 
-def _read_index(file: Path) -> dict[str, str]:
+def refuse_quantised(config: Mapping[str, Any], where: object) -> None:
+    """Refuse a configuration that says that the weights are quantised: what is trained are weights.
+
+    Raises:
+        ConfigError: it does; `where` is named.
+    """
+    if found := config.get("quantization_config"):
+        method = found.get("quant_method", "") if isinstance(found, dict) else found
+        raise ConfigError(
+            f"{where} is quantised ({method}), and what is trained are weights: load it with from_pretrained of "
+            "transformers, dequantise it, and save it with save_pretrained"
+        )
+
+
+def read_index(file: Path) -> dict[str, str]:
     """Return the file of every tensor, by the names in the index."""
     names = read_json(file).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):

@@ -1,1 +1,1 @@
-"""Sharded models, made from a name or a configuration."""
+"""Sharded models of transformers, made from a name or a configuration."""

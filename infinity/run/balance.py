@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 from infinity.content.layout import Page
 from infinity.errors import BudgetError, StorageError
-from infinity.run.space import FileSpace
 from infinity.store.extents import respread
 from infinity.store.pages import PageStore
 from infinity.units import format_size
@@ -195,9 +194,7 @@ class Balance:
         pages: Sequence[Page],
         store: PageStore,
         names: Sequence[str],
-        space: FileSpace,
         steps: Callable[[], float],
-        grown: Callable[[int], None],
     ) -> None:
         """Begin to watch.
 
@@ -207,12 +204,10 @@ class Balance:
             pages: of the rank, by index.
             store: whose pages move.
             names: of the paths, for messages.
-            space: of the data files, for further slots.
             steps: returns how many steps have ended.
-            grown: is told how many bytes the data files have.
         """
         self._loads, self._pages, self._store = loads, pages, store
-        self._names, self._space, self._steps, self._grown = names, space, steps, grown
+        self._names, self._steps = names, steps
         self._watch = Watch(known)
         self._moving: list[int] = []
         """Pages that were not yet written to where they go; the thread's."""
@@ -264,16 +259,13 @@ class Balance:
             if size < _LEAST_MOVED * sum(held):
                 return True
             try:
-                slots = self._store.slots_to_spread(paths)
-                self._space.allocate(slots)
+                self._store.spread_anew(paths)
             except BudgetError as error:
                 full = error
                 continue
             except StorageError as error:
                 _log.warning("pages stay on the paths that they are on: %s", error)
                 return False
-            self._grown(self._space.nbytes)
-            self._store.spread_anew(paths, slots)
             self._moving, self._since = [page.index for page in moving], self._steps()
             given = zip(self._names, found, strict=True)
             what = ", ".join(f"{name} gives {format_size(item.rate)}/s" for name, item in given)

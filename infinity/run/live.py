@@ -21,7 +21,7 @@ from torch import nn
 
 from infinity.ending import end_all
 from infinity.errors import FolderBusyError
-from infinity.run import forks
+from infinity.fsdp import forks
 from infinity.run.optimizer import PagedOptimizer
 from infinity.run.run import Run
 from infinity.variables import variables_of

@@ -22,6 +22,7 @@ from infinity.fsdp.attach import Attachment
 from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.fsdp.staging import Staging
+from infinity.models.origin import noted_weights
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import make_kernel
@@ -59,7 +60,8 @@ def offload(
         optimizer: of any class, over its parameters, without state yet. What it does must not depend on how parameters
             are cut into pages; that is tried out on small copies of it before anything is written.
         config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
-        weights: folder to load a model on the meta device from, as a stream. Either of safetensors, as
+        weights: folder to load a model on the meta device from, as a stream; by default that which
+            `infinity.from_pretrained` has found, if the model is from there. Either of safetensors, as
             `save_pretrained` writes it (or one such file or index, to name a variant): names are found, and tensors
             renamed, fused or split, as `from_pretrained` of transformers does; those of other models must be equal.
             Or one that `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of
@@ -85,6 +87,8 @@ def offload(
     sharded = ShardedModel.inspect(model)
     if isinstance(optimizer, PagedOptimizer):
         raise UnsupportedError("the model is offloaded already")
+    if weights is None and sharded.on_meta:
+        weights = noted_weights(model)
     check_optimizer(sharded, optimizer)
     _check_sources(sharded, weights, strict, init)
     kernel = make_kernel(optimizer)
@@ -185,7 +189,8 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     names = {name: shard for shard, member in enumerate(sharded.shards) for name in member.names}
     states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=steps.made_with_state)
     paged = PagedOptimizer(given, run, runner, states, checkpointer, resumed)
-    if run.place.source is not None:  # the new run is one to resume from before the old one is no longer needed
+    # The new run is one to resume from before the old one is no longer needed.
+    if run.place.source is not None and run.settings.run.retained_commits:
         paged.commit(paged.resumed_extra)
         if run.ranks.rank == 0:
             old = run.place.source.reader

@@ -236,6 +236,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 `resumed_extra`, equal. What would come back as something else is refused.
 
         Raises:
+            ConfigError: `run.retained_commits` is 0.
             CommitError: `extra` is not such data; the place is named. Nothing is written.
             InfinityError: gradients are pending (call it after `step`), or another rank failed.
             UnsupportedError: parameters were added to a param group, or the state was replaced.
@@ -243,6 +244,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         self._runner.check_open()
         self._own.check()
+        if not self._run.settings.run.retained_commits:
+            raise ConfigError("run.retained_commits = 0: there is no room for a commit on the drives; set 1 or more")
         self._runner.reconcile()
         if self._runner.has_gradients:
             raise InfinityError("commit() between backward and step(): call it after step()")
@@ -343,7 +346,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _tell_lost_steps(self) -> None:
         """Say which steps end with this object, where that was not asked for; before it is too late to see it."""
         first, steps, run = max(self._began, self._committed or 0) + 1, self.steps, self._run
-        if steps >= first and run.ranks.rank == 0 and run.settings.run.keep != "never":
+        wanted = run.settings.run.keep != "never" and run.settings.run.retained_commits > 0
+        if steps >= first and run.ranks.rank == 0 and wanted:
             which = f"step {first} is" if first == steps else f"steps {first} to {steps} are"
             kept = "the run was never committed" if self._committed is None else "it is in no commit"
             _log.warning(

@@ -172,6 +172,7 @@ class Run:
                 files,
                 slots,
                 engine,
+                space,
                 name_of=layout.page_name,
                 moved=partial(_book_transfer, ledger, timeline, loads),
                 timeout=settings.storage.timeout_seconds,
@@ -187,6 +188,7 @@ class Run:
             self.undo.push(pacing.close)
             capacity = stats.gauge("tier_capacity_bytes", tier="nvme")
             capacity.set(space.nbytes)
+            space.changed = capacity.set
             if settings.storage.balance and len(files) > 1:
                 balance = Balance(
                     loads,
@@ -194,9 +196,7 @@ class Run:
                     layout.pages,
                     store,
                     folders,
-                    space,
                     steps=lambda: stats.snapshot().value("steps_total"),
-                    grown=capacity.set,
                 )
                 self.undo.push(balance.close)
             timeout = settings.storage.timeout_seconds

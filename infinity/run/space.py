@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from infinity.errors import StorageError
 from infinity.node import NodeDaemon
 from infinity.store.extents import SlotClass, file_sizes
 from infinity.store.folder import allocated_bytes, reserve
 
 
 class FileSpace:
-    """Makes data files long enough, while nobody else on the node takes that space."""
+    """Makes data files as long as they need to be, while nobody else on the node takes that space."""
 
     def __init__(self, daemon: NodeDaemon, run_id: str, files: Sequence[Path]) -> None:
         """Allocate nothing yet.
@@ -20,6 +22,8 @@ class FileSpace:
             files: of every NVMe path.
         """
         self._daemon, self._run_id, self._files = daemon, run_id, files
+        self.changed: Callable[[int], object] = lambda _: None
+        """Is told how many bytes all files have, when that changes."""
         self._sizes = [0] * len(files)
         """Bytes by file that have been allocated."""
 
@@ -41,3 +45,20 @@ class FileSpace:
                 with self._daemon.space_reserved(str(file.parent.resolve()), missing, self._run_id):
                     reserve(file, size)
                 self._sizes[number] = size
+        self.changed(self.nbytes)
+
+    def cut(self, slots: Iterable[SlotClass]) -> None:
+        """Let no file be longer than these slots need.
+
+        Raises:
+            StorageError: a drive failed.
+        """
+        for number, size in enumerate(file_sizes(slots, len(self._files))):
+            file = self._files[number]
+            try:
+                if os.path.getsize(file) > size:
+                    os.truncate(file, size)
+            except OSError as error:
+                raise StorageError("shorten", str(file), size, 0, error.errno) from error
+            self._sizes[number] = min(self._sizes[number], size)
+        self.changed(self.nbytes)

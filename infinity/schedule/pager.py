@@ -124,6 +124,7 @@ class Pager:
         failed: Callable[[Exception], None],
     ) -> None:
         self._layout, self._device, self._observer, self._timeout = layout, device, observer, timeout
+        self._store = store
         self._transfers = Transfers(store, observer, timeout=timeout, failed=failed)
         self._frames = Frames(layout, arena)
         self._cache = Cache(
@@ -196,7 +197,13 @@ class Pager:
         return Lease(self, uses, cursor, access, behind=behind, threaded=threaded, copies=copies)
 
     def install(self, plan: Plan | None) -> None:
-        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`."""
+        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`.
+
+        Raises:
+            BudgetError: it stores gradients, for which the drives have no room.
+        """
+        if plan is not None:
+            self._store.expect_gradients(plan.traffic.written[Role.GRAD] > 0)
         with self._transfers.lock:
             self._transfers.check()
             self._cache.drop_claims()

@@ -28,7 +28,7 @@ _WAITS = {
 
 
 class PageReaderWriter(Protocol):
-    """What the pager needs of a store. Called under the lock.
+    """What the pager needs of a store. Called under the lock, but for `expect_gradients`.
 
     A transfer ends with one call of `done`, from any thread: with what went wrong, or None. Until then its `memory`, as
     long as the page, belongs to the store: the pager changes none of it, and of a read looks at none of it.
@@ -45,6 +45,9 @@ class PageReaderWriter(Protocol):
 
     def has(self, page: int) -> bool:
         """Whether a version is stored."""
+
+    def expect_gradients(self, stored: bool) -> None:
+        """Have room for all gradients if each step stores them; not under the lock. Raises what keeps it from that."""
 
     def oldest_request(self) -> str:
         """Describe the request that has been in flight longest."""

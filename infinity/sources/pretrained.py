@@ -22,7 +22,7 @@ from infinity.content.layout import Layout
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats import transformers_names as names
 from infinity.formats.transformers_names import Conversion
-from infinity.formats.weight_files import WeightFiles, WeightReader, read_json
+from infinity.formats.weight_files import WeightFiles, WeightReader, read_json, refuse_quantised
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_bounds, local_slice
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
@@ -95,12 +95,8 @@ class PretrainedFolder(FirstValues):
 
     def _refuse_quantised(self) -> None:
         config = self._files.folder / "config.json"
-        if config.is_file() and (found := read_json(config).get("quantization_config")):
-            method = found.get("quant_method", "") if isinstance(found, dict) else found
-            raise ConfigError(
-                f"{self._files.path} is quantised ({method}), and what is trained are weights: load it with "
-                "from_pretrained of transformers, dequantise it, and save it with save_pretrained"
-            )
+        if config.is_file():
+            refuse_quantised(read_json(config), self._files.path)
 
     def _compare_tied(self, entries: Mapping[tuple[str, ...], torch.Tensor]) -> None:
         """Check that what is one parameter here does not have several values there."""

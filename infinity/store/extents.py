@@ -19,7 +19,9 @@ from infinity.content.layout import Page
 from infinity.errors import StallError
 
 SPARE_SLOTS = 16
-"""Writes that a run may have in flight at once, each of which needs a slot more."""
+"""Writes of one class that a run may have in flight at once at most, each of which needs a slot more."""
+_SPARE_PARTS = 25
+"""Spare slots of a class: one for so many pages of it, or a part of them. Further writes wait for one that ends."""
 
 
 class Extent(NamedTuple):
@@ -99,16 +101,16 @@ def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained
     Classes for another retained commit lie behind all others, so that a resumed run may retain more or fewer.
 
     Args:
-        pages: all pages of the rank.
+        pages: those of the state.
         paths: path of every page.
-        spare: writes that may be in flight at once; each needs one slot more.
+        spare: writes of a class that may be in flight at once at most; each needs one slot more.
         retained: commits that are kept.
     """
-    members, committed = _counted(pages, ((path,) for path in paths))
-    newest = {key: count + min(spare, count) for key, count in members.items()}
+    members = _counted(pages, [(path,) for path in paths])
+    newest = {key: count + _spare(count, spare) for key, count in members.items()}
     offsets = [0] * (max(paths, default=0) + 1)
     classes = []
-    for counts in (newest, *[committed] * retained):
+    for counts in (newest, *[members] * retained):
         for (path, length), count in sorted(counts.items()):
             classes.append(SlotClass(path=path, length=length, offset=offsets[path], count=count))
             offsets[path] += count * length
@@ -129,30 +131,30 @@ def needed_slots(
     """Return how many slots there must be by (path, length), as `plan_slots`, where pages lie on several paths.
 
     Args:
-        pages: all pages of the rank.
-        paths: by page, all paths that a version of it lies on, or will.
-        spare: writes that may be in flight at once.
+        pages: some pages of the rank.
+        paths: by page of these, all paths that a version of it lies on, or will.
+        spare: writes of a class that may be in flight at once at most.
         retained: commits that are kept.
     """
-    members, committed = _counted(pages, paths)
-    return Counter({key: n + min(spare, n) + committed[key] * retained for key, n in members.items()})
+    members = _counted(pages, paths)
+    return Counter({key: count * (1 + retained) + _spare(count, spare) for key, count in members.items()})
 
 
-def _counted(
-    pages: Sequence[Page], paths: Iterable[Collection[int]]
-) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """Return how many pages are on each path, by (path, length): all, and those that commits name."""
-    members: Counter[tuple[int, int]] = Counter()
-    committed: Counter[tuple[int, int]] = Counter()
-    for page, on in zip(pages, paths, strict=True):
-        for path in on:
-            members[path, page.nbytes] += 1
-            committed[path, page.nbytes] += page.role is not Role.GRAD
-    return members, committed
+def _counted(pages: Sequence[Page], paths: Sequence[Collection[int]]) -> Counter[tuple[int, int]]:
+    """Return how many pages are on each path, by (path, length)."""
+    return Counter((path, page.nbytes) for page, on in zip(pages, paths, strict=True) for path in on)
+
+
+def _spare(count: int, most: int) -> int:
+    """Return the spare slots of a class of so many pages."""
+    return min(most, -(-count // _SPARE_PARTS))
 
 
 def missing_slots(
-    classes: Sequence[SlotClass], needed: Mapping[tuple[int, int], int], used: Collection[Extent] = ()
+    classes: Sequence[SlotClass],
+    needed: Mapping[tuple[int, int], int],
+    used: Collection[Extent] = (),
+    behind: Sequence[SlotClass] = (),
 ) -> tuple[SlotClass, ...]:
     """Return further slots, behind the classes and between what is used there, so that there are as many as needed.
 
@@ -160,14 +162,15 @@ def missing_slots(
         classes: the slots so far.
         needed: how many slots there must be by (path, length).
         used: extents of committed pages; those that are no slots count as such, and slots that they touch do not.
+        behind: other slots that they are to lie behind.
     """
     taken = _Used(used)
     there = Counter((extent.path, extent.length) for extent in set(used))
     there.update((slot.path, slot.length) for item in classes for slot in item if not taken.touch(slot))
     more: list[SlotClass] = []
-    paths = {path for path, _ in (*needed, *there)} | {item.path for item in classes}
-    behind = file_sizes(classes, 1 + max(paths, default=-1))
-    for path, end in enumerate(behind):
+    before = (*classes, *behind)
+    paths = {path for path, _ in (*needed, *there)} | {item.path for item in before}
+    for path, end in enumerate(file_sizes(before, 1 + max(paths, default=-1))):
         missing = {
             length: count - there[path, length]
             for (on, length), count in sorted(needed.items())
@@ -230,6 +233,8 @@ class ExtentAllocator:
         """Lock of `_free`; notified when a slot comes back."""
         self._free: dict[tuple[int, int], list[int]] = {}
         """Offsets in bytes of free slots by (path, length), the lowest last."""
+        self._lent: dict[tuple[int, int], int] = {}
+        """Lengths of slots that are lent, by (path, offset)."""
         self.add(classes, taken)
 
     def add(self, classes: Sequence[SlotClass], taken: _Used | None = None) -> None:
@@ -252,8 +257,37 @@ class ExtentAllocator:
                 raise StallError(f"no slot of {length} bytes on path {path} was freed within {timeout:.0f} s")
             return Extent(path, free.pop(), length)
 
+    def take_free(self, path: int, length: int) -> Extent | None:
+        """Return a slot, or None where none is free."""
+        with self._freed:
+            free = self._free.get((path, length))
+            return Extent(path, free.pop(), length) if free else None
+
+    def lend(self, path: int, length: int) -> Extent | None:
+        """Return so many bytes of the shortest slot that has them, of a class with more free slots than spare ones."""
+        with self._freed:
+            fitting = [
+                slot
+                for (on, slot), free in self._free.items()
+                if on == path and slot >= length and len(free) > SPARE_SLOTS
+            ]
+            if not fitting:
+                return None
+            offset = self._free[path, min(fitting)].pop(0)  # the highest: those below are next in turn
+            self._lent[path, offset] = min(fitting)
+            return Extent(path, offset, length)
+
     def give(self, extent: Extent) -> None:
         """Take a slot back."""
         with self._freed:
-            self._free.setdefault((extent.path, extent.length), []).append(extent.offset)
+            length = self._lent.pop((extent.path, extent.offset), extent.length)
+            self._free.setdefault((extent.path, length), []).append(extent.offset)
             self._freed.notify_all()
+
+    def drain(self, classes: Sequence[SlotClass]) -> bool:
+        """Have no slots any more, if all of these, which are all that there are, are free; return whether they were."""
+        with self._freed:
+            if sum(map(len, self._free.values())) < sum(item.count for item in classes):
+                return False
+            self._free.clear()
+            return True

@@ -17,6 +17,7 @@ from time import perf_counter
 
 import xxhash
 
+from infinity.content.format import Role
 from infinity.content.layout import Page
 from infinity.errors import CommitError, CorruptPageError, StorageError
 from infinity.io import DataFile, Engine, Op, Ticket
@@ -30,6 +31,7 @@ from infinity.store.extents import (
     plan_slots,
     spread,
 )
+from infinity.store.gradients import FileLengths, GradientSpace
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +55,11 @@ def checksum(page: int, content: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(content, seed=page)
 
 
+def state_pages(pages: Sequence[Page]) -> list[Page]:
+    """Return those of some pages that are in commits: no gradients."""
+    return [page for page in pages if page.role is not Role.GRAD]
+
+
 def lay_out(
     pages: Sequence[Page],
     shares: Sequence[float],
@@ -60,9 +67,10 @@ def lay_out(
     spare: int,
     retained: int,
 ) -> tuple[tuple[int, ...], tuple[SlotClass, ...]]:
-    """Return the path that new versions of every page go to, and all slots; extents of commits are slots, too.
+    """Return the path that new versions of every page go to, and the slots of the state.
 
-    Pages of a commit stay where it has them, which need not be where `shares` say: they may have been spread anew.
+    Extents of commits are slots, too. Pages of a commit stay where it has them, which need not be where `shares` say:
+    they may have been spread anew.
 
     Args:
         pages: of the rank, by index.
@@ -80,9 +88,11 @@ def lay_out(
             on[page].add(version.extent.path)
     # Commits beyond the retained ones stay until the next one is published, where they are.
     retained = max(retained, len(committed))
-    slots = plan_slots(pages, spread_out, spare, retained)
+    state = state_pages(pages)
+    slots = plan_slots(state, [spread_out[page.index] for page in state], spare, retained)
     used = {version.extent for versions in committed.values() for version in versions.values()}
-    more = missing_slots(slots, needed_slots(pages, on, spare, retained), used)
+    needed = needed_slots(state, [on[page.index] for page in state], spare, retained)
+    more = missing_slots(slots, needed, used)
     strays = (SlotClass(path=p, offset=at, length=n, count=1) for p, at, n in sorted(used.difference(*slots)))
     return tuple(paths), (*slots, *more, *strays)
 
@@ -171,6 +181,7 @@ class PageStore:
         files: Sequence[Path],
         slots: Sequence[SlotClass],
         engine: Engine,
+        lengths: FileLengths,
         *,
         name_of: Callable[[int], str],
         moved: Moved,
@@ -189,6 +200,7 @@ class PageStore:
             files: data file of every path.
             slots: that the extents are taken from, see `lay_out`.
             engine: that moves bytes; it closes the files.
+            lengths: makes the data files longer and shorter.
             name_of: readable name of a page, for errors.
             moved: told of every transfer that has ended for good: page, last ticket, path, how often it was submitted
                 again, error.
@@ -219,13 +231,17 @@ class PageStore:
         self._check_committed()
         self._current = dict(self._commits[max(self._commits)]) if self._commits else {}
         """Current version by page. Changed under `_lock` by the thread on which a write ends, and by `discard`; read
-        without it, as the pager reads no page that is being written. A page whose content is dead may be discarded
-        while it is being written: its dead version then becomes current, is read by nobody, and is replaced by the next
-        write."""
+        without it, as the pager reads no page that is being written."""
+        self._writing: dict[int, bool] = {}
+        """By page that is being written, whether its content is dead meanwhile, so that the version is not to become
+        current. Changed under `_lock`."""
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         """Which slots are free; has a lock of its own."""
         self._slots = tuple(slots)
-        """All slots. Grows with `spread_anew`."""
+        """All slots of the state. Grows with `spread_anew`."""
+        self._lengths = lengths
+        self._gradients = GradientSpace(pages, spare, self._extents, lengths, lambda: self._slots)
+        """Where gradients lie."""
         self._lock = Lock()
         self._writers = ThreadPoolExecutor(max(1, hashers), thread_name_prefix="infinity-writer")
         """Hash and submit writes, one page each. Hashing takes 5 to 15 GB/s of one core, less than several drives."""
@@ -251,28 +267,38 @@ class PageStore:
         if stray := overlapping(version.extent for version in self._named):
             raise CommitError(f"{self._files[stray.path].path}: two committed pages overlap at {stray.offset}")
 
-    def slots_to_spread(self, paths: Sequence[int]) -> tuple[SlotClass, ...]:
-        """Return the slots that are missing, behind those that there are, so that new versions can go to `paths`."""
+    def spread_anew(self, paths: Sequence[int]) -> None:
+        """From now on, write new versions of pages to `paths`; they move as they are written.
+
+        Args:
+            paths: by page.
+
+        Raises:
+            BudgetError: there is no room for the slots that are missing there. StorageError: a drive failed.
+        """
         on = [{old, new} for old, new in zip(self._paths, paths, strict=True)]
         with self._lock:
             for versions in (self._current, *self._commits.values()):
                 for page, version in versions.items():
                     on[page].add(version.extent.path)
-        retained = max(self.retained, len(self._commits))
-        return missing_slots(self._slots, needed_slots(self._pages, on, self._spare, retained))
-
-    def spread_anew(self, paths: Sequence[int], slots: Sequence[SlotClass]) -> None:
-        """From now on, write new versions of pages to `paths`; they move as they are written.
-
-        One thread at a time calls this and `slots_to_spread`.
-
-        Args:
-            paths: by page.
-            slots: what `slots_to_spread` returned for `paths`; the data files are long enough for them.
-        """
-        self._extents.add(slots)
-        self._slots = (*self._slots, *slots)
+        state = state_pages(self._pages)
+        needed = needed_slots(
+            state, [on[page.index] for page in state], self._spare, max(self.retained, len(self._commits))
+        )
+        with self._gradients.growing:
+            slots = missing_slots(self._slots, needed, behind=self._gradients.area)
+            self._lengths.allocate(slots)
+            self._extents.add(slots)
+            self._slots = (*self._slots, *slots)
         self._paths = tuple(paths)
+
+    def expect_gradients(self, stored: bool) -> None:
+        """Have room for the gradients of all pages if they are stored in every step; if not, give it back.
+
+        Raises:
+            BudgetError: there is no room. StorageError: a drive failed.
+        """
+        self._gradients.expect(stored, self._paths)
 
     def not_moved(self, pages: Sequence[int]) -> list[int]:
         """Return those of `pages` whose current version is on another path than the next one will be."""
@@ -303,11 +329,13 @@ class PageStore:
 
     def write(self, page: int, memory: memoryview, done: Done) -> None:
         """Store a new version from `memory`, then call `done`. The caller leaves `memory` alone until then."""
+        with self._lock:
+            self._writing[page] = False
         self._writers.submit(self._write, page, memory, done)
 
     def _write(self, page: int, memory: memoryview, done: Done) -> None:
         try:
-            extent = self._extents.take(self._paths[page], self._pages[page].nbytes, self._timeout)
+            extent = self._take(page)
             version = Version(extent, checksum(page, memory))
         except Exception as error:  # this runs on a thread of its own: whoever waits must hear of it
             done(error)
@@ -315,10 +343,30 @@ class PageStore:
 
         def ended(error: Exception | None) -> None:
             if error is not None:
-                self._extents.give(extent)
+                self._give(page, extent)
             done(error)
 
-        self._transfer(Op.WRITE, page, extent, memory, lambda: self._replace(page, version), ended)
+        self._transfer(Op.WRITE, page, extent, memory, lambda: self._arrived(page, version), ended)
+
+    def _arrived(self, page: int, version: Version) -> None:
+        """Have a version that was written become current, unless its content has become dead meanwhile."""
+        with self._lock:
+            dead = self._writing.pop(page, False)
+            if dead:
+                self._give(page, version.extent)
+            else:
+                self._replace(page, version)
+
+    def _take(self, page: int) -> Extent:
+        """Return a slot for a new version of a page."""
+        if self._pages[page].role is Role.GRAD:
+            return self._gradients.take(self._pages[page], self._paths, self._timeout)
+        return self._extents.take(self._paths[page], self._pages[page].nbytes, self._timeout)
+
+    def _give(self, page: int, extent: Extent) -> None:
+        """Take back the slot of a version that nobody needs."""
+        slots = self._gradients if self._pages[page].role is Role.GRAD else self._extents
+        slots.give(extent)
 
     def _transfer(
         self,
@@ -381,20 +429,23 @@ class PageStore:
             _log.warning("%s; it is tried again, look after this drive (said once, then only counted)", error)
 
     def discard(self, page: int) -> None:
-        """Forget the current version of a page whose content is dead."""
-        self._replace(page, None)
+        """Forget the current version of a page whose content is dead, and the one that is being written."""
+        with self._lock:
+            if page in self._writing:
+                self._writing[page] = True
+            self._replace(page, None)
 
     def has(self, page: int) -> bool:
         """Whether there is a stored version."""
         return page in self._current
 
     def _replace(self, page: int, version: Version | None) -> None:
-        with self._lock:
-            old = self._current.pop(page, None)
-            if version is not None:
-                self._current[page] = version
-            if old is not None and not self._named[old]:
-                self._extents.give(old.extent)
+        """Have another current version, or none. Under `_lock`."""
+        old = self._current.pop(page, None)
+        if version is not None:
+            self._current[page] = version
+        if old is not None and not self._named[old]:
+            self._give(page, old.extent)
 
     def sync(self) -> None:
         """Make all completed writes durable.

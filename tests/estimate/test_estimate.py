@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from infinity.estimate.advice import best_changes
 from infinity.estimate.estimate import HIDDEN, STORAGE, Estimate, Workload, estimate
 from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Drives, Machine
 from infinity.estimate.model import decoder, with_lora
-from infinity.store.extents import SPARE_SLOTS
 
 MODEL = decoder(parameters=3e8, layers=8, hidden=1536, vocabulary=16000)
 MACHINE = Machine(
@@ -92,14 +90,18 @@ def test_a_frozen_base_is_read_twice_and_never_written() -> None:
     assert found.traffic.read[Role.PARAM] <= 4 * base * 1.01
 
 
-def test_space_is_the_state_twice_gradients_and_what_is_in_flight() -> None:
-    """And once more for each further commit."""
-    one, two = planned(), planned(run__retained_commits=2)
-    slots = Counter(page.nbytes for page in one.layout.pages)
-    in_flight = MACHINE.drives.count * sum(min(SPARE_SLOTS, number) * size for size, number in slots.items())
-    least = 2 * one.layout.state_bytes + one.layout.bytes_of(Role.GRAD)
-    assert least < one.drive_bytes <= least + in_flight
-    assert two.drive_bytes - one.drive_bytes == one.layout.state_bytes
+def test_space_is_the_state_twice_and_what_is_in_flight() -> None:
+    """And once more for each further commit; gradients take space where they are stored."""
+    drive, model = MACHINE.with_drives(1), decoder(parameters=354e6, layers=24, hidden=1024, vocabulary=32000)
+    one, two, none = (planned("256MiB", model, drive, run__retained_commits=number) for number in (1, 2, 0))
+    state = one.layout.state_bytes
+    assert 2 * state < one.drive_bytes < 2.05 * state
+    assert two.drive_bytes - one.drive_bytes == one.drive_bytes - none.drive_bytes == state
+    assert none.drive_bytes < 1.05 * state
+    stored = planned("128MiB", work=replace(WORK, clipping=True))
+    gradients = stored.layout.bytes_of(Role.GRAD)
+    assert stored.traffic.written[Role.GRAD] > 0
+    assert gradients < stored.drive_bytes - planned("128MiB").drive_bytes < 1.1 * gradients
 
 
 def test_days_are_rated_bytes_over_what_is_written() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -111,8 +111,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     been: list[tuple[int, ...]] = []
     spread_anew = PageStore.spread_anew
 
-    def note(store: PageStore, paths: Sequence[int], slots: Any) -> None:
-        spread_anew(store, paths, slots)
+    def note(store: PageStore, paths: Sequence[int]) -> None:
+        spread_anew(store, paths)
         been.append(tuple(paths))
 
     monkeypatch.setattr(PageStore, "spread_anew", note)
@@ -149,7 +149,7 @@ def test_without_room_pages_stay(
     allocate = FileSpace.allocate
 
     def full(space: FileSpace, slots: Iterable[SlotClass]) -> None:
-        if space.nbytes:
+        if threading.current_thread().name == "infinity-balance":
             raise BudgetError("no room")
         allocate(space, slots)
 

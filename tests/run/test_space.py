@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 import infinity
 from infinity import node
-from infinity.errors import BudgetError
+from infinity.content.format import Role
+from infinity.errors import BudgetError, ConfigError
 from infinity.node import NodeDaemon
 from infinity.run import space
 from support import models
 from support.daemon_process import daemon, talk
+from support.session import Session, draw
 from support.train import Paging, Recipe, batch, build, make_optimizer, settings
 
 RECIPE = Recipe(model="toy")
@@ -72,3 +75,63 @@ def test_without_a_daemon_nothing_is_asked_twice(tmp_path: Path) -> None:
     """And nothing is in the way."""
     with NodeDaemon(tmp_path).space_reserved(str(tmp_path), 1 << 60, "r"):
         pass
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_take_space_where_steps_store_them(clips: bool, tmp_path: Path) -> None:
+    """What the first step needs for them is given back, or stays; so it is after a resume, with the same bits."""
+    losses: dict[str, list[float]] = {}
+    for name, parts in (("once", [4]), ("twice", [2, 4])):
+        losses[name] = []
+        (tmp_path / name).mkdir()
+        bare = 0
+        for until in parts:
+            run = {"resume": "latest" if until > parts[0] else ""}
+            with Session(tmp_path / name, run=run) as session:
+                optimizer, files = session.optimizer, list((tmp_path / name).rglob("*.pages"))
+                bare = bare or sum(file.stat().st_size for file in files)
+                while optimizer.steps < until:
+                    loss = models.loss_of(session.model, draw())
+                    loss.backward()
+                    if clips:
+                        optimizer.clip_grad_norm_(1e9)
+                    optimizer.step()
+                    session.scheduler.step()
+                    optimizer.zero_grad()
+                    losses[name].append(loss.item())
+                    plan = optimizer.run.planner.plan
+                    stores = plan.traffic.written[Role.GRAD] > 0
+                    assert stores == clips
+                    gradients = optimizer.run.layout.bytes_of(Role.GRAD)
+                    most = time.monotonic() + 60  # writes of gradients that are dead by now may be in flight
+                    while (now := sum(file.stat().st_size for file in files)) > bare and not clips:
+                        assert time.monotonic() < most
+                        time.sleep(0.01)
+                    assert now == bare if not clips else bare + gradients <= now <= bare + 2 * gradients
+                    assert optimizer.run.stats.snapshot().value("tier_capacity_bytes", tier="nvme") == now
+                session.commit()
+    assert losses["once"] == losses["twice"]
+
+
+def test_a_run_without_room_for_commits(tmp_path: Path) -> None:
+    """It takes half of the space, and says so before a commit is begun; what it goes on from stays."""
+    sizes = {}
+    for retained in (0, 1):
+        (folder := tmp_path / str(retained)).mkdir()
+        with Session(folder, run={"retained_commits": retained}) as session:
+            session.step()
+            if not retained:
+                with pytest.raises(ConfigError, match="no room for a commit"):
+                    session.commit()
+                session.step()
+            else:
+                session.commit()
+            sizes[retained] = sum(file.stat().st_size for file in folder.rglob("*.pages"))
+            state = session.optimizer.run.layout.state_bytes
+    assert sizes[1] - sizes[0] == state
+    with Session(folder, run={"retained_commits": 0, "resume": "latest"}) as session:
+        session.step()
+        with pytest.raises(ConfigError, match="no room for a commit"):
+            session.commit()
+    with Session(folder, run={"resume": "latest"}) as session:
+        assert session.optimizer.steps == 1

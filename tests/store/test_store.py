@@ -26,10 +26,19 @@ from infinity.errors import BudgetError, ConfigError, CorruptPageError, FolderBu
 from infinity.io import ThreadEngine
 from infinity.store import folder as folders
 from infinity.store import pages as pages_of_store
-from infinity.store.extents import Extent, ExtentAllocator, SlotClass, file_sizes, plan_slots, respread, spread
+from infinity.store.extents import (
+    SPARE_SLOTS,
+    Extent,
+    ExtentAllocator,
+    SlotClass,
+    file_sizes,
+    plan_slots,
+    respread,
+    spread,
+)
 from infinity.store.folder import FolderLock, describe_holder, holders, reserve
 from infinity.store.marker import new_run_id
-from infinity.store.pages import PageStore, checksum, lay_out
+from infinity.store.pages import PageStore, checksum, lay_out, state_pages
 from support.fault_engine import Fault, FaultEngine, FaultKind
 from support.layouts import layouts
 
@@ -62,26 +71,30 @@ class Rig:
         homes, slots = lay_out(PAGES, SHARES, committed or {}, SPARE, RETAINED)
         self.files = [place / f"{index}.pages" for index in range(2)]
         self.sizes = [0, 0]
-        self.grow(slots)
+        self.full = False
+        self.allocate(slots)
+        self.cut(slots)
         self.engine = FaultEngine(ThreadEngine(4, 1 << 20), 0, faults)
         self.store = PageStore(
-            PAGES, homes, self.files, slots, self.engine, spare=SPARE,
+            PAGES, homes, self.files, slots, self.engine, self, spare=SPARE,
             name_of=lambda index: f"unit/page[{index}]", moved=lambda *_: None, timeout=60, committed=committed,
             retained=RETAINED, hashers=hashers,
         )  # fmt: skip
         self._area = mmap.mmap(-1, 64 * KIB)
 
-    def grow(self, slots: Sequence[SlotClass]) -> None:
+    def allocate(self, slots: Sequence[SlotClass]) -> None:
         """Make the files long enough for slots."""
+        if self.full and slots:
+            raise BudgetError("no room")
         for path, size in enumerate(file_sizes(slots, 2)):
             self.sizes[path] = max(self.sizes[path], size)
             reserve(self.files[path], self.sizes[path])
 
-    def spread_anew(self, homes: Sequence[int]) -> None:
-        """Let new versions go to other paths."""
-        slots = self.store.slots_to_spread(homes)
-        self.grow(slots)
-        self.store.spread_anew(homes, slots)
+    def cut(self, slots: Sequence[SlotClass]) -> None:
+        """Make the files no longer than slots need."""
+        self.sizes = list(file_sizes(slots, 2))
+        for file, size in zip(self.files, self.sizes, strict=True):
+            os.truncate(file, size)
 
     def write(self, index: int, content: bytes) -> None:
         """Store a version and wait for it."""
@@ -221,7 +234,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(homes=st.tuples(*[st.integers(0, 1)] * len(PAGES)))
     def spread_anew(self, homes: tuple[int, ...]) -> None:
-        self.rig.spread_anew(homes)
+        self.rig.store.spread_anew(homes)
+
+    @rule(stored=st.booleans())
+    def expect_gradients(self, stored: bool) -> None:
+        self.rig.store.expect_gradients(stored)
 
     @rule(index=st.integers(0, len(PAGES) - 1))
     def lies_on_its_path(self, index: int) -> None:
@@ -329,19 +346,20 @@ def test_pages_are_spread_in_proportion(layout: Layout, weights: list[int]) -> N
 @given(layouts(), st.integers(1, 3), st.integers(0, 20), st.integers(1, 3))
 def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int, retained: int) -> None:
     """A version of every page and one more per commit, writes in flight; files are no longer than that."""
-    homes = spread(layout.pages, [1.0] * paths)
-    classes = plan_slots(layout.pages, homes, spare, retained)
+    state, homes = state_pages(layout.pages), spread(layout.pages, [1.0] * paths)
+    on = [homes[item.index] for item in state]
+    classes = plan_slots(state, on, spare, retained)
     sizes = file_sizes(classes, paths)
     assert sum(sizes) == sum(item.count * item.length for item in classes)
     for path in range(paths):
         spans = sorted((item.offset, item.offset + item.count * item.length) for item in classes if item.path == path)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
     for path, length in {(item.path, item.length) for item in classes}:
-        members = [p for p in layout.pages if (homes[p.index], p.nbytes) == (path, length)]
-        versions = sum(1 if p.role is Role.GRAD else 1 + retained for p in members)
+        members = [p for p in state if (homes[p.index], p.nbytes) == (path, length)]
         slots = sum(item.count for item in classes if (item.path, item.length) == (path, length))
-        assert slots == versions + min(spare, len(members))
-    fewer = plan_slots(layout.pages, homes, spare, retained - 1)
+        in_flight = slots - (1 + retained) * len(members)
+        assert min(spare, 1, len(members)) <= in_flight <= min(spare, len(members) / 25 + 1)
+    fewer = plan_slots(state, on, spare, retained - 1)
     assert classes[: len(fewer)] == fewer, "who retains more finds all slots of who retains less"
 
 
@@ -369,16 +387,84 @@ def test_files_grow_no_more_however_often_pages_move(rig: Rig) -> None:
     ways = [(0,) * len(PAGES), (1,) * len(PAGES)]
     rig.store.adopt(1, rig.store.versions(KEPT))
     for homes in ways:
-        rig.spread_anew(homes)
+        rig.store.spread_anew(homes)
         for item in PAGES:
             rig.write(item.index, content_of(item.index, 1))
     sizes = list(rig.sizes)
     for number in range(8):
-        rig.spread_anew(ways[number % 2])
+        rig.store.spread_anew(ways[number % 2])
         for item in PAGES:
             rig.write(item.index, content_of(item.index, number))
         rig.store.adopt(2 + number, rig.store.versions(KEPT))
     assert rig.sizes == sizes
+
+
+def grads() -> list[int]:
+    """Return the pages of gradients."""
+    return [item.index for item in PAGES if item.role is Role.GRAD]
+
+
+def test_gradients_reserve_nothing_until_they_are_stored(tmp_path: Path) -> None:
+    """Then an area behind the state; it is given back when a plan stores none and none are there."""
+    rig = Rig(tmp_path)
+    bare = list(rig.sizes)
+    assert sum(bare) == sum(file_sizes(lay_out(PAGES, SHARES, {}, SPARE, RETAINED)[1], 2))
+    rig.store.expect_gradients(False)
+    assert rig.sizes == bare
+    for index in grads():
+        rig.write(index, content_of(index, 1))
+    grown = list(rig.sizes)
+    assert sum(grown) - sum(bare) >= sum(PAGES[index].nbytes for index in grads())
+    rig.store.expect_gradients(False)  # they are still there
+    assert rig.sizes == grown
+    assert [rig.read(index) for index in grads()] == [content_of(index, 1) for index in grads()]
+    for index in grads():
+        assert rig.sizes == grown
+        rig.store.discard(index)
+    assert rig.sizes == bare, "given back with the last of them"
+    assert [file.stat().st_size for file in rig.files] == bare
+    rig.store.expect_gradients(True)
+    assert rig.sizes == grown
+    rig.store.expect_gradients(True)
+    for index in grads():
+        rig.write(index, content_of(index, 2))
+    assert rig.sizes == grown, "grown once, not twice"
+    rig.close()
+
+
+def test_gradients_without_room_are_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Whether they are expected, or come unexpectedly."""
+    rig = Rig(tmp_path)
+    rig.write(0, content_of(0, 1))
+    rig.full = True
+    with pytest.raises(BudgetError, match="no room"):
+        rig.store.expect_gradients(True)
+    with pytest.raises(BudgetError, match="no room"):
+        rig.write(grads()[0], content_of(grads()[0], 1))
+    assert rig.read(0) == content_of(0, 1)
+    rig.full = False
+    rig.write(grads()[0], content_of(grads()[0], 1))
+    assert rig.read(grads()[0]) == content_of(grads()[0], 1)
+    rig.close()
+
+
+def test_slots_of_the_next_commit_are_lent(tmp_path: Path) -> None:
+    """To pages that are no longer than they; what is lent comes back whole, and some slots always stay."""
+    made = SlotClass(path=0, length=8, offset=0, count=SPARE_SLOTS + 2)
+    longer = SlotClass(path=0, length=12, offset=8 * made.count, count=SPARE_SLOTS + 1)
+    slots = ExtentAllocator([made, longer])
+    lent = [slots.lend(0, 6) for _ in range(3)]
+    assert [extent and extent.length for extent in lent] == [6, 6, 6]
+    assert lent[2] is not None
+    assert lent[2].offset >= longer.offset, "the shortest slots that fit come first"
+    assert slots.lend(0, 6) is None
+    assert slots.lend(1, 6) is None
+    assert slots.lend(0, 13) is None
+    for extent in lent:
+        assert extent is not None
+        slots.give(extent)
+    whole = {slots.take(0, 8, 0) for _ in range(made.count)} | {slots.take(0, 12, 0) for _ in range(longer.count)}
+    assert whole == {*made, *longer}
 
 
 def test_a_committed_version_outlives_newer_ones(rig: Rig) -> None:

@@ -120,8 +120,10 @@ def test_a_command_without_its_extra(command: str, extra: str, rank: str) -> Non
     [
         ("import infinity.telemetry.exporter", "daemon"),
         ("from infinity.formats.transformers_names import outgoing; outgoing({'architectures': ['Gpt']})", "hf"),
+        ("import infinity; infinity.from_pretrained('org/small')", "hf"),
+        ("import infinity; infinity.from_config(None)", "hf"),
     ],
-    ids=["exporter", "export"],
+    ids=["exporter", "export", "from_pretrained", "from_config"],
 )
 def test_a_part_of_the_library_without_its_extra(code: str, extra: str) -> None:
     """What needs one raises an error of one line that says what to install."""

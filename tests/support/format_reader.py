@@ -369,11 +369,10 @@ def paths_of(pages: list[Page], weights: list[float]) -> list[int]:
 
 def slots_of(pages: list[Page], paths: list[int], retained: int) -> set[tuple[int, int, int]]:
     """All slots of the data files: path, offset, length."""
-    every = Counter((path, page.length) for path, page in zip(paths, pages, strict=True))
     kept = Counter((path, page.length) for path, page in zip(paths, pages, strict=True) if page.role != "GRAD")
     ends: Counter[int] = Counter()
     slots = set()
-    for counts in [{key: n + min(n, 16) for key, n in every.items()}, *[kept] * retained]:
+    for counts in [{key: n + min(16, -(-n // 25)) for key, n in kept.items()}, *[kept] * retained]:
         for path, length in sorted(counts):
             slots |= {(path, ends[path] + slot * length, length) for slot in range(counts[path, length])}
             ends[path] += counts[path, length] * length

@@ -79,7 +79,12 @@ def _clip() -> dict[str, Any]:
     return {"text_config": text, "vision_config": {**VISION, "projection_dim": 16}, "projection_dim": 16}
 
 
-SUBCONFIGS: dict[str, Callable[[], dict[str, Any]]] = {"CLIP": _clip}
+def _llava() -> dict[str, Any]:
+    image = {**VISION, "model_type": "clip_vision_model", "projection_dim": 16}
+    return {"text_config": {**GQA, "model_type": "llama"}, "vision_config": image}
+
+
+SUBCONFIGS: dict[str, Callable[[], dict[str, Any]]] = {"CLIP": _clip, "Llava": _llava}
 """Settings that are themselves configurations, by the row's name."""
 
 
@@ -210,7 +215,7 @@ ROWS: tuple[ModelRow, ...] = (
           "hidden_sizes": [8, 16], "num_attention_heads": [1, 2], "sr_ratios": [2, 1], "patch_sizes": [7, 3],
           "strides": [4, 2], "mlp_ratios": [2, 2], "num_labels": 5}, ("segformer.stages.*",), "image"),
     other("CLIP", "CLIPModel", {}, ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"), "clip",
-          outcome=REFUSED, words="parameters outside of all units: logit_scale",
+          outcome=REFUSED, words="logit_scale of CLIPModel has no dimension",
           note="`fully_shard` takes no parameter without dimensions (`logit_scale`)"),
     other("CLIP", "CLIPTextModelWithProjection", {**TEXT, "projection_dim": 16}, ("text_model.encoder.layers.*",),
           "embeds", name="CLIP, text", config="CLIPTextConfig"),
@@ -261,3 +266,7 @@ ROWS: tuple[ModelRow, ...] = (
           "num_feat_extract_layers": 2, "mask_time_length": 2, "mask_time_prob": 0.05, "ctc_zero_infinity": True},
           ("hubert.encoder.layers.*",), "wave"),
 )  # fmt: skip
+
+LLAVA = other("Llava", "LlavaForConditionalGeneration", {"image_token_index": 95, "vision_feature_layer": -1},
+              ("model.vision_tower.encoder.layers.*", "model.language_model.layers.*"), "image and text")  # fmt: skip
+"""A model for two kinds of input."""

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from infinity.errors import ConfigError
+from infinity.models import sharding
+from infinity.models.building import build, one_line
 from infinity.units import MIB, format_size
 from infinity_tools.cpu import multiplies_bf16
 
@@ -107,7 +109,7 @@ def find_model(name: str) -> ModelSource:
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # whatever a file of any content makes of transformers
-        raise ConfigError(f"--model {name!r} cannot be read as a config.json: {_one_line(error)}") from error
+        raise ConfigError(f"--model {name!r} cannot be read as a config.json: {one_line(error)}") from error
     known = name if path != Path(name) else path.resolve().name
     return ModelSource(name=known, config=config, weights=path if path.is_dir() else None)
 
@@ -129,22 +131,17 @@ def on_meta(source: ModelSource) -> nn.Module:
     Raises:
         ConfigError: transformers has no causal language model for this configuration, or cannot build it.
     """
-    import transformers
-
     try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                source.config, dtype=torch.float32, attn_implementation="sdpa"
-            )
-    except Exception as error:  # whatever numbers that do not fit together make of it
-        raise ConfigError(f"--model {source.name} cannot be built: {_one_line(error)}") from error
+        model = build(source.config, "AutoModelForCausalLM", attn_implementation="sdpa")
+    except ConfigError as error:
+        raise ConfigError(f"--model {source.name}: {error}") from error
     if _sees_what_follows(model.config):
         raise ConfigError(
             f"--model {source.name}: {source.config.model_type} sees the tokens that it is to predict; for a causal "
             "model set is_decoder to true in its config.json"
         )
     model.config.use_cache = False
-    return model.train()  # type: ignore[no-any-return]
+    return model  # type: ignore[no-any-return]
 
 
 def _sees_what_follows(config: Any) -> bool:
@@ -152,11 +149,6 @@ def _sees_what_follows(config: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def best_dtype() -> str:
@@ -169,12 +161,6 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers to shard one by one: the members of the `ModuleList` with the most parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(map(list, lists), key=lambda layers: sum(map(count_parameters, layers)), default=[])
-
-
 def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool, checkpointing: bool) -> None:
     """Call `fully_shard` on every layer and on the model, with activation checkpointing if asked for.
 
@@ -182,18 +168,6 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool, checkpointing: bool
         ConfigError: the model has no activation checkpointing.
     """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
-    if checkpointing:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            raise ConfigError("this model has no activation checkpointing; leave --activation-checkpointing out")
-        _checkpoint_layers(model)
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def _checkpoint_layers(model: nn.Module) -> None:
-    values = {"use_reentrant": False}
-    if enable := getattr(model, "activation_checkpointing_enable", None):
-        enable(activation_checkpointing_kwargs=values)
-    else:  # its name in earlier versions of transformers 5
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=values)  # type: ignore[operator]
+    if checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
+        raise ConfigError("this model has no activation checkpointing; leave --activation-checkpointing out")
+    sharding.shard(model, mesh=mesh, mp_policy=policy, activation_checkpointing=checkpointing)

@@ -159,8 +159,9 @@ def train(
     retained_commits: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Commits to keep; each takes the size of the state once more. [default: 1]",
+            min=0,
+            help="Commits to keep; each takes the size of the state once more. 0, with --keep never: no room for any. "
+            "[default: 1]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -276,7 +277,12 @@ def train(
             raise ConfigError(
                 f"--max-grad-norm {max_grad_norm:g} must be above 0; leave it out to train without clipping"
             )
-        if retained_commits is not None and keep == "never" and not commit_every:
+        if retained_commits == 0 and (keep != "never" or commit_every):
+            raise ConfigError(
+                "--retained-commits 0 leaves no room for the commit at the end, or for those of --commit-every; add "
+                "--keep never and leave --commit-every out, or keep 1"
+            )
+        if retained_commits and keep == "never" and not commit_every:
             raise ConfigError(
                 f"--retained-commits {retained_commits} with --keep never: there is no commit to retain; name "
                 "--commit-every, or leave one of them out"

@@ -193,7 +193,7 @@ def plan(
         ),
     ] = None,
     retained_commits: Annotated[
-        int | None, typer.Option(min=1, help="Commits that are kept.", rich_help_panel=_RUN)
+        int | None, typer.Option(min=0, help="Commits that are kept.", rich_help_panel=_RUN)
     ] = None,
     config: Annotated[
         Path | None,

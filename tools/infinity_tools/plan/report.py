@@ -178,7 +178,8 @@ def _weights_there(found: Estimate) -> str:
 
 def _commits(found: Estimate) -> str:
     number = found.settings.run.retained_commits
-    return f"with {number} retained commit{'s' if number > 1 else ''}"
+    gradients = " and stored gradients" * (found.traffic.written[Role.GRAD] > 0)
+    return f"with {number} retained commit{'s' * (number != 1)}{gradients}"
 
 
 def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str]) -> dict[str, Any]:

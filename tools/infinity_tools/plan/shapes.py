@@ -8,7 +8,8 @@ from torch import nn
 
 from infinity.content.views import dtype_name
 from infinity.estimate.model import ModelShape, ParameterShape, UnitShape
-from infinity_tools.presets import ModelSource, layers_of, on_meta
+from infinity.models.sharding import layers_of
+from infinity_tools.presets import ModelSource, on_meta
 
 
 def shape_of(source: ModelSource) -> ModelShape:

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from infinity import torchrun
 from infinity.errors import ConfigError
-from infinity.fsdp import private
-from infinity.run import forks
+from infinity.fsdp import forks, private
 
 
 def mesh(device_type: str | None = None) -> DeviceMesh:

@@ -1,0 +1,140 @@
+"""Models of transformers on the meta device: which class a configuration is built with, and what cannot be."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.extras import needs
+from infinity.formats.weight_files import refuse_quantised
+
+Dtype = torch.dtype | str
+"""Of parameters: a dtype of torch, its name, or ``auto``: that of the configuration, else fp32."""
+
+
+def build(
+    config: Any,
+    auto_class: type | str | None = None,
+    *,
+    dtype: Dtype = torch.float32,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Return the model of a configuration, with all of its tensors on the meta device, in training mode.
+
+    Args:
+        config, auto_class, dtype, attn_implementation, trust_remote_code: see `infinity.from_config`.
+
+    Raises:
+        ConfigError: there is no such class, or it cannot be built of this configuration; the model is quantised.
+        MissingPackageError: transformers is not installed.
+    """
+    with needs("hf", "a model of transformers"):
+        import transformers
+
+    if not isinstance(config, transformers.PreTrainedConfig):
+        raise ConfigError(
+            f"{config!r:.80} is no configuration of transformers, but of type {type(config).__name__}; make one "
+            "(AutoConfig.from_pretrained), or call infinity.from_pretrained with a name or a folder"
+        )
+    refuse_quantised(config.to_dict(), getattr(config, "_name_or_path", "") or type(config).__name__)
+    cls, config = _class_for(config, auto_class, trust_remote_code)
+    values: dict[str, Any] = {"dtype": _dtype(dtype, config)}
+    if attn_implementation is not None:
+        values["attn_implementation"] = attn_implementation
+    if is_auto(cls):
+        values["trust_remote_code"] = trust_remote_code
+    try:
+        with torch.device("meta"):
+            model = (cls.from_config if is_auto(cls) else cls._from_config)(config, **values)
+    except Exception as error:  # whatever numbers that do not fit together make of it
+        raise ConfigError(f"{cls.__name__} cannot be built of this configuration: {one_line(error)}") from error
+    if any(not parameter.is_meta for parameter in model.parameters()):
+        model.to("meta")  # some classes make parameters beside the device that they are built on
+    return model.train()
+
+
+def is_auto(cls: Any) -> bool:
+    """Whether a class of transformers chooses another one by the configuration."""
+    return hasattr(cls, "_model_mapping")
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error of transformers says, as one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def _dtype(wanted: Dtype, config: Any) -> torch.dtype:
+    named = getattr(config, "dtype", None) or torch.float32 if wanted == "auto" else wanted
+    found = getattr(torch, named, None) if isinstance(named, str) else named
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype={wanted!r} is no floating-point dtype of torch, nor 'auto'")
+    return found
+
+
+def _class_for(config: Any, wanted: type | str | None, trust: bool) -> tuple[Any, Any]:
+    """Return the class to build with, and the part of the configuration that it is built of."""
+    import transformers
+
+    cls: Any = wanted
+    if wanted is None:
+        cls = _own_class(config, trust)
+    elif isinstance(wanted, str):
+        cls = getattr(transformers, wanted, None)
+        if cls is None:
+            near = difflib.get_close_matches(wanted, [n for n in dir(transformers) if n.startswith("Auto")], n=1)
+            raise ConfigError(
+                f"auto_class={wanted!r} is no class of transformers{f'; did you mean {near[0]}?' if near else ''}"
+            )
+    if is_auto(cls):
+        remote = trust and cls.__name__ in (getattr(config, "auto_map", None) or {})
+        if not remote and type(config) not in cls._model_mapping:
+            raise ConfigError(f"{cls.__name__} has no model of type {config.model_type}; {_choices(config)}")
+        return cls, config
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise ConfigError(f"auto_class={wanted!r} is neither an AutoModel class nor a model of transformers")
+    kind: Any = cls.config_class
+    for part in (config, config.get_text_config()):  # a language model of a configuration for several kinds of input
+        if kind is None or isinstance(part, kind):
+            return cls, part
+    raise ConfigError(f"{cls.__name__} is built of a {kind.__name__}, not of a {type(config).__name__}")
+
+
+def _own_class(config: Any, trust: bool) -> Any:
+    """Return the class that a configuration names as its architecture."""
+    import transformers
+
+    architecture = next(iter(getattr(config, "architectures", None) or ()), None)
+    if architecture is None:
+        raise ConfigError(
+            f"the configuration names no architecture, so say what the model is for with auto_class; {_choices(config)}"
+        )
+    remote = getattr(config, "auto_map", None) or {}
+    if trust:
+        for name, reference in remote.items():
+            if str(reference).rpartition(".")[2] == architecture and hasattr(transformers, name):
+                return getattr(transformers, name)
+    if (cls := getattr(transformers, architecture, None)) is not None:
+        return cls
+    if remote and not trust:
+        raise ConfigError(
+            f"{architecture} is not in transformers, but comes with code of its own ({config._name_or_path}); read it, "
+            "and pass trust_remote_code=True to run it"
+        )
+    raise ConfigError(
+        f"the configuration's architecture {architecture} is not in transformers {transformers.__version__}; name "
+        f"another class with auto_class ({_choices(config)}), or install a release that has it"
+    )
+
+
+def _choices(config: Any) -> str:
+    """Return which AutoModel classes have a model of this type."""
+    import transformers
+
+    autos = [name for name in dir(transformers) if name.startswith("AutoModel")]
+    fitting = [name for name in autos if type(config) in getattr(getattr(transformers, name), "_model_mapping", ())]
+    return f"those that have one: {', '.join(fitting)}" if fitting else f"no AutoModel class has {config.model_type}"

@@ -1,0 +1,367 @@
+"""What `from_pretrained` and `from_config` take: folders, ids of the Hub, classes, values; and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import infinity
+from infinity.errors import ConfigError, InfinityError, UnsupportedError
+from infinity.fsdp import private
+from support import fine_tune
+from support.wide_models import GQA, VISION, build
+
+transformers = pytest.importorskip("transformers")
+LLAMA = fine_tune.row_of("Llama")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is asked of the network, and nothing is found but what a test puts there."""
+    transformers.logging.set_verbosity_error()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def saved(folder: Path, seed: int = 1, **options: Any) -> nn.Module:
+    """Save a model; return it."""
+    torch.manual_seed(seed)
+    model = build(LLAMA)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def changed(folder: Path, **values: Any) -> None:
+    """Change the config.json of a folder; None removes a value."""
+    file = folder / "config.json"
+    found = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+
+
+def same_weights(model: nn.Module, original: nn.Module, folder: Path) -> bool:
+    """Whether a model is offloaded with the weights of another."""
+    with fine_tune.offload(model, folder, keep="never"):
+        found = dict(model.named_parameters())
+        return all(torch.equal(found[name].full_tensor(), value) for name, value in original.named_parameters())
+
+
+def in_cache(hub: Path, source: Path, *, revision: str = "main") -> Path:
+    """Lay a folder as transformers does what it has fetched for org/small; return the folder there."""
+    model = hub / "models--org--small"
+    snapshot = model / "snapshots" / COMMIT
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / revision).write_text(COMMIT)
+    (model / "blobs").mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(source.iterdir())):
+        shutil.copy(file, model / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
+# Where weights come from #
+
+
+def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is named from the folder in which the program began."""
+    original = saved(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    model = infinity.from_pretrained("model")
+    monkeypatch.chdir("/")
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    assert model.training
+    assert all(param.is_meta for param in model.parameters())
+    assert same_weights(model, original, tmp_path / "run")
+
+
+@pytest.mark.parametrize("size", ["1GB", "10KB"], ids=["one file", "several"])
+def test_an_id_in_the_cache(size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, as transformers has left it there. Of a model's files its config.json and safetensors are asked for."""
+    hub, asked = transformers.utils.hub, set()
+    download = hub.hf_hub_download
+
+    def noted(name: str, filename: str, **options: Any) -> str:
+        asked.add(filename)
+        return download(name, filename, **options)
+
+    monkeypatch.setattr(hub, "hf_hub_download", noted)
+    original = saved(tmp_path / "model", max_shard_size=size)
+    snapshot = in_cache(tmp_path / "hub", tmp_path / "model")
+    assert (snapshot / "model.safetensors.index.json").exists() == (size == "10KB")
+    assert same_weights(infinity.from_pretrained("org/small"), original, tmp_path / "run")
+    index = {"model.safetensors.index.json"} if size == "10KB" else set()
+    files = {file.name for file in snapshot.glob("*.safetensors")}
+    assert files <= asked <= {"config.json", "model.safetensors"} | index | files
+
+
+def test_an_id_in_another_cache_and_revision(tmp_path: Path) -> None:
+    """As they are named."""
+    original = saved(tmp_path / "model")
+    in_cache(tmp_path / "elsewhere", tmp_path / "model", revision="v2")
+    place = {"cache_dir": tmp_path / "elsewhere", "local_files_only": True}
+    assert same_weights(infinity.from_pretrained("org/small", revision="v2", **place), original, tmp_path / "run")
+    for wrong in ({"revision": "v3", **place}, {"revision": "v2"}):
+        with pytest.raises(ConfigError, match="'org/small' is no folder here, and is not to be had"):
+            infinity.from_pretrained("org/small", **wrong)
+
+
+def test_a_part_of_a_download_is_refused(tmp_path: Path) -> None:
+    """One of the files of the index is not in the cache."""
+    saved(tmp_path / "model", max_shard_size="10KB")
+    snapshot = in_cache(tmp_path / "hub", tmp_path / "model")
+    next(snapshot.glob("model-00002*")).unlink()
+    with pytest.raises(ConfigError, match="org/small has no weights as safetensors"):
+        infinity.from_pretrained("org/small")
+
+
+def test_a_folder_below(tmp_path: Path) -> None:
+    """As `subfolder` of transformers."""
+    original = saved(tmp_path / "model" / "inner")
+    assert same_weights(infinity.from_pretrained(tmp_path / "model", subfolder="inner"), original, tmp_path / "run")
+
+
+def test_weights_that_are_named_win(tmp_path: Path) -> None:
+    """Over those that the model was made with."""
+    saved(tmp_path / "first")
+    second = saved(tmp_path / "second", seed=2)
+    model = infinity.from_pretrained(tmp_path / "first")
+    settings = {"storage": {"paths": [str(tmp_path / "run")]}, "memory": {"host_bytes": "16MiB"}}
+    with infinity.offload(model, fine_tune.adamw(model), settings, weights=tmp_path / "second"):
+        assert torch.equal(model.lm_head.weight.full_tensor(), second.lm_head.weight)
+
+
+def test_a_run_that_resumes_reads_none(tmp_path: Path) -> None:
+    """What it has committed counts, though the folder has other values by then."""
+    saved(tmp_path / "model")
+    model = infinity.from_pretrained(tmp_path / "model")
+    with fine_tune.offload(model, tmp_path / "run") as optimizer:
+        fine_tune.train(LLAMA, model, optimizer, fine_tune.Outcome())
+        optimizer.commit()
+        committed = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
+    saved(tmp_path / "model", seed=2)
+    again = infinity.from_pretrained(tmp_path / "model")
+    with fine_tune.offload(again, tmp_path / "run", resume="latest"):
+        assert all(torch.equal(param.full_tensor(), committed[name]) for name, param in again.named_parameters())
+
+
+def test_a_new_head(tmp_path: Path) -> None:
+    """Is asked for with `strict=False`, as the error says; the rest is what was saved."""
+    original = saved(tmp_path / "model")
+    settings = {"storage": {"paths": [str(tmp_path / "run")]}, "memory": {"host_bytes": "16MiB"}}
+
+    def make() -> Any:
+        return infinity.from_pretrained(
+            tmp_path / "model", auto_class="AutoModelForSequenceClassification", num_labels=3, pad_token_id=0
+        )
+
+    model = make()
+    with pytest.raises(ConfigError, match=r"(?s)missing +score.weight.*strict=False"):
+        infinity.offload(model, fine_tune.adamw(model), settings)
+    model = make()
+    with infinity.offload(model, fine_tune.adamw(model), settings, strict=False):
+        assert model.score.weight.full_tensor().shape == (3, GQA["hidden_size"])
+        assert model.score.weight.full_tensor().std() > 0
+        assert torch.equal(model.model.norm.weight.full_tensor(), original.model.norm.weight)
+
+
+def test_a_model_around_it_has_other_names(tmp_path: Path) -> None:
+    """So its weights are not looked for by themselves, and nothing is initialised in their place."""
+    saved(tmp_path / "model")
+    around = nn.Module()
+    around.language = infinity.from_pretrained(tmp_path / "model")
+    fully_shard(around, mesh=infinity.mesh())
+    settings = {"storage": {"paths": [str(tmp_path / "run")]}}
+    with pytest.raises(ConfigError, match="are those of language, which is only a part of this model: pass weights="):
+        infinity.offload(around, fine_tune.adamw(around), settings)
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    """That which lies beside the weights."""
+    original = saved(tmp_path / "model")
+    original.generation_config.max_new_tokens = 7
+    original.generation_config.save_pretrained(tmp_path / "model")
+    assert infinity.from_pretrained(tmp_path / "model").generation_config.max_new_tokens == 7
+
+
+# Classes and values #
+
+
+def test_what_a_model_is_for(tmp_path: Path) -> None:
+    """By an AutoModel class or the model's own, or the name of one."""
+    config = transformers.LlamaConfig(**GQA)
+    for given, cls in (
+        ("AutoModelForCausalLM", transformers.LlamaForCausalLM),
+        (transformers.AutoModel, transformers.LlamaModel),
+        ("LlamaForTokenClassification", transformers.LlamaForTokenClassification),
+        (transformers.LlamaForCausalLM, transformers.LlamaForCausalLM),
+    ):
+        assert isinstance(infinity.from_config(config, auto_class=given), cls)
+    config.architectures = ["LlamaForCausalLM"]
+    assert isinstance(infinity.from_config(config), transformers.LlamaForCausalLM)
+
+
+def test_the_language_model_of_a_configuration_for_several_inputs() -> None:
+    """Is built of the part that is its own, by its class as by AutoModel."""
+    config = transformers.Gemma3Config(text_config={**GQA, "head_dim": 8}, vision_config=VISION)
+    for given in ("Gemma3ForCausalLM", "AutoModelForCausalLM"):
+        model = infinity.from_config(config, auto_class=given)
+        assert isinstance(model, transformers.PreTrainedModel)
+        assert "Gemma3" in type(model).__name__
+
+
+def test_precision_and_memory() -> None:
+    """As the arguments say; by default fp32 is trained and bf16 is gathered."""
+    config = transformers.LlamaConfig(**GQA, architectures=["LlamaForCausalLM"])
+
+    def groups(**options: Any) -> list[Any]:
+        model = infinity.from_config(config, **options)
+        return [model, *(group for _, group in private.parameter_groups(model))]
+
+    model, _, layer, _ = groups()
+    (param, *_) = private.fsdp_params(layer)
+    assert (param.sharded_param.dtype, private.compute_dtype(param)) == (torch.float32, torch.bfloat16)
+    assert param.mp_policy.reduce_dtype == torch.float32
+    assert not any(private.recomputes(module) for module in model.modules())
+    assert layer.post_forward_mesh_info is layer.mesh_info
+    model, _, layer, _ = groups(
+        dtype="bfloat16", mp_policy=MixedPrecisionPolicy(), activation_checkpointing=True, reshard_after_forward=False
+    )
+    (param, *_) = private.fsdp_params(layer)
+    assert private.compute_dtype(param) == param.sharded_param.dtype == torch.bfloat16
+    assert [private.recomputes(module) for module in model.model.layers] == [True, True]
+    assert layer.post_forward_mesh_info is None
+    config.dtype = torch.float64
+    assert private.fsdp_params(groups(dtype="auto")[1])[0].sharded_param.dtype == torch.float64
+    assert infinity.from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+def test_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs where that is asked for: a configuration and a model that transformers does not have."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    original = saved(tmp_path / "model")
+    (tmp_path / "model" / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    changed(
+        tmp_path / "model",
+        model_type="own",
+        architectures=["OwnForCausalLM"],
+        auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    )
+    with pytest.raises(ConfigError, match="trust_remote_code=True"):
+        infinity.from_pretrained(tmp_path / "model")
+    model = infinity.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    assert type(model).__name__.endswith("OwnForCausalLM")
+    assert len(list(private.parameter_groups(model))) == 3
+    assert same_weights(model, original, tmp_path / "run")
+
+
+def test_what_a_class_freezes_stays_frozen(tmp_path: Path) -> None:
+    """A table of positions that is computed; transformers makes it trainable when it loads it."""
+    row = fine_tune.row_of("Whisper")
+    build(row).save_pretrained(tmp_path / "model")
+    for model, frozen in (
+        (infinity.from_pretrained(tmp_path / "model"), ["model.encoder.embed_positions.weight"]),
+        (fine_tune.load(row, tmp_path / "model"), []),
+    ):
+        assert [name for name, param in model.named_parameters() if not param.requires_grad] == frozen
+
+
+# What cannot work #
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _another_model(folder: Path) -> None:
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] = {
+    "pickles": (_pickled, {}, "it has pytorch_model.bin, pickles, which are not read: load them with from_pretrained"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), {}, "has neither model.safetensors nor"),
+    "malformed weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), {}, "read as safetensors"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), {}, "configuration in .* cannot be read"),
+    "malformed": (lambda folder: (folder / "config.json").write_text("{"), {}, "configuration in .* cannot be read"),
+    "an unknown type": (lambda folder: changed(folder, model_type="llama9"), {}, "cannot be read: .*llama9"),
+    "quantised": (lambda folder: changed(folder, quantization_config={"quant_method": "gptq", "bits": 4}), {},
+                  r"is quantised \(gptq\), and what is trained are weights"),
+    "remote configuration": (lambda folder: changed(folder, model_type="own", auto_map={"AutoConfig": "own.Own"}), {},
+                             "cannot be read: .*trust_remote_code=True"),
+    "remote model": (lambda folder: changed(folder, architectures=["OwnForCausalLM"],
+                                            auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), {},
+                     "OwnForCausalLM is not in transformers, but comes with code of its own"),
+    "an unknown architecture": (lambda folder: changed(folder, architectures=["LlamaForDreams"]), {},
+                                r"LlamaForDreams is not in transformers .*those that have one: .*AutoModelForCausalLM"),
+    "no architecture": (lambda folder: changed(folder, architectures=None), {},
+                        "names no architecture, so say what the model is for with auto_class; those .*AutoModel"),
+    "wrong numbers": (lambda folder: changed(folder, num_attention_heads=0), {}, "cannot be (built|read)"),
+    "an unknown class": (None, {"auto_class": "AutoModelForCausalML"}, "did you mean AutoModelForCausalLM"),
+    "a class for others": (None, {"auto_class": "AutoModelForImageClassification"},
+                           "AutoModelForImageClassification has no model of type llama; those that have one: Auto"),
+    "a class of another model": (None, {"auto_class": "BertModel"}, "BertModel is built of a BertConfig, not of a L"),
+    "no class of a model": (None, {"auto_class": nn.Linear}, "is neither an AutoModel class nor a model of"),
+    "a value that it lacks": (None, {"attention_dropot": 0.1}, "dropot is no .*; did you mean attention_dropout"),
+    "whole numbers": (None, {"dtype": "int32"}, "dtype='int32' is no floating-point dtype"),
+    "no dtype": (None, {"dtype": "fp32"}, "dtype='fp32' is no floating-point dtype"),
+    "a number of ranks": (None, {"reshard_after_forward": 2}, "reshard_after_forward=2 must be True, False or None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_is_refused(name: str, tmp_path: Path) -> None:
+    """In one line that says what to do, before anything is read of the weights."""
+    change, options, words = REFUSED[name]
+    saved(tmp_path / "model")
+    if change is not None:
+        change(tmp_path / "model")
+    with pytest.raises(ConfigError, match=words) as caught:
+        infinity.from_pretrained(tmp_path / "model", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_model_are_refused_by_offload(tmp_path: Path) -> None:
+    """In a list, as with `weights=`; the folder of the run is as it was."""
+    saved(tmp_path / "model")
+    _another_model(tmp_path / "model")
+    model = infinity.from_pretrained(tmp_path / "model")
+    settings = {"storage": {"paths": [str(tmp_path / "run")]}, "memory": {"host_bytes": "16MiB"}}
+    with pytest.raises(ConfigError, match=r"(?s)are not those of LlamaForCausalLM.*missing .*unexpected +a\b"):
+        infinity.offload(model, fine_tune.adamw(model), settings)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["no/such-model", "no such model", "/no/such/folder", "a/b/c"])
+def test_a_name_that_leads_nowhere(name: str) -> None:
+    """Is said with what transformers says about it."""
+    with pytest.raises(ConfigError, match=f"{name!r} is no folder here, and is not to be had as a .* of the Hub: .+"):
+        infinity.from_pretrained(name)
+
+
+def test_what_is_no_folder_and_no_configuration(tmp_path: Path) -> None:
+    """A file, a name, a model without activation checkpointing, and one with a parameter without dimensions."""
+    saved(tmp_path / "model")
+    with pytest.raises(ConfigError, match="is a file; name its folder"):
+        infinity.from_pretrained(tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"is no configuration of transformers, but of type str; .*from_pretrained"):
+        infinity.from_config("org/small")
+    rwkv = transformers.RwkvConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, attention_hidden_size=8)
+    if not transformers.RwkvForCausalLM.supports_gradient_checkpointing:
+        with pytest.raises(UnsupportedError, match="RwkvForCausalLM has no activation checkpointing"):
+            infinity.from_config(rwkv, auto_class="AutoModelForCausalLM", activation_checkpointing=True)
+    with pytest.raises(InfinityError, match="logit_scale of CLIPModel has no dimension"):
+        infinity.from_config(transformers.CLIPConfig(), auto_class="AutoModel")

@@ -1,0 +1,148 @@
+"""Which modules of a model become units: those that a person would name, for every family that is tried here."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import infinity
+from infinity.errors import UnsupportedError
+from infinity.fsdp import private
+from infinity.models.sharding import layers_of, shard
+from support.wide_models import LLAVA, ROWS, ModelRow, build
+
+FEATURES = {
+    name: tuple(f"{name.lower()}.feature_extractor.conv_layers.{number}" for number in range(2))
+    for name in ("Wav2Vec2", "Hubert")
+}
+"""Layers beyond those of the table: it leaves convolutions of the input with the root."""
+
+
+class Block(nn.Module):
+    """A layer with a part that may be somewhere else too."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.own = part, nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.part(x))
+
+
+class Pair(nn.Module):
+    """A container that is never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(Block(nn.Linear(2, 2)) for _ in range(2))
+
+
+class Stage(Block):
+    """A layer with a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2))
+        self.blocks = nn.ModuleList(Block(nn.Linear(2, 2)) for _ in range(2))
+
+
+def model_of(*lists: nn.Module, **rest: nn.Module) -> nn.Module:
+    """Return a module with lists of layers, and other modules."""
+    model = nn.Module()
+    for number, layers in enumerate(lists):
+        model.add_module(f"list{number}", layers)
+    for name, module in rest.items():
+        model.add_module(name, module)
+    return model
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """Return the names of the layers."""
+    names = {module: name for name, module in model.named_modules()}
+    return [names[layer] for layer in layers_of(model)]
+
+
+def expected(row: ModelRow, model: nn.Module) -> list[str]:
+    """Return the names of the layers that the table has."""
+    found = list(FEATURES.get(row.name, ()))
+    for path in row.layers:
+        parent = path.removesuffix(".*")
+        inner = [f"{parent}.{name}" for name, _ in model.get_submodule(parent).named_children()]
+        found += inner if path.endswith(".*") else [path]
+    return found
+
+
+def test_layers_of_every_family() -> None:
+    """Found by their structure, as the table has them by hand; and heads stay in the root, for `micro_batches`."""
+    pytest.importorskip("transformers").logging.set_verbosity_error()
+    mesh, sliced = infinity.mesh("cpu"), 0
+    for row in (*ROWS, LLAVA):
+        with torch.device("meta"):
+            model = build(row)
+        assert names_of(model) == expected(row, model), row.name
+        if row.model.endswith("ForCausalLM"):
+            shard(model.to("meta"), mesh=mesh, mp_policy=MixedPrecisionPolicy())
+            infinity.micro_batches(model, 2)
+            sliced += 1
+    assert sliced > 40
+
+
+def test_lists_in_lists_and_in_containers() -> None:
+    """Members that can be called are layers, wherever their list is."""
+    nested = nn.ModuleList([nn.ModuleList([Block(nn.Linear(2, 2))]), nn.ModuleList([Block(nn.Linear(2, 2))])])
+    assert names_of(model_of(nested)) == ["list0.0.0", "list0.1.0"]
+    assert names_of(model_of(nn.ModuleList([Pair()]))) == ["list0.0.inner.0", "list0.0.inner.1"]
+    assert names_of(model_of(nn.ModuleList([Stage()]))) == ["list0.0"]
+
+
+def test_what_is_not_to_be_split() -> None:
+    """Is named by transformers: the layers of a stage rather than the stage, and not what is inside of a layer."""
+    model = model_of(nn.ModuleList([Stage()]))
+    model._no_split_modules = ["Block"]
+    assert names_of(model) == ["list0.0.blocks.0", "list0.0.blocks.1"]
+    model._no_split_modules = ["Block", "Stage"]
+    assert names_of(model) == ["list0.0"]
+
+
+def test_lists_of_plain_modules_are_no_layers() -> None:
+    """Heads, one for each of several outputs."""
+    heads = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    assert names_of(model_of(heads, nn.ModuleList([Block(nn.Linear(2, 2))]))) == ["list1.0"]
+
+
+def test_shared_parameters_stay_with_the_root(caplog: pytest.LogCaptureFixture) -> None:
+    """A unit owns its parameters: those of two layers, or of a layer and something outside, are nobody's own."""
+    common, tied = nn.Linear(2, 2), nn.Linear(2, 2)
+    layers = nn.ModuleList([Block(common), Block(nn.Linear(2, 2)), Block(common), Block(tied)])
+    model = model_of(layers, head=tied)
+    assert names_of(model) == ["list0.1"]
+    again = model_of(layers, nn.ModuleList([Block(nn.Linear(2, 2))]), same=model_of(layers))
+    assert names_of(again) == ["list0.1", "list0.3", "list1.0"], "a list that is met twice is still one"
+    with caplog.at_level(logging.WARNING, "infinity"):
+        shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
+    assert "3 layers of Module share parameters with other modules" in caplog.text
+    assert [name for name, _ in private.parameter_groups(model)] == ["root", "list0.1"]
+
+
+def test_a_model_without_layers_is_one_unit(caplog: pytest.LogCaptureFixture) -> None:
+    """And that is said."""
+    model = model_of(head=nn.Linear(2, 2))
+    with caplog.at_level(logging.WARNING, "infinity"):
+        shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
+    assert "Module has no lists of layers, so all of it is one unit" in caplog.text
+    assert [name for name, _ in private.parameter_groups(model)] == ["root"]
+
+
+def test_what_fully_shard_does_not_take_is_refused() -> None:
+    """Before any module is sharded."""
+    model = model_of(nn.ModuleList([Block(nn.Linear(2, 2))]))
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UnsupportedError, match=r"scale of Module has no dimension.*the shape \(1,\)"):
+        shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
+    del model.scale
+    with pytest.raises(UnsupportedError, match="Module has no activation checkpointing"):
+        shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy(), activation_checkpointing=True)
+    assert not list(private.parameter_groups(model))
