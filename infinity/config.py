@@ -90,9 +90,10 @@ class MemoryConfig:
     )
     device_bytes: int = setting(
         0,
-        "Memory of this rank's GPU for weights: those of the next unit are copied there ahead of its gather, and what "
-        "is left keeps units from one gather of a step to the next. 0: what is free after the first step, but for a "
-        "tenth of all, at least 1 GiB. Not used on the CPU.",
+        "Memory of this rank's GPU for weights: those of the next unit are copied there ahead of its gather. What is "
+        "left has whole units that never leave it, with their state, where updates run there, and keeps weights of "
+        "others from one gather of a step to the next. 0: what is free after the first step, but for a tenth of all, "
+        "at least 1 GiB. Not used on the CPU.",
         size=True,
     )
 

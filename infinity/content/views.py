@@ -13,7 +13,12 @@ from infinity.content.layout import Layout, Page, Segment, overlapping
 from infinity.units import align_down, align_up
 
 Content = memoryview | torch.Tensor
-"""The bytes of a page: in a frame, or a copy of it on a device, of dtype uint8 and one dimension."""
+"""The bytes of a page: in a frame, or on a device, of dtype uint8 and one dimension."""
+
+
+def bytes_of(content: Content) -> torch.Tensor:
+    """Return the bytes of a page as a tensor of dtype uint8 and one dimension: a view."""
+    return content if isinstance(content, torch.Tensor) else torch.frombuffer(content, dtype=torch.uint8)
 
 
 @cache

@@ -158,9 +158,10 @@ class Estimate:
     placement: str
     """Where updates run, by name."""
     placed: Placement
-    """Where that is in this step, and which weights are on the device ahead of their gather, or stay there."""
+    """Where that is in this step, and which weights are on the device ahead of their gather, or stay there, and which
+    units live there."""
     device_bytes: int
-    """Memory of the device for such weights; 0: it has none, or there is no device."""
+    """Memory of the device for those; 0: it has none, or there is no device."""
     updates_on_device: bool
     """Whether pages are updated there."""
     plan: Plan
@@ -431,8 +432,15 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
             'update.placement = "in_backward" is impossible with clipping, or a loop over micro-batches; set "auto"'
         )
     device_bytes = memory.device_bytes or spare_bytes(model, workload, machine) if machine.device.link else 0
+    on_device = updates_on_device(settings, machine)
     placement, plan = choose_plan(
-        name, events, budget.layout, budget.frames, threaded=machine.threaded, device_bytes=device_bytes
+        name,
+        events,
+        budget.layout,
+        budget.frames,
+        threaded=machine.threaded,
+        device_bytes=device_bytes,
+        update_on_device=on_device,
     )
     return Estimate(
         model=model,
@@ -444,6 +452,6 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         placement=name,
         placed=placement,
         device_bytes=device_bytes,
-        updates_on_device=updates_on_device(settings, machine),
+        updates_on_device=on_device,
         plan=plan,
     )

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout, Page, Placed, overlapping
-from infinity.content.views import put, read_section, section, stored, torch_dtype
+from infinity.content.views import Content, bytes_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device
@@ -190,7 +190,7 @@ class ShardIO:
         segment = self._layout.segments[placed.segment]
         self._listener.look(shard)
 
-        def visit(page: Page, copy: Callable[[memoryview], None]) -> None:
+        def visit(page: Page, copy: Callable[[Content], None]) -> None:
             with self._pager.access((Use(page.index, Mode.READ),), planned=False) as (content,):
                 copy(content)
 
@@ -245,7 +245,7 @@ class ShardIO:
             ]
             for page in (*segment.param_pages, *segment.update_pages):
                 with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
-                    torch.frombuffer(content, dtype=torch.uint8).zero_()
+                    bytes_of(content).zero_()
                     for start, component, items in parts:
                         if component.role is page.role:
                             put(content, page, component, start, items)

@@ -9,11 +9,9 @@ weights until the step ends, and no later gather of such a unit reads pages.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -25,12 +23,9 @@ from infinity.content.views import section, torch_dtype
 from infinity.errors import InfinityError
 from infinity.memory.device import Device, Mark
 from infinity.schedule.pager import Lease, Pager
-from infinity.schedule.placement import SLOTS, Placement, shard_bytes, staged_units, unit_bytes
+from infinity.schedule.placement import Placement
+from infinity.schedule.tier import SLOTS, shard_bytes, staged_units, unit_bytes
 from infinity.schedule.trace import Event, gather_accesses
-from infinity.telemetry.ledger import Ledger
-
-_LOOK_SECONDS = 0.5
-"""How often a thread that waits for copies to be on their way looks whether all has failed."""
 
 
 class _Part(NamedTuple):
@@ -67,11 +62,10 @@ class Staging:
         layout: pages of this rank.
         pager: has them.
         device: that computes.
-        ledger: is told how long the training thread waits.
     """
 
-    def __init__(self, layout: Layout, pager: Pager, device: Device, ledger: Ledger) -> None:
-        self._layout, self._pager, self._device, self._ledger = layout, pager, device, ledger
+    def __init__(self, layout: Layout, pager: Pager, device: Device) -> None:
+        self._layout, self._pager, self._device = layout, pager, device
         self._free: deque[_Slot] = deque()  # slots for units that are not kept, the next one first
         self._own: dict[int, _Slot] = {}  # by unit that is kept, its slot
         self._staged: dict[int, _Slot] = {}  # by unit, the slot that has its weights, or gets them
@@ -85,7 +79,7 @@ class Staging:
         Raises:
             torch.OutOfMemoryError: the device has no room for them; there are none then.
         """
-        staged = frozenset(staged_units(events)) if placement.staged else frozenset()
+        staged = frozenset(staged_units(events, placement)) if placement.staged else frozenset()
         kept = placement.kept
         if (staged, kept) == self._provided:
             return
@@ -184,12 +178,7 @@ class Staging:
     def _filled(self, slot: _Slot) -> Mark:
         """Wait until all copies into a slot are on their way. Raises what kept them, or the first error."""
         assert slot.filled is not None
-        if not slot.filled.done():
-            began = time.perf_counter()
-            while not wait_for([slot.filled], _LOOK_SECONDS).done:
-                if self._pager.failure is not None:
-                    raise self._pager.failure
-            self._ledger.stalled("read", -1, time.perf_counter() - began)
+        self._pager.wait_for_job(slot.filled, "read")
         return slot.filled.result()
 
     def drop(self, unit: int | None = None) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from infinity.hugepages import transfer_memory
 from infinity.memory.limits import device_margin
 from infinity.units import GIB
 
@@ -72,7 +73,7 @@ class Device(Protocol):
         """Let operations of this thread go to a stream."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy between host and device, in either direction; of one shape, and contiguous on the host."""
+        """Copy between host and device, in either direction, or on the device; of one shape, contiguous on the host."""
 
     def take_copied(self) -> tuple[int, int]:
         """Return the bytes that were copied to it and from it since the last call."""
@@ -207,8 +208,9 @@ class AcceleratorDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Queue a copy."""
         back = self._is_host(target)
-        with self._lock:
-            self._copied[back] += target.nbytes
+        if back or self._is_host(source):
+            with self._lock:
+                self._copied[back] += target.nbytes
         with self.on(stream):
             # With another dtype torch copies through memory of its own, and on the host does not wait for that copy.
             target.copy_(source.to(target.dtype), non_blocking=True)
@@ -316,6 +318,12 @@ KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": CpuDevice, "meta": 
 def open_device(name: torch.device) -> Device:
     """Return the device of this name, always the same one."""
     return KINDS.get(name.type, AcceleratorDevice)(name)
+
+
+def transfer_bytes(device: Device, nbytes: int, piece: int) -> tuple[torch.Tensor, Pinned]:
+    """Return host memory that a device copies to and from, as bytes, and its registration; see `Device.pin`."""
+    memory = transfer_memory(nbytes)
+    return torch.frombuffer(memory, dtype=torch.uint8), device.pin(memory, piece)
 
 
 def wait(mark: Mark, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:

@@ -9,9 +9,7 @@ import torch
 
 from infinity.budget import FETCHED, range_gradient_bytes
 from infinity.content.layout import Layout, Page
-from infinity.errors import StallError
-from infinity.hugepages import transfer_memory
-from infinity.memory.device import Device, Mark, wait
+from infinity.memory.device import Device, Mark, transfer_bytes, wait
 from infinity.schedule.pager import Pager
 
 TOGETHER = 4
@@ -34,7 +32,7 @@ class GradientFetcher:
     Args:
         layout: pages of this rank.
         device: that has the gradients.
-        pager: says whether all has failed, so that nothing is waited for, and how long anything may take.
+        pager: waits for it.
     """
 
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
@@ -42,9 +40,8 @@ class GradientFetcher:
         self._slot_bytes = range_gradient_bytes(layout) if device.asynchronous else 0  # of one range
         self._ring: list[torch.Tensor] = []  # the slots, in bytes
         if self._slot_bytes:
-            memory = transfer_memory(FETCHED * self._slot_bytes)
-            self._pinned = device.pin(memory, self._slot_bytes)
-            self._ring = [*torch.frombuffer(memory, dtype=torch.uint8).view(FETCHED, self._slot_bytes)]
+            ring, self._pinned = transfer_bytes(device, FETCHED * self._slot_bytes, self._slot_bytes)
+            self._ring = [*ring.view(FETCHED, self._slot_bytes)]
         self._next = 0  # slot that is filled next
         self._held = 0  # slots whose gradients were taken and not released
         self._grads: Mapping[int, torch.Tensor] = {}  # of the unit in hand: by shard, flat, on the device
@@ -73,9 +70,7 @@ class GradientFetcher:
             Exception: the first error, if something has failed before.
         """
         slices, mark = self._coming[0]
-        if not wait(mark, self._pager.timeout, lambda: self._pager.failure is not None):
-            late = StallError(f"waited {self._pager.timeout:.0f} s for the device to copy gradients")
-            raise self._pager.failure or late
+        self._pager.wait_for_device(mark, "copy gradients")
         self._coming.popleft()
         self._held += 1
         return slices

@@ -22,11 +22,10 @@ from infinity.content.encoding import halves
 from infinity.content.format import HALVES, MASTER
 from infinity.content.layout import Layout, Page, overlapping
 from infinity.content.views import gradient_components, gradient_of, section, torch_dtype
-from infinity.errors import InfinityError, StallError, UnsupportedError
+from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.gradient import Edit, PagedGradient
-from infinity.hugepages import transfer_memory
-from infinity.memory.device import Device, Mark, Pinned, Stream, wait
+from infinity.memory.device import Device, Mark, Pinned, Stream, transfer_bytes
 from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
@@ -165,9 +164,8 @@ class Gradients:
         self._pinned: Pinned | None = None  # the registration of `_on_host`
         self._on_host: torch.Tensor | None = None  # memory of shape (1,) for numbers from the device; None on the CPU
         if device.asynchronous:
-            memory = transfer_memory(PAGESIZE)
-            self._pinned = device.pin(memory, PAGESIZE)
-            self._on_host = torch.frombuffer(memory, dtype=torch.int64)[:1]
+            memory, self._pinned = transfer_bytes(device, PAGESIZE, PAGESIZE)
+            self._on_host = memory.view(torch.int64)[:1]
         self._closed = False  # set by `close`
 
     def close(self) -> None:
@@ -508,7 +506,7 @@ class Gradients:
         self._components[unit] = components
         accesses = store_gradient_accesses(self._layout, unit, stored=before if stored else 0, components=components)
         with self._ledger.part("copy"):
-            self._walk(accesses, stored, totals)
+            self._walk(accesses, stored, totals, at_home=self._pager.at_home(unit))
         with self._ledger.part("update"):
             norms = torch._foreach_norm(list(totals.values()), 2.0)
         for shard, norm in zip(totals, norms, strict=True):
@@ -541,16 +539,24 @@ class Gradients:
             return int(value)
         stream = self._device.current()
         self._device.copy(self._on_host, value.reshape(1), stream)
-        if not wait(self._device.mark(stream), self._pager.timeout, lambda: self._pager.failure is not None):
-            late = StallError(f"waited {self._pager.timeout:.0f} s for the device to look at gradients")
-            raise self._pager.failure or late
+        self._pager.wait_for_device(self._device.mark(stream), "look at gradients")
         return int(self._on_host.item())
 
     def _walk(
-        self, accesses: Iterable[Access], stored: Mapping[int, OneGradient], totals: Mapping[int, torch.Tensor]
+        self,
+        accesses: Iterable[Access],
+        stored: Mapping[int, OneGradient],
+        totals: Mapping[int, torch.Tensor],
+        *,
+        at_home: bool,
     ) -> None:
-        """Add what is stored to the new gradients, then store the sums. Addition order as in memory: commutative."""
-        current, back = self._device.current(), self._device.stream("back")
+        """Add what is stored to the new gradients, then store the sums. Addition order as in memory: commutative.
+
+        Args:
+            at_home: whether that is on the device.
+        """
+        current = self._device.current()
+        back = current if at_home else self._device.stream("back")
         for access in accesses:
             pages = [self._layout.pages[use.page] for use in access]
             old = sum(use.mode.fetches for use in access)

@@ -44,7 +44,10 @@ class StepPlanner:
         self.events: tuple[Event, ...] = ()
         """What the last step that was planned for looked like."""
         self.device_bytes = 0
-        """Memory of the device for weights: a plan is made for so much. 0 on the CPU; set behind the first step."""
+        """Memory of the device for weights and whole units: a plan is made for so much. 0 on the CPU; set behind the
+        first step."""
+        self.update_on_device = False
+        """Whether pages are updated on the device; set before the first step."""
         self.plan: Plan | None = None
         """The plan of steps that look like it; None until the first step has been recorded."""
         self._plans: dict[Start, Plan] = {}  # for `events` and `placement`, made when they are first needed
@@ -80,7 +83,7 @@ class StepPlanner:
         if events != self.events:
             self.placement, plan = choose_plan(
                 self.placed, events, self._layout, self._frames,
-                threaded=self._threaded, device_bytes=self.device_bytes,
+                threaded=self._threaded, device_bytes=self.device_bytes, update_on_device=self.update_on_device,
             )  # fmt: skip
             self._plans = {"pending": plan}
 
@@ -110,7 +113,8 @@ class StepPlanner:
         if not self.placement.staged or last >= len(self.events) or events[last] != self.events[last]:
             return -1
         following = next_gather(self.events, last)
-        return self.events[following].unit if following >= 0 else -1
+        unit = self.events[following].unit if following >= 0 else -1
+        return unit if unit not in self.placement.at_home else -1
 
     def settling(self) -> None:
         """Have the pages of updates that wait read ahead, before they are run between two steps."""

@@ -20,10 +20,10 @@ from infinity.fsdp.gradient import Gradient
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device
 from infinity.memory.heap import FreedMemory
+from infinity.optim.device_pages import most_bytes
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.gradients import Gradients
 from infinity.optim.kernel import Scalars
-from infinity.optim.on_device import most_bytes
 from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
@@ -69,7 +69,8 @@ class StepRunner:
         Args:
             device: what computes.
             staging: brings weights to it ahead of their gather.
-            device_bytes: memory of the device for those; 0: what it has free behind the first step, less a margin.
+            device_bytes: memory of the device for those, and for units that live there; 0: what it has free behind the
+                first step, less a margin.
             update_on_device: whether pages are updated there.
             freed: is told when a unit begins.
             parameters: by shard.
@@ -80,6 +81,7 @@ class StepRunner:
         self._ledger, self._freed = ledger, freed
         self.planner = planner
         """Where updates run, and the plan."""
+        planner.update_on_device = update_on_device
         self._recording = Recording()  # what this step shows
         self.updates = Updates(layout, pager, device, staging, update_on_device, planner, given, worker, ledger)
         """What is being updated."""
@@ -134,7 +136,7 @@ class StepRunner:
             # done with. A unit that it does use again in the same backward gets a second gradient, which is refused.
             if not private.in_backward() or private.backward_number() != self._backward:
                 self._check_weights(unit)
-            if private.in_backward() and self._staging.has(unit):
+            if private.in_backward() and (self._staging.has(unit) or self._pager.at_home(unit)):
                 self.updates.bound(_MOST_BEHIND)
             self._recording.gather(unit)
             self.updates.run_pending(unit)
@@ -286,22 +288,27 @@ class StepRunner:
         return self._ledger.end_step(updates.step, updated, pager.census(), pager.held_bytes(), pager.in_flight())
 
     def _choose(self, events: tuple[Event, ...], late: bool) -> None:
-        """Choose placement and plan, and have the slots on the device that they need."""
+        """Choose placement and plan, and have on the device what they need there."""
         planner = self.planner
         if self._device.asynchronous and (planner.recording or planner.plan is None):
             spare = self._device.spare_bytes() - (most_bytes(self._layout) if self._update_on_device else 0)
             planner.device_bytes = self._device_bytes or max(0, spare)
         planner.choose(events, late)
         try:
-            self._staging.provide(planner.placement, events)
+            self._provide(events)
         except torch.OutOfMemoryError:
-            _log.warning("the device has no room for weights ahead of their use; set memory.device_bytes lower")
+            _log.warning("the device has no room for weights and whole units; set memory.device_bytes lower")
             planner.device_bytes = 0
             planner.choose(events, late)
-            self._staging.provide(planner.placement, events)
+            self._provide(events)
         if self._device.asynchronous and events != planner.events:
             traffic = link_traffic(events, self._layout, planner.placement, update_on_device=self._update_on_device)
             self._ledger.predicted_link(traffic.to_device, traffic.from_device)
+
+    def _provide(self, events: Sequence[Event]) -> None:
+        """Have slots, and units at home, as the placement says. Raises `torch.OutOfMemoryError`."""
+        self._staging.provide(self.planner.placement, events)  # first: nothing is staged then of a unit that moves
+        self._pager.house(self.planner.placement.at_home)
 
     def _begin(self) -> None:
         """Begin a step: nothing was gathered, and no gradients have arrived."""

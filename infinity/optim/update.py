@@ -69,9 +69,8 @@ def same_setting(a: Any, b: Any) -> bool:
 class Opened:
     """One range of a segment's update, and the pages that it needs, in memory.
 
-    `access` is what `range_access` returns for it, `contents` are the bytes of the pages of the access, in
-    frames or on the device. `grads` are its
-    gradients; None where they are in GRAD pages.
+    `access` is what `range_access` returns for it, `contents` are the bytes of the pages of the access, in frames or on
+    the device. `grads` are its gradients; None where they are in GRAD pages.
     """
 
     def __init__(

@@ -13,12 +13,10 @@ arithmetic runs on the worker's thread, in the same order. Whoever needs one of 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -26,13 +24,14 @@ import torch
 from torch.profiler import record_function
 
 from infinity.content.layout import Layout, Page, Segment
+from infinity.content.views import Content
 from infinity.fsdp.gradient import Edit
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device, Mark
+from infinity.optim.device_pages import DevicePages
 from infinity.optim.fetch import TOGETHER, GradientFetcher, Slices
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.kernel import Scalars
-from infinity.optim.on_device import DevicePages
 from infinity.optim.planning import StepPlanner
 from infinity.optim.update import Opened, Update
 from infinity.optim.worker import UpdateWorker
@@ -40,8 +39,6 @@ from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.trace import Event, range_access, update_order
 from infinity.telemetry.ledger import Ledger
 
-_LOOK_SECONDS = 0.5
-"""How often `bound` looks whether all has failed."""
 _SUBMITTED = 1024
 """Updates that are remembered: more than there are units whose gradients a device has room for."""
 
@@ -69,7 +66,7 @@ class Updates:
         pager: Pager,
         device: Device,
         staging: Staging,
-        on_device: bool,
+        update_on_device: bool,
         planner: StepPlanner,
         given: GivenOptimizer,
         worker: UpdateWorker,
@@ -78,8 +75,8 @@ class Updates:
         self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
         self._given, self._worker, self._staging = given, worker, staging
         # One of the two, for the worker's thread: gradients come to the host, or pages go to the device.
-        self._fetcher = None if on_device else GradientFetcher(layout, device, pager)
-        self._on_device = DevicePages(layout, device, pager) if on_device else None
+        self._fetcher = None if update_on_device else GradientFetcher(layout, device, pager)
+        self._device_pages = DevicePages(layout, device, pager) if update_on_device else None
         self.scalars: dict[int, Scalars] = {}
         """By shard, what the optimizer keeps of it besides tensors of its size: step counts; none if never updated."""
         self.elements = 0
@@ -88,8 +85,8 @@ class Updates:
         """How many steps were taken, those before a resumed commit too."""
         self.begun: dict[int, Update] = {}
         """By unit, its update in backward of the step that is running."""
-        self._submitted: deque[Future[None] | None] = deque(maxlen=_SUBMITTED)
-        """What ends with each of the last updates, in order; None where it ran at once."""
+        self._submitted: deque[Future[None]] = deque(maxlen=_SUBMITTED if device.asynchronous else 0)
+        """What ends with each of the last updates, in order; without those that ran at once."""
         self._reduced = -1  # unit whose gradients came in last, and whose update in backward is still to be run; or -1
         self._pending: dict[int, Update] = {}  # by unit, what is left of its update after the step
         self._due: dict[int, int] = {}  # by unit that is gathered, the pending one to be updated then
@@ -195,19 +192,8 @@ class Updates:
 
     def bound(self, most: int) -> None:
         """Wait until at most so many updates have been submitted and have not ended. Raises the first error."""
-        began = time.perf_counter()
-        waited = False
         while len(self._submitted) > most:
-            job = self._submitted[0]
-            if job is not None and not job.done():
-                waited = True
-                wait_for([job], _LOOK_SECONDS)
-                if self._pager.failure is not None:
-                    raise self._pager.failure
-            else:
-                self._submitted.popleft()
-        if waited:
-            self._ledger.stalled("update", -1, time.perf_counter() - began)
+            self._pager.wait_for_job(self._submitted.popleft(), "update")
 
     def close(self) -> None:
         """Let go of the memory for gradients; the worker has ended."""
@@ -217,8 +203,8 @@ class Updates:
     def drain(self) -> None:
         """Wait until everything that was run has been updated, or let the device wait where that updates."""
         self._worker.drain()
-        if self._on_device is not None:
-            self._on_device.join()
+        if self._device_pages is not None:
+            self._device_pages.join()
 
     # One of them #
 
@@ -229,54 +215,57 @@ class Updates:
         ranges: deque[_Range] = deque()
         # In a profile this is the whole update, or, with a thread for updates, when it was handed over.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
+            copies = self._device_pages.mark if self._device_pages is not None else None
+            if self._pager.at_home(unit):
+                copies = None  # nothing is: the next use comes behind the stream of updates
             for segment, position in self._layout.unit_ranges[unit]:
                 access = range_access(segment, position, components=update.components)
-                copies = self._on_device.mark if self._on_device is not None else None
                 lease = self._pager.lease(access, threaded=self._worker.threaded, copies=copies)
                 ranges.append(_Range(segment, segment.ranges[position], lease))
-            self._submitted.append(self._worker.submit(partial(self._update, update, ranges)))
+            job = self._worker.submit(partial(self._update, update, ranges))
+            if job is not None:
+                self._submitted.append(job)
 
     def _update(self, update: Update, ranges: deque[_Range]) -> None:
+        """Update a unit, on the stream of updates where the device does it."""
+        with self._device_pages.on_stream() if self._device_pages is not None else nullcontext():
+            self._update_ranges(update, ranges)
+        update.grads = None
+        update.run_empty()
+        self.scalars.update(update.after)
+        self.elements += update.elements
+
+    def _update_ranges(self, update: Update, ranges: deque[_Range]) -> None:
         """Update ranges in order: one that is waited for, and with it those behind it that are there."""
-        on_device, fetcher = self._on_device, self._fetcher if update.grads is not None else None
+        there, fetcher = self._device_pages, self._fetcher if update.grads is not None else None
         grads: Slices | None = None
-        if on_device is not None:
-            grads = on_device.begin(update.grads, update.arrived, [found.lease.uses for found in ranges])
+        if there is not None:
+            grads = there.begin(update.grads, update.arrived, [found.lease.uses for found in ranges])
         elif fetcher is not None and update.grads is not None:
             fetcher.begin(update.grads, update.arrived, [found.item for found in ranges])
         while ranges:
             if fetcher is not None:
                 grads = fetcher.take()  # before pages are held, which others may want
             with ExitStack() as held:
-                contents: list[memoryview] | None = held.enter_context(ranges[0].lease)
+                contents: Sequence[Content] | None = held.enter_context(ranges[0].lease)
                 try:
                     opened: list[Opened] = []
                     while contents is not None:
                         segment, item, lease = ranges.popleft()
-                        there = on_device.bring(lease.uses, contents) if on_device is not None else contents
-                        opened.append(Opened(self._layout, segment, item, lease.uses, there, grads))
+                        if there is not None:
+                            contents = there.bring(lease.uses, contents)
+                        opened.append(Opened(self._layout, segment, item, lease.uses, contents, grads))
                         more = ranges and len(opened) < TOGETHER and not segment.format.encoded
                         more = more and (fetcher is None or fetcher.ready)
                         contents = ranges[0].lease.hold_at_once() if more else None
                         if contents is not None:
                             held.push(ranges[0].lease)
                             grads = fetcher.take() if fetcher is not None else grads
-                    self._compute(update, opened)
+                    update.run(opened)
+                    if there is not None:
+                        there.leave()
                 except Exception as error:
                     self._pager.fail(error)  # before the leases are returned: nobody is to use these pages
                     raise
             if fetcher is not None:
                 fetcher.release()
-        update.grads = None
-        update.run_empty()
-        self.scalars.update(update.after)
-        self.elements += update.elements
-
-    def _compute(self, update: Update, opened: Sequence[Opened]) -> None:
-        """Update ranges whose pages are there."""
-        if self._on_device is None:
-            update.run(opened)
-            return
-        with self._on_device.on_stream():
-            update.run(opened)
-        self._on_device.leave()

@@ -96,6 +96,7 @@ class Checkpointer:
         with run.ledger.phase("commit"), record_function("infinity::commit"):
             self._runner.settle()
             run.pager.flush()
+            run.ledger.linked(*run.device.take_copied())  # is no part of a step
             self._attachment.check()
             updates, own = self._runner.updates, self._given.kernel.kept_own
             groups = self._given.groups_by_shard()

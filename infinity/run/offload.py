@@ -159,7 +159,7 @@ def _make_steps(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimize
     """Make what runs steps, from the bottom up."""
     parameters = [param for unit in sharded.parameters() for param in unit]
     given = GivenOptimizer(optimizer, parameters, kernel)
-    staging = Staging(run.layout, run.pager, run.device, run.ledger)
+    staging = Staging(run.layout, run.pager, run.device)
     runner = StepRunner(
         run.layout, run.pager, run.device, staging, run.settings.memory.device_bytes, run.updates_on_device,
         run.planner, run.worker, given, run.ledger, run.freed, parameters,

@@ -10,8 +10,7 @@ import torch
 from infinity.config import Config
 from infinity.content.layout import Layout
 from infinity.errors import ConfigError, StallError
-from infinity.hugepages import transfer_memory
-from infinity.memory.device import Device, wait
+from infinity.memory.device import Device, transfer_bytes, wait
 from infinity.optim.worker import UpdateWorker
 from infinity.schedule.link import UPDATE_BYTES
 from infinity.units import MIB
@@ -62,9 +61,7 @@ def choose_update_device(
 
 def _seconds_on_device(device: Device) -> float:
     """Return how long one parameter takes on the device: its bytes cross the link one way after the other."""
-    memory = transfer_memory(_COPIED)
-    pinned = device.pin(memory, _COPIED)
-    host = torch.frombuffer(memory, dtype=torch.uint8)
+    host, pinned = transfer_bytes(device, _COPIED, _COPIED)
     stream = device.stream("in")
     there = torch.empty(_COPIED, dtype=torch.uint8, device=device.name)
     device.mark(device.current()).before(stream)  # behind what the memory was used for before

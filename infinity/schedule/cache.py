@@ -167,6 +167,15 @@ class Cache:
         self._returned += 1
         self.release(uses, mark)
 
+    def contents(self, uses: Access) -> list[memoryview]:
+        """Return the bytes of pages that are pinned, so that their frames do not change: the lock is not needed."""
+        return [self._frames.content(use.page) for use in uses]
+
+    def has_content(self, page: int) -> bool:
+        """Whether somebody may want to know what is in a page."""
+        state = self._frames.pages[page]
+        return state.dirty or state.writing or self._store.has(page)
+
     def discard(self, page: int) -> None:
         """Drop the content of a page that nobody will read again. Nothing of it is in flight, and no lease needs it."""
         state = self._frames.pages[page]

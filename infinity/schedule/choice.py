@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from infinity.content.layout import Layout
-from infinity.schedule.placement import Placement, eligible_for_backward, expand, with_device
+from infinity.schedule.placement import Placement, eligible_for_backward, expand
 from infinity.schedule.planner import Plan, make_plan, preferred
+from infinity.schedule.tier import with_device
 from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event
 
@@ -26,7 +27,14 @@ def placed(wanted: str, events: Sequence[Event], *, late: bool = False) -> str:
 
 
 def choose_plan(
-    name: str, events: Sequence[Event], layout: Layout, frames: int, *, threaded: bool, device_bytes: int = 0
+    name: str,
+    events: Sequence[Event],
+    layout: Layout,
+    frames: int,
+    *,
+    threaded: bool,
+    device_bytes: int = 0,
+    update_on_device: bool = False,
 ) -> tuple[Placement, Plan]:
     """Return the placement and the plan of steps that look like `events`.
 
@@ -34,7 +42,9 @@ def choose_plan(
         name: from `placed`.
         frames: of the arena.
         threaded: whether updates have a thread of their own.
-        device_bytes: memory of a device for weights ahead of their gather, and for those that stay; 0 on the CPU.
+        device_bytes: memory of a device for weights ahead of their gather, for those that stay, and for units that live
+            there; 0 on the CPU.
+        update_on_device: whether pages are updated there.
 
     Raises:
         BudgetError: there are too few frames.
@@ -43,7 +53,14 @@ def choose_plan(
     choices: dict[tuple[Access, ...], Placement] = {}
     for overlapped in (True, False) if threaded else (False,):
         choice = replace(Placement.of(name, events), overlapped=overlapped)
-        choice = with_device(choice, events, layout, device_bytes)
+        choice = with_device(
+            choice,
+            events,
+            layout,
+            device_bytes,
+            host_bytes=frames * layout.page_bytes,
+            update_on_device=update_on_device,
+        )
         choices.setdefault(expand(events, layout, choice), choice)
     plans = [
         make_plan(trace, layout, frames, threaded=threaded, staged=staged_computation(events, layout, choices[trace]))

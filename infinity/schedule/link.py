@@ -44,7 +44,7 @@ def link_traffic(
     """Return what steps that look like `events` move over the link.
 
     Args:
-        placement: where updates run, and which weights stay on the device.
+        placement: where updates run, and what stays on the device.
         update_on_device: whether pages are updated there.
     """
     trace = expand(events, layout, placement)
@@ -88,7 +88,7 @@ def _stored_gradients(events: Sequence[Event], layout: Layout, placement: Placem
     there = back = 0
     stored: set[int] = set()
     for event in events:
-        if event.kind is not EventKind.GRADIENTS or event.unit in placement.in_backward:
+        if event.kind is not EventKind.GRADIENTS or event.unit in placement.in_backward | placement.at_home:
             continue
         shards = [layout.shards[index] for index in layout.unit_shards[event.unit]]
         for shard in (shard for shard in shards if shard.spec.trainable):

@@ -5,29 +5,47 @@ It is made of parts, each with its own state, all under one lock (`transfers` sa
     Pager --> Cursor --> Cache --> Frames       which page has which frame, and what keeps it there
                            |
                            +-----> Transfers    what is in flight, what waits for it, the first error
-                           |
-                           +-----> Copies       what a device copies, and the thread that waits for it
+      |                    |
+      |                    +-----> Copies       what a device copies, and the thread that waits for it
+      +--> Homes                                pages of units that live on the device
 
 `Cache` acquires, releases, prefetches, writes back and evicts; `Cursor` says what the plan wants when; `Pager` is what
 others call: an access of the training thread, a lease for another one, and what happens between steps.
+
+[Note: units at home] A unit can have all of its pages on the device (`house`). An access of such pages is no part of a
+plan, has no frames, and gets their bytes there; everything else about accesses and leases is the same. Only when what
+is modified is to be in the store (`flush`), or a unit is no longer at home, are pages copied into frames, one after the
+other, from where they are written as any page that nothing keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
+from typing import Any
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
+from infinity.content.views import Content, bytes_of
+from infinity.errors import StallError
 from infinity.memory.arena import Arena
-from infinity.memory.device import Device, Mark
+from infinity.memory.device import Device, Mark, wait
 from infinity.schedule.cache import Cache
 from infinity.schedule.cursor import Cursor, PlannedAccess
 from infinity.schedule.frames import Frames, PageState
+from infinity.schedule.homes import Home, Homes
 from infinity.schedule.planner import Plan
-from infinity.schedule.trace import Access, Mode
+from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
+
+_LOOK_SECONDS = 0.5
+"""How often a thread that waits for another one's job looks whether all has failed."""
+_BROUGHT = 4
+"""Pages of a unit that comes home that are read at once; every arena has so many frames."""
 
 
 class Lease:
@@ -60,11 +78,11 @@ class Lease:
         self._access = access
         """The access of the plan; None off the plan."""
 
-    def hold_at_once(self) -> list[memoryview] | None:
+    def hold_at_once(self) -> list[Content] | None:
         """Hold the pages, to be returned by `__exit__`, if there is nothing to wait for; else return None."""
         return self._pager._acquire_at_once(self.uses, threaded=self._threaded)
 
-    def __enter__(self) -> list[memoryview]:
+    def __enter__(self) -> list[Content]:
         """Wait for the pages; return them as `Pager.access` does. Raises what that raises."""
         return self._pager._acquire_lease(self.uses, self._behind, self._cursor, self._access, threaded=self._threaded)
 
@@ -81,8 +99,8 @@ class Pager:
     gives it a plan, which is followed from then on, access by access. One that the plan does not expect ends that until
     the next `begin_step`. `drain` is the end. After the first error every call that can wait raises it.
 
-    `access`, `lease`, `install`, `begin_step`, `flush` and `discard` belong to the training thread. Every attribute is
-    read and changed under the lock of `Transfers`.
+    `access`, `lease`, `install`, `begin_step`, `house`, `flush` and `discard` belong to the training thread. Every
+    attribute is read and changed under the lock of `Transfers`.
 
     Args:
         layout: pages of this rank.
@@ -105,15 +123,14 @@ class Pager:
         timeout: float,
         failed: Callable[[Exception], None],
     ) -> None:
-        self._layout, self._observer = layout, observer
-        self.timeout = timeout
-        """Seconds after which a wait is an error."""
+        self._layout, self._device, self._observer, self._timeout = layout, device, observer, timeout
         self._store = store
         self._transfers = Transfers(store, observer, timeout=timeout, failed=failed)
         self._frames = Frames(layout, arena)
         self._cache = Cache(
             self._frames, self._transfers, store, observer, timeout=timeout, enter_thread=device.enter_thread
         )
+        self._homes = Homes(layout, device, observer)
         self._plan: Plan | None = None
         """The plan that was installed last; changed by `install`."""
         self._cursor: Cursor | None = None
@@ -129,14 +146,16 @@ class Pager:
     @contextmanager
     def access(
         self, uses: Access, *, planned: bool = True, copies: Callable[[], Mark] | None = None
-    ) -> Iterator[list[memoryview]]:
+    ) -> Iterator[list[Content]]:
         """Hold the pages of `uses` in memory, and return their bytes: one view per use, as long as its page.
+
+        Of a unit that is at home these are tensors on the device, for what this thread's stream does with them.
 
         Args:
             uses: distinct pages that are needed at the same moment.
             planned: whether this access is part of a training step; else it is served on demand, and the plan goes on.
             copies: called at the end; returns a mark behind the copies between the pages and a device. They keep their
-                frames until it has been passed.
+                frames until it has been passed, and of pages at home the next use comes behind it.
 
         Raises:
             CorruptPageError, StorageError: a page could not be read.
@@ -168,7 +187,7 @@ class Pager:
         """
         with self._transfers.lock:
             self._transfers.check()
-            cursor = self._follow(uses)
+            cursor = self._follow(uses) if not self._homes.has(uses) else None
             access = cursor.take(uses) if cursor is not None else None
             self.leases += 1
             states = [self._frames.pages[use.page] for use in uses]
@@ -199,10 +218,36 @@ class Pager:
             self._cache.evict_all()
             self._cache.prefetch()
 
-    @property
-    def failure(self) -> Exception | None:
-        """The first error, which every call raises; None while there is none."""
-        return self._transfers.failure
+    def wait_for_device(self, mark: Mark, what: str) -> None:
+        """Wait until the device has come to a mark. From any thread.
+
+        Args:
+            what: the device is to do, for the error.
+
+        Raises:
+            StallError: it takes longer than the time limit.
+            Exception: the first error, if something has failed, before or meanwhile.
+        """
+        if not wait(mark, self._timeout, lambda: self._transfers.failure is not None):
+            late = StallError(f"waited {self._timeout:.0f} s for the device to {what}")
+            raise self._transfers.failure or late
+
+    def wait_for_job(self, job: Future[Any], cause: str) -> None:
+        """Let the training thread wait until a job has ended, well or not, which another thread is to do.
+
+        Args:
+            cause: see `PagerObserver.stalled`.
+
+        Raises:
+            Exception: the first error, if something has failed, before or meanwhile.
+        """
+        if job.done():
+            return
+        began = perf_counter()
+        while not wait_for_futures([job], _LOOK_SECONDS).done:
+            if self._transfers.failure is not None:
+                raise self._transfers.failure
+        self._observer.stalled(cause, -1, perf_counter() - began)
 
     @property
     def between_steps(self) -> bool:
@@ -229,7 +274,78 @@ class Pager:
         """Write every modified page and wait until none is being written. Raises as `access`."""
         with self._transfers.lock:
             self._transfers.wait(lambda: not self.leases, "update", -1)
+            newer = self._homes.newer()
+        for page, home in newer.items():
+            self._send(page, home)
+        with self._transfers.lock:
             self._cache.flush()
+
+    # Units on the device #
+
+    def at_home(self, unit: int) -> bool:
+        """Whether a unit lives on the device. Of the training thread."""
+        return unit in self._homes.units
+
+    def house(self, units: frozenset[int]) -> None:
+        """Let these units live on the device from now on, and no others; between steps.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; those are at home then that were before and are to stay.
+            Exception: as `access`.
+        """
+        homes = self._homes
+        if units == homes.units:
+            return
+        with self._transfers.lock:
+            self._transfers.wait(lambda: not self.leases, "update", -1)
+        for unit in homes.units - units:
+            for page, home in homes.of(unit).items():
+                if home.newer:
+                    self._send(page, home)
+            with self._transfers.lock:
+                homes.leave(unit)
+        built = {unit: homes.build(homes.state_pages(unit)) for unit in sorted(units - homes.units)}
+        for unit, memory in built.items():
+            self._bring(unit, memory)
+
+    def _bring(self, unit: int, memory: dict[int, Home]) -> None:
+        """Let a unit be at home: begin to copy there what its pages have."""
+        gradients = [page for page in self._layout.pages if page.unit == unit and page.role is Role.GRAD]
+        with self._transfers.lock:
+            gradients = [page for page in gradients if self._cache.has_content(page.index)]
+        stored = self._homes.build(gradients)
+        coming = memory | stored
+        stream = self._device.stream("stage")
+        self._device.mark(self._device.current()).before(stream)  # behind what the memory was used for before
+        pages = list(coming)
+        for first in range(0, len(pages), _BROUGHT):
+            together = pages[first : first + _BROUGHT]
+            uses = tuple(Use(page, Mode.CONSUME if page in stored else Mode.READ) for page in together)
+            with self.access(uses, planned=False, copies=partial(self._device.mark, stream)) as contents:
+                for page, content in zip(together, contents, strict=True):
+                    self._device.copy(coming[page].content, bytes_of(content), stream)
+                    self._device.keep(coming[page].content, stream)
+        mark = self._device.mark(stream)
+        for page, home in coming.items():
+            home.used, home.newer = mark, page in stored
+        with self._transfers.lock:
+            self._homes.come(unit, coming)
+
+    def _send(self, page: int, home: Home) -> None:
+        """Begin to copy a page that is at home into a frame, from where it is written. No lease is out."""
+        back, uses = self._device.stream("back"), (Use(page, Mode.WRITE),)
+        with self._transfers.lock:
+            self._cache.acquire(uses, threaded=False)
+        try:
+            home.used.before(back)
+            self._device.copy(bytes_of(self._frames.content(page)), home.content, back)
+            self._device.keep(home.content, back)
+            home.used, home.newer = self._device.mark(back), False
+        except Exception as error:
+            self.fail(error)  # before the frame can be written
+            raise
+        with self._transfers.lock:
+            self._cache.release(uses, home.used)
 
     def discard(self, pages: Sequence[int]) -> None:
         """Drop the content of pages that nobody will read again. Raises as `access`."""
@@ -240,6 +356,7 @@ class Pager:
                 self._transfers.wait(lambda state=state: not state.leases, "update", page)  # type: ignore[misc]
                 self._transfers.wait(lambda state=state: not state.reading, "read", page)  # type: ignore[misc]
                 self._transfers.wait(lambda state=state: not state.writing, "write", page)  # type: ignore[misc]
+                self._homes.discard(page)
                 self._cache.discard(page)
 
     def fail(self, error: Exception) -> None:
@@ -287,19 +404,19 @@ class Pager:
         """Acquire pages for the training thread; return whether the plan expected them."""
         with self._transfers.lock:
             self._transfers.check()
-            cursor = self._follow(uses) if planned else None
+            cursor = self._follow(uses) if planned and not self._homes.has(uses) else None
             if cursor is not None and not cursor.claimed:  # leases are behind: they hold the window back
                 self._transfers.wait(lambda: cursor.claimed, "update", uses[0].page)
             for use in uses:
                 state = self._frames.pages[use.page]
                 if state.leases:
                     self._transfers.wait(lambda state=state: not state.leases, "update", use.page)  # type: ignore[misc]
-            self._cache.acquire(uses, threaded=False)
+            self._holder(uses).acquire(uses, threaded=False)
             return cursor is not None
 
     def _release(self, uses: Access, *, planned: bool, mark: Mark | None) -> None:
         with self._transfers.lock:
-            self._cache.release(uses, mark)
+            self._holder(uses).release(uses, mark)
             cursor = self._cursor if planned else None
             self._end(uses, cursor, cursor.take(uses) if cursor is not None else None)
             if self._waiting:
@@ -313,7 +430,7 @@ class Pager:
         access: PlannedAccess | None,
         *,
         threaded: bool,
-    ) -> list[memoryview]:
+    ) -> list[Content]:
         """Acquire the pages of a lease.
 
         Args:
@@ -333,18 +450,19 @@ class Pager:
                     self._transfers.wait(reached, "update", uses[0].page, threaded=threaded)
                 finally:
                     self._waiting -= 1
-            self._cache.acquire_lease(uses, threaded=threaded)
+            self._holder(uses).acquire_lease(uses, threaded=threaded)
         return self._contents(uses)
 
     def _has_reached(self, cursor: Cursor, access: PlannedAccess) -> bool:
         """Whether the window has come to an access, or the plan in which it has its place is not followed any more."""
         return cursor is not self._cursor or cursor.reaches(access)
 
-    def _acquire_at_once(self, uses: Access, *, threaded: bool) -> list[memoryview] | None:
+    def _acquire_at_once(self, uses: Access, *, threaded: bool) -> list[Content] | None:
         with self._transfers.lock:
-            if not self._cache.can_acquire(uses):
+            holder = self._holder(uses)
+            if not holder.can_acquire(uses):
                 return None
-            self._cache.acquire_lease(uses, threaded=threaded)
+            holder.acquire_lease(uses, threaded=threaded)
         return self._contents(uses)
 
     def _release_lease(
@@ -356,13 +474,17 @@ class Pager:
                 state = self._frames.pages[use.page]
                 state.leases -= 1
                 state.returned += 1
-            self._cache.release_lease(uses, mark)
+            self._holder(uses).release_lease(uses, mark)
             self._end(uses, cursor, access)
             self._transfers.lock.notify_all()
 
-    def _contents(self, uses: Access) -> list[memoryview]:
-        """Return the bytes of pages that are pinned, so that their frames do not change; the lock is not needed."""
-        return [self._frames.content(use.page) for use in uses]
+    def _holder(self, uses: Access) -> Cache | Homes:
+        """Return what has the pages of an access: it changes only where none of them is used, and none is leased."""
+        return self._homes if self._homes.has(uses) else self._cache
+
+    def _contents(self, uses: Access) -> list[Content]:
+        """Return the bytes of pages that are acquired: the lock is not needed."""
+        return [*self._holder(uses).contents(uses)]
 
     def _end(self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None) -> None:
         """Move the window on behind an access that has ended. Off the plan, evict only what is dead.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from infinity.content.format import ITEMSIZE
 from infinity.content.layout import Layout
 from infinity.schedule.trace import (
     Access,
@@ -20,12 +19,6 @@ from infinity.schedule.trace import (
     update_accesses,
     update_order,
 )
-from infinity.units import align_up
-
-SLOTS: Final = 2
-"""Units whose weights are staged at once: one is copied to the device while the other is copied out of its slot."""
-_STAGED_ALIGNMENT: Final = 256
-"""Bytes; kernels read aligned vectors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +39,8 @@ class Placement:
     kept: frozenset[int] = frozenset()
     """Units whose weights stay on the device from their first gather that is staged until the step ends, or they are
     updated."""
+    at_home: frozenset[int] = frozenset()
+    """Units that live on the device, weights and all of their state: nothing of them is paged."""
 
     @classmethod
     def of(cls, name: str, events: Sequence[Event]) -> Placement:
@@ -85,52 +80,12 @@ def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
     return frozenset(once)
 
 
-def shard_bytes(layout: Layout, shard: int) -> int:
-    """Return the bytes of a shard's weights, padding included, as they are staged."""
-    placed = layout.shards[shard]
-    itemsize = ITEMSIZE[layout.segments[placed.segment].format.param]
-    return align_up(placed.spec.padded * itemsize, _STAGED_ALIGNMENT)
-
-
-def unit_bytes(layout: Layout, unit: int) -> int:
-    """Return the bytes of the weights of a unit, as they are staged."""
-    return sum(shard_bytes(layout, shard) for shard in layout.unit_shards[unit])
-
-
-def staged_units(events: Sequence[Event]) -> tuple[int, ...]:
-    """Return the units that are gathered behind the first gather of a step, in the order in which they first are."""
-    gathers = [event.unit for event in events if event.kind is EventKind.GATHER]
-    return tuple(dict.fromkeys(gathers[1:]))
-
-
 def next_gather(events: Sequence[Event], position: int) -> int:
     """Return the position of the gather that comes behind a position in the same step, or -1."""
     for index in range(position + 1, len(events)):
         if events[index].kind is EventKind.GATHER:
             return index
     return -1
-
-
-def with_device(placement: Placement, events: Sequence[Event], layout: Layout, device_bytes: int) -> Placement:
-    """Return the placement with what the memory of a device is used for: first slots to stage in, then kept weights.
-
-    Kept are units that are gathered again behind a gather that is staged, those first that are first gathered last:
-    their second gather comes soonest. All save as many bytes for each that they take.
-
-    Args:
-        device_bytes: what there is for that.
-    """
-    units = staged_units(events)
-    slots = SLOTS * max((unit_bytes(layout, unit) for unit in units), default=0)
-    if not units or slots > device_bytes:
-        return placement
-    gathers = Counter([event.unit for event in events if event.kind is EventKind.GATHER][1:])
-    kept, left = set(), device_bytes - slots
-    for unit in reversed(units):
-        if gathers[unit] > 1 and unit_bytes(layout, unit) <= left:
-            kept.add(unit)
-            left -= unit_bytes(layout, unit)
-    return replace(placement, staged=True, kept=frozenset(kept))
 
 
 class Expansion(NamedTuple):
@@ -154,7 +109,7 @@ def expand(
 
 
 def expand_events(events: Sequence[Event], layout: Layout, placement: Placement, *, pending: bool = True) -> Expansion:
-    """Return the accesses of one step, by event.
+    """Return the accesses of one step, by event: but for those of units that are at home.
 
     Args:
         events: one step, ending with STEP.
@@ -172,41 +127,45 @@ def expand_events(events: Sequence[Event], layout: Layout, placement: Placement,
     later = set(due.values())
     waiting = dict(due) if pending else {}
     reduced: list[int] = []  # to be updated in backward, behind the next gather
-    on_device: set[int] = set()  # units whose weights are there, or on their way
+    there: set[int] = set()  # units whose weights are on the device, or on their way
+
+    def add(unit: int, found: Iterable[Access]) -> None:
+        if unit not in placement.at_home:  # nothing of those is paged
+            accesses.extend(found)
 
     def update_reduced() -> None:
         for unit in reduced:
-            on_device.discard(unit)
-            accesses.extend(update_accesses(layout, unit))
+            there.discard(unit)
+            add(unit, update_accesses(layout, unit))
         reduced.clear()
 
     def update_waiting(gathered: int) -> None:
         unit = waiting.pop(gathered, None)
         if unit is not None:
-            on_device.discard(unit)
-            accesses.extend(update_accesses(layout, unit, components=components.get(unit, 1)))
+            there.discard(unit)
+            add(unit, update_accesses(layout, unit, components=components.get(unit, 1)))
 
     for position, event in enumerate(events):
         starts.append(len(accesses))
         if event.kind is EventKind.GATHER:
             if not placement.overlapped:
                 update_waiting(event.unit)
-            if event.unit in on_device:
+            if event.unit in there:
                 awaited.add(position)
             else:
-                accesses.extend(gather_accesses(layout, event.unit))
+                add(event.unit, gather_accesses(layout, event.unit))
             if event.unit not in placement.kept:
-                on_device.discard(event.unit)
+                there.discard(event.unit)
             update_reduced()
             update_waiting(event.unit)
             following = next_gather(events, position) if placement.staged else -1
-            if following >= 0 and (unit := events[following].unit) not in on_device:
+            if following >= 0 and (unit := events[following].unit) not in there | placement.at_home:
                 for gathered in [gathered for gathered, of in waiting.items() if of == unit]:
                     update_waiting(gathered)
                 begin = len(accesses)
                 accesses.extend(gather_accesses(layout, unit))
                 staged.update(range(begin, len(accesses)))
-                on_device.add(unit)
+                there.add(unit)
         elif event.kind is EventKind.GRADIENTS:
             update_reduced()
             if event.unit in placement.in_backward:
@@ -216,12 +175,13 @@ def expand_events(events: Sequence[Event], layout: Layout, placement: Placement,
             else:
                 stored = arrived.pop(event.unit, 0)
                 arrived[event.unit] = event.components  # at the end: arrival order
-                accesses.extend(store_gradient_accesses(layout, event.unit, stored=stored, components=event.components))
+                found = store_gradient_accesses(layout, event.unit, stored=stored, components=event.components)
+                add(event.unit, found)
         else:
             update_reduced()
             for unit in update_order(arrived):
                 if unit not in later:
-                    accesses.extend(update_accesses(layout, unit, components=arrived[unit]))
+                    add(unit, update_accesses(layout, unit, components=arrived[unit]))
     return Expansion(tuple(accesses), tuple(starts), frozenset(staged), frozenset(awaited))
 
 
@@ -231,5 +191,6 @@ def expand_pending(events: Sequence[Event], layout: Layout, placement: Placement
     return tuple(
         access
         for unit in placement.due(events).values()
+        if unit not in placement.at_home
         for access in update_accesses(layout, unit, components=components[unit])
     )

@@ -151,11 +151,11 @@ class StagedComputation:
 
 
 def staged_computation(events: Sequence[Event], layout: Layout, placement: Placement) -> StagedComputation | None:
-    """Return when a step computes that looks like `events`; None where nothing is staged.
+    """Return when a step computes that looks like `events`; None where nothing is staged, and nothing lives there.
 
     A unit is computed with from the event of its gather to the next event. Shares are those of `computation`.
     """
-    if not placement.staged:
+    if not placement.staged and not placement.at_home:
         return None
     expansion = expand_events(events, layout, placement)
     work = _computation_of_events(events, layout)

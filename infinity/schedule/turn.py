@@ -168,7 +168,7 @@ class Turn:
 
     def _last(self, reach: Sequence[int]) -> list[int]:
         """Return the last position whose pages are in memory once a position is done: the window of the next one."""
-        return [*reach[1:], reach[0] + self.length]
+        return [*reach[1:], *(first + self.length for first in reach[:1])]
 
     def moves(self, reach: Sequence[int], resident: AbstractSet[int], kept: Collection[int]) -> Moves:
         """Return what one steady step moves.

@@ -29,6 +29,11 @@ PAGINGS = {
     "staged": Paging(arena="least", device=300 << 10),
     "kept": Paging(arena="least", placement="in_forward", device=64 << 20),
 }
+HOMES = {
+    "some": Paging(arena="least", device=3 << 20),
+    "some-forward": Paging(arena="least", placement="in_forward", device=4 << 20),
+}
+"""With units that live on the device, of about 1 MiB: others when a step departs, and so they move."""
 
 
 def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -44,7 +49,14 @@ def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[
     return losses
 
 
-@pytest.mark.parametrize(("paging", "kind"), one_of(2, variants(PAGINGS, {kind: kind for kind in KINDS})))
+UPDATED = [kind for kind in KINDS if kind.endswith("updates")]
+ROWS = [
+    *one_of(2, variants(PAGINGS, {kind: kind for kind in KINDS})),
+    *one_of(2, variants(HOMES, {kind: kind for kind in UPDATED})),
+]
+
+
+@pytest.mark.parametrize(("paging", "kind"), ROWS)
 def test_layers_that_are_left_out_or_come_in_another_order(paging: Paging, kind: str, tmp_path: Path) -> None:
     """The losses of training in memory, and nothing is unordered."""
     reference = build(RECIPE)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.schedule.tier import home_bytes
 from support import models
 from support.device.simulation import KINDS, simulation
 from support.tables import one_of, variants
@@ -24,7 +25,19 @@ PAGINGS = {
 }
 
 
-@pytest.mark.parametrize(("paging", "kind"), one_of(3, variants(PAGINGS, {kind: kind for kind in KINDS})))
+HOMES = {
+    f"home-{placement}": Paging(arena="least", placement=placement, cores=0, device=device, homes="some")
+    for placement, device in (("in_backward", 3 << 20), ("in_forward", 4 << 20))
+}
+"""With units that live on the device, of about 1 MiB."""
+UPDATED = {kind: kind for kind in KINDS if kind.endswith("updates")}
+ROWS = [
+    *one_of(3, variants(PAGINGS, {kind: kind for kind in KINDS})),
+    *one_of(2, variants(HOMES, UPDATED)),
+]
+
+
+@pytest.mark.parametrize(("paging", "kind"), ROWS)
 def test_bytes_over_the_link_are_the_predicted_ones(paging: Paging, kind: str, tmp_path: Path) -> None:
     """Within 1 %, in every step: what is not planned are numbers that the host reads."""
     recipe = Recipe(model="even", steps=STEPS)
@@ -37,10 +50,42 @@ def test_bytes_over_the_link_are_the_predicted_ones(paging: Paging, kind: str, t
             optimizer.zero_grad()
             counted.append(found(optimizer.run.stats.snapshot(), "link_bytes_total"))
         predicted = found(optimizer.run.stats.snapshot(), "plan_predicted_link_bytes_per_step")
+        at_home = optimizer.run.planner.placement.at_home
     assert min(predicted) > 0
+    assert bool(at_home) or not paging.homes
     for before, after in pairwise(counted[2:]):
         for expected, first, last in zip(predicted, before, after, strict=True):
             assert last - first == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_bytes_of_units_that_live_on_the_device(micro: int, tmp_path: Path) -> None:
+    """None in a step where all do, over the link or to and from drives; a commit sends what updates have changed."""
+    recipe = Recipe(model="even", steps=STEPS, micro=micro)
+    paging = Paging(arena="least", placement="after_backward", cores=0, device=64 << 20)
+    in_memory(recipe)
+    with simulation("order-updates", 0), offloaded(recipe, paging, tmp_path) as (model, optimizer):
+        run = optimizer.run
+        for number in range(STEPS):
+            for part in range(micro):
+                models.loss_of(model, batch(model, 10 * number + part)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                before = found(run.stats.snapshot(), "link_bytes_total")
+        there, back = found(run.stats.snapshot(), "link_bytes_total")
+        assert there == before[0]
+        assert back - before[1] <= 8 * len(run.layout.units) * (STEPS - 2)  # numbers that the host reads
+        assert found(run.stats.snapshot(), "plan_predicted_link_bytes_per_step") == [0, 0]
+        assert [(record.read_bytes, record.written_bytes) for record in optimizer.records[3:]] == [(0, 0)] * (STEPS - 3)
+        assert optimizer.predict_seconds(1e9, 1.0) == pytest.approx(1.0)
+        sent = sum(home_bytes(run.layout, unit) for unit in run.planner.placement.at_home)
+        for expected in (sent, 0):  # nothing has changed since the first one
+            written, copied = run.ledger.total_bytes["write"], found(run.stats.snapshot(), "link_bytes_total")
+            optimizer.commit()
+            assert run.ledger.total_bytes["write"] - written == expected
+            there, back = found(run.stats.snapshot(), "link_bytes_total")
+            assert (there - copied[0], back - copied[1]) == (0, expected)
 
 
 def found(snapshot: object, name: str) -> list[float]:

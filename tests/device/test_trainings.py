@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from support.train import Paging, Recipe, compare
 
 SOME = 120 << 10
 """Bytes of the device that are enough to stage weights of a `Toy`, and to keep none."""
+FEW = 620 << 10
+"""Bytes that have room for slots, and for one or two units of a `Toy` with their state."""
+ALL = 64 << 20
+"""Bytes that have room for everything."""
 RECIPES = {
     "plain": Recipe(model="toy", steps=4),
     "clip": Recipe(model="toy", steps=4, clip=0.5),
@@ -41,10 +46,19 @@ PAGINGS = {
     "least-after": Paging(arena="least", placement="after_backward"),
     "all-auto": Paging(arena="all"),
     "least-auto-staged": Paging(arena="least", device=SOME),
-    "least-forward-kept": Paging(arena="least", placement="in_forward", device=64 << 20),
+    "least-forward-kept": Paging(arena="least", placement="in_forward", device=ALL),
     "all-after-staged": Paging(arena="all", placement="after_backward", device=SOME),
     "least-forward-no-worker": Paging(arena="least", placement="in_forward", cores=0),
 }
+HOMES = {
+    "some-auto": Paging(arena="least", device=FEW, homes="some"),
+    "all-auto": Paging(arena="least", device=ALL, homes="all"),
+    "some-forward": Paging(arena="least", placement="in_forward", device=FEW, homes="some"),
+    "all-after": Paging(arena="least", placement="after_backward", device=ALL, homes="all"),
+    "some-after-middle": Paging(placement="after_backward", device=FEW, homes="some"),
+    "all-forward-no-worker": Paging(arena="least", placement="in_forward", device=ALL, cores=0, homes="all"),
+}
+"""With units that live on the device, where it updates."""
 EDITS = {name: RECIPES[name] for name in ("clip-by-torch", "edit", "edit-clip")}
 """What no other test compares on the CPU itself."""
 
@@ -63,6 +77,31 @@ def rows(every: int) -> list[Any]:
 def test_paging_changes_no_bit_on_a_device(recipe: Recipe, paging: Paging, kind: str, tmp_path: Path) -> None:
     """And every access of a page, a gradient or a number is ordered behind those that it has to be."""
     assert compared(kind, recipe, paging, str(tmp_path)) == []
+
+
+def with_homes(every: int) -> list[Any]:
+    """Return (recipe, paging, kind) of all recipes with all pagings of `HOMES`; both kinds in turn."""
+    kinds = [kind for kind in KINDS if kind.endswith("updates")]
+    listed = [
+        pytest.param(*row.values, kinds[number % 2], id=f"{row.id}-{kinds[number % 2]}", marks=row.marks)
+        for number, row in enumerate(variants(RECIPES, HOMES))
+    ]
+    return one_of(every, listed)
+
+
+@pytest.mark.parametrize(("recipe", "paging", "kind"), with_homes(5))
+def test_units_that_live_on_the_device_change_no_bit(recipe: Recipe, paging: Paging, kind: str, tmp_path: Path) -> None:
+    """All of them, or some, and what is done with them there is in one order."""
+    assert compared(kind, recipe, paging, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("recipe", "paging", "kind"), with_homes(7))
+def test_units_that_live_on_the_devices_of_two_ranks(
+    recipe: Recipe, paging: Paging, kind: str, tmp_path: Path, pair: RankPool
+) -> None:
+    """On every rank, each of which has half of every unit."""
+    paging = replace(paging, device=paging.device // 2)
+    assert pair.run(compared, kind, recipe, paging, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize(("recipe", "paging"), one_of(3, variants(EDITS, PAGINGS)))
@@ -84,5 +123,20 @@ def test_a_training_that_ends_early_is_resumed(where: str, kind: str, tmp_path: 
     with Session(tmp_path / "undisturbed") as session:
         expected = session.run(until=STEPS, every=2)
     losses, troubles = ended_and_resumed(kind, where, str(tmp_path))
+    assert troubles == []
+    assert losses == expected
+
+
+@pytest.mark.parametrize(
+    ("where", "home"),
+    one_of(2, in_turn(("forward", "backward", "step", "between"), (("order-updates", FEW), ("late-updates", ALL)))),
+)
+def test_units_that_live_on_the_device_are_resumed(where: str, home: tuple[str, int], tmp_path: Path) -> None:
+    """From what a commit has sent to the drives; they are loaded once, behind the first step."""
+    (tmp_path / "undisturbed").mkdir()
+    with Session(tmp_path / "undisturbed") as session:
+        expected = session.run(until=STEPS, every=2)
+    kind, nbytes = home
+    losses, troubles = ended_and_resumed(kind, where, str(tmp_path), nbytes)
     assert troubles == []
     assert losses == expected

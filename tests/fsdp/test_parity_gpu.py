@@ -37,6 +37,8 @@ GPU = [
 ]
 PLACEMENTS = ("auto", "in_forward", "after_backward")  # auto: in backward, but with clipping
 ARENAS = ("least", "middle", "all")
+DEVICE_BYTES = (0, 300 << 10, 1 << 20)
+"""Of the device, where updates run there: room for all units, for weights on their way alone, and for some units."""
 RECIPES = {
     "plain": {},
     "clip": {"clip": 0.5},
@@ -52,10 +54,11 @@ def cases() -> list[pytest.ParameterSet]:
     for device, updates in (("cuda", "cpu"), ("cuda", "cuda"), ("cpu", "cpu")):
         for number, (name, placement, arena) in enumerate(product(RECIPES, PLACEMENTS, ARENAS)):
             once = number in (0, 13, 26, 30, 41)
+            room = DEVICE_BYTES[(number + number // len(ARENAS)) % len(DEVICE_BYTES)] if updates == "cuda" else 0
             found.append(
                 pytest.param(
                     Recipe(device=device, updates=updates, deterministic=True, **RECIPES[name]),
-                    Paging(arena=arena, placement=placement),
+                    Paging(arena=arena, placement=placement, device=room),
                     id=f"{device}-{name}-{placement}-{arena}-{updates}",
                     marks=GPU if device == "cuda" else [] if once else WIDE,
                 )

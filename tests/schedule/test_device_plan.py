@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from infinity.budget import FETCHED, choose_budget, range_gradient_bytes
 from infinity.content.format import Role
-from infinity.content.layout import Layout
+from infinity.content.layout import Layout, build_layout
 from infinity.errors import BudgetError
 from infinity.schedule.choice import choose_plan
-from infinity.schedule.placement import SLOTS, Placement, expand, next_gather, unit_bytes, with_device
+from infinity.schedule.link import link_traffic
+from infinity.schedule.placement import Placement, expand, expand_pending, next_gather
+from infinity.schedule.planner import prepend
+from infinity.schedule.tier import SLOTS, home_bytes, unit_bytes, with_device
+from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event, EventKind, Mode
-from support.layouts import FORMATS, transformer, transformer_step
+from support.layouts import FORMATS, layouts, placements, steps, transformer, transformer_step
 
 LAYERS = 5
 LAYOUT = transformer(LAYERS, 3 * 4096, 64 << 10)
 EVENTS = transformer_step(LAYERS)
 UNIT = unit_bytes(LAYOUT, 0)
+HOME = home_bytes(LAYOUT, 0)
+GRADS = sum(page.nbytes for page in LAYOUT.pages if page.unit == 0 and page.role is Role.GRAD)
 PLACEMENTS = [
     replace(Placement.of(name, EVENTS), overlapped=overlapped)
     for name in ("in_backward", "in_forward", "after_backward")
@@ -111,6 +120,106 @@ def test_plans_follow_from_it() -> None:
         assert placement.staged == bool(device_bytes)
         bytes_read.append(plan.traffic.read_bytes)
     assert bytes_read[2] < bytes_read[0]
+
+
+def homed(name: str, device_bytes: int, *, host_bytes: int = 0, events: tuple[Event, ...] = EVENTS) -> Placement:
+    """Return what the memory of a device that updates is used for."""
+    placement = Placement.of(name, events)
+    return with_device(placement, events, LAYOUT, device_bytes, host_bytes=host_bytes, update_on_device=True)
+
+
+def test_memory_of_a_device_that_updates_is_for_whole_units() -> None:
+    """Behind slots, which the last unit needs no more; a byte too few is a unit fewer, and weights that are kept."""
+    for units in range(LAYERS):
+        found = homed("in_backward", SLOTS * UNIT + units * HOME)
+        assert len(found.at_home) == units
+        assert found.staged
+        less = homed("in_backward", SLOTS * UNIT + units * HOME - 1)
+        assert len(less.at_home) == max(0, units - 1)
+        assert bool(less.kept) == (units > 0)
+    assert homed("in_backward", LAYERS * HOME - 1).staged
+    everything = homed("in_backward", LAYERS * HOME)
+    assert everything.at_home == frozenset(range(LAYERS))
+    assert not everything.staged
+
+
+def test_units_that_live_on_the_device_are_spread_over_the_step() -> None:
+    """So none of two, or of three, is beside another one."""
+    for units in (2, 3):
+        at_home = sorted(homed("in_backward", SLOTS * UNIT + units * HOME).at_home)
+        assert min(b - a for a, b in pairwise(at_home)) > 1
+
+
+def test_gradients_that_are_stored_live_there_too() -> None:
+    """So a unit takes more."""
+    for name in ("in_forward", "after_backward"):
+        assert len(homed(name, SLOTS * UNIT + HOME + GRADS).at_home) == 1
+        assert not homed(name, SLOTS * UNIT + HOME + GRADS - 1).at_home
+
+
+def test_weights_of_many_gathers_are_kept_first() -> None:
+    """A byte of them saves a transfer for each gather but one, a byte of a whole unit two, and of each a small part.
+
+    Where the arena has all weights, kept ones save no reads of the drive.
+    """
+    for times, first in ((1, "at_home"), (2, "kept"), (4, "kept")):
+        events = EVENTS[:-1] * times + EVENTS[-1:]
+        found = homed("after_backward", SLOTS * UNIT + HOME + GRADS, events=events)
+        assert bool(found.at_home) == (first == "at_home")
+        assert bool(found.kept) == (first == "kept")
+    weights = LAYOUT.bytes_of(Role.PARAM)
+    events = EVENTS[:-1] * 2 + EVENTS[-1:]
+    for host_bytes, at_home in ((0, False), (weights, True)):
+        found = homed("after_backward", SLOTS * UNIT + HOME + GRADS, host_bytes=host_bytes, events=events)
+        assert bool(found.at_home) is at_home
+
+
+def test_what_is_never_updated_may_live_there_whoever_updates() -> None:
+    """Frozen units, whose weights alone are all of it; others only where the device updates."""
+    specs = [replace(unit, shards=tuple(replace(s, trainable=False) for s in unit.shards)) for unit in LAYOUT.units]
+    frozen = build_layout(specs, FORMATS, LAYOUT.page_bytes)
+    events = tuple(event for event in EVENTS if event.kind is not EventKind.GRADIENTS)
+    found = with_device(Placement(), events, frozen, 1 << 40)
+    assert found.at_home == frozenset(range(LAYERS))
+    assert not with_device(PLACEMENTS[0], EVENTS, LAYOUT, 1 << 40).at_home
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_the_others_are_paged_as_before(data: st.DataObject) -> None:
+    """A step in which units live on the device is the same step without their accesses, bytes of the link included."""
+    layout = data.draw(layouts())
+    events = data.draw(steps(layout))
+    placement = replace(data.draw(placements(layout, events)), staged=data.draw(st.booleans()))
+    at_home = frozenset(unit for unit in range(len(layout.units)) if data.draw(st.booleans()))
+    homes = replace(placement, at_home=at_home)
+    pending = data.draw(st.booleans())
+    for found, plain in (
+        (expand(events, layout, homes, pending=pending), expand(events, layout, placement, pending=pending)),
+        (expand_pending(events, layout, homes), expand_pending(events, layout, placement)),
+    ):
+        assert found == tuple(access for access in plain if layout.pages[access[0].page].unit not in at_home)
+    traffic = link_traffic(events, layout, homes, update_on_device=True)
+    whole = link_traffic(events, layout, placement, update_on_device=True)
+    assert all(some <= most for some, most in zip(traffic, whole, strict=True))
+    if len(at_home) == len(layout.units):
+        assert not any(traffic)
+    computed = staged_computation(events, layout, homes)
+    if computed is not None:
+        total = sum(computed.shares) + sum(share for *_, share in computed.awaited)
+        assert total == pytest.approx(1.0)
+
+
+def test_a_step_in_which_all_units_live_on_the_device() -> None:
+    """Has no accesses, needs no frames, and moves nothing."""
+    frames = len(LAYOUT.pages) // 4
+    placement, plan = choose_plan(
+        "in_forward", EVENTS, LAYOUT, frames, threaded=True, device_bytes=1 << 40, update_on_device=True
+    )
+    assert placement.at_home == frozenset(range(LAYERS))
+    assert plan.trace == ()
+    assert plan.traffic.total_bytes == 0
+    assert prepend((), plan, LAYOUT).reach == ()
 
 
 def test_the_next_gather() -> None:

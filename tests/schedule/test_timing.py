@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.schedule.choice import choose_plan
-from infinity.schedule.placement import SLOTS, Placement, expand, unit_bytes
+from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
+from infinity.schedule.tier import SLOTS, unit_bytes
 from infinity.schedule.timing import BACKWARD, Beside, Clockwork, computation, staged_computation, updating
 from infinity.schedule.trace import Access
 from support.layouts import transformer, transformer_step

@@ -41,6 +41,7 @@ NO_TORCH = (
     "store",
     "schedule.trace",
     "schedule.placement",
+    "schedule.tier",
     "schedule.turn",
     "schedule.timing",
     "schedule.planner",

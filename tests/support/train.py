@@ -118,7 +118,9 @@ class Paging:
     page: int = PAGE
     cores: int = 1
     device: int = 0
-    """Bytes of the device for weights; 0: what it has free."""
+    """Bytes of the device for weights and whole units; 0: what it has free."""
+    homes: str = ""
+    """How many units are to live there: ``all``, ``some`` or ``none``; empty where that is left open."""
 
 
 @dataclass
@@ -131,6 +133,9 @@ class Outcome:
     state: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     placement: str = ""
     moved: int = 0
+    at_home: int = 0
+    """Units that live on the device, of `units`."""
+    units: int = 0
 
 
 def build(recipe: Recipe) -> nn.Module:
@@ -315,6 +320,8 @@ def paged(recipe: Recipe, paging: Paging, folder: Path) -> Outcome:
         outcome.state = state_on_nvme(model, optimizer)
         outcome.placement = optimizer.update_placement
         outcome.moved = optimizer.records[-1].read_bytes
+        outcome.at_home = len(optimizer.run.planner.placement.at_home)
+        outcome.units = len({event.unit for event in optimizer.run.planner.events if event.unit >= 0})
     return outcome
 
 
@@ -460,7 +467,11 @@ def _pretences(recipe: Recipe, paging: Paging, found: Outcome) -> list[str]:
         listed.append("the loss never changes")
     if found.placement != wanted:
         listed.append(f"updates ran {found.placement}, not {wanted}")
-    if (found.moved > 0) is not (paging.arena != "all"):
+    homes = "all" if found.at_home == found.units else "some" if found.at_home else "none"
+    if paging.homes not in ("", homes):
+        listed.append(f"{found.at_home} of {found.units} units lived on the device")
+    # Where some units live on the device, the arena may have room for all others.
+    if homes != "some" and (found.moved > 0) is not (paging.arena != "all" and homes == "none"):
         listed.append(f"the last step read {found.moved} bytes with arena {paging.arena}")
     return listed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from infinity.content.views import section
 from infinity.fsdp import gradient
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import AcceleratorDevice
-from infinity.optim import fetch, gradients
+from infinity.optim.device_pages import DevicePages
 from infinity.optim.fetch import GradientFetcher
 from infinity.optim.gradients import Gradients
-from infinity.optim.on_device import DevicePages
 from infinity.optim.update import Update
 from infinity.schedule import cache, copies
+from infinity.schedule.homes import Homes
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
 from infinity.schedule.transfers import Transfers
@@ -37,6 +37,8 @@ UPDATE, TRAINING, COPIES = "thread infinity-update_0", "thread MainThread", "thr
 IN_BACKWARD = Recipe(model="toy", steps=3)
 IN_FORWARD = Recipe(model="toy", steps=3, clip=1.0)
 LEAST = Paging(arena="least")
+HOMES = Paging(arena="least", device=64 << 20)
+"""All units live on the device, where it updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,21 @@ def _flush_behind_copy(recipe: Recipe, paging: Paging, folder: Path) -> None:
             weights = section(content, page, run.layout, page.start, page.stop)
             run.device.copy(weights, weights.clone(), back)
         run.pager.flush()
+
+
+def _commit(recipe: Recipe, paging: Paging, folder: Path) -> None:
+    with offloaded(recipe, paging, folder) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        optimizer.commit()
+
+
+def _leave_home(recipe: Recipe, paging: Paging, folder: Path) -> None:
+    """Let units live on the device, and then no longer, and train on."""
+    with offloaded(recipe, paging, folder) as (model, optimizer):
+        train(recipe, model, optimizer, Outcome())
+        optimizer.run.pager.house(frozenset())
+        torch.zeros(8).add_(1)
+        train(replace(recipe, steps=recipe.steps + 1), model, optimizer, Outcome(), first=recipe.steps)
 
 
 def _end_early(recipe: Recipe, paging: Paging, folder: Path) -> None:
@@ -269,9 +286,59 @@ def _updated_without_order(name: str) -> Iterator[None]:
         yield
 
 
-def _hasty(module: Any) -> AbstractContextManager[Any]:
-    """Let a module take every mark for passed."""
-    return patch.object(module, "wait", lambda *_, **__: True)
+@contextmanager
+def _home_without_order(name: str) -> Iterator[None]:
+    """Let one of `_bring`, `_send` and `contents` know of no use of pages at home before; see `Homes`."""
+    owner: Any = Homes if name == "contents" else Pager
+    original = getattr(owner, name)
+
+    def changed(self: Any, *args: Any) -> Any:
+        if name == "_send":
+            args[1].used = _Late(args[1].used)
+        found = original(self, *args)
+        homes = self if name == "contents" else self._homes
+        if name == "_bring":
+            for home in homes.of(args[0]).values():
+                home.used = _Late(home.used)
+        return found
+
+    def contents(self: Any, uses: Any) -> Any:
+        for use in uses:
+            if home := self._homes.get(use.page):
+                home.used = _Late(home.used)
+        return original(self, uses)
+
+    with patch.object(owner, name, contents if name == "contents" else changed):
+        yield
+
+
+@contextmanager
+def _not_kept(purpose: str) -> Iterator[None]:
+    """Do not tell the allocator of what one stream does."""
+    keep = SimulatedDevice.keep
+
+    def kept(self: Any, tensor: Any, stream: Any) -> None:
+        if stream is not self.stream(purpose):
+            keep(self, tensor, stream)
+
+    with patch.object(SimulatedDevice, "keep", kept):
+        yield
+
+
+def _hasty_copies() -> AbstractContextManager[Any]:
+    """Let the thread that waits for copies take every mark for passed."""
+    return patch.object(copies, "wait", lambda *_, **__: True)
+
+
+def _hasty(hurried: str) -> AbstractContextManager[Any]:
+    """Let nobody wait for the device to do one thing."""
+    wait_for_device = Pager.wait_for_device
+
+    def hasty(pager: Any, mark: Any, what: str) -> None:
+        if what != hurried:
+            wait_for_device(pager, mark, what)
+
+    return patch.object(Pager, "wait_for_device", hasty)
 
 
 DEFECTS: dict[str, Defect] = {
@@ -287,7 +354,7 @@ DEFECTS: dict[str, Defect] = {
         recipe=IN_FORWARD,
     ),
     "copies: the thread does not wait": Defect(
-        change=partial(_hasty, copies),
+        change=_hasty_copies,
         later="an NVMe read into it|aten._fused_adamw_",
         earlier=f"a copy to the device (reads, {COMPUTATION})",
     ),
@@ -303,7 +370,7 @@ DEFECTS: dict[str, Defect] = {
         recipe=Recipe(model="toy", steps=2, micro=2),  # behind the first one the host does not look at them
     ),
     "ring: read before the copy has ended": Defect(
-        change=partial(_hasty, fetch),
+        change=partial(_hasty, "copy gradients"),
         later=f"aten._fused_adamw_.default (writes, {UPDATE})",
         earlier=f"a copy to the host (writes, {BACK})",
     ),
@@ -339,7 +406,7 @@ DEFECTS: dict[str, Defect] = {
         run=_end_early,
     ),
     "number: read before it is there": Defect(
-        change=partial(_hasty, gradients),
+        change=partial(_hasty, "look at gradients"),
         later=f"aten._local_scalar_dense.default (reads, {TRAINING})",
         earlier=f"a copy to the host (writes, {REDUCTION})",
         recipe=IN_FORWARD,
@@ -384,6 +451,52 @@ DEFECTS: dict[str, Defect] = {
         change=lambda: patch.object(DevicePages, "mark", lambda self: _Passed()),
         later="an NVMe write from it|a copy to the device",
         earlier=f"a copy to the host (writes, {BACK})",
+        kind="order-updates",
+    ),
+    "home: computed with before its update": Defect(
+        change=partial(_home_without_order, "contents"),
+        later=f"aten.copy_.default (reads, {COMPUTATION})",
+        earlier="(writes, the stream 'update')",
+        paging=HOMES,
+        kind="order-updates",
+    ),
+    "home: updated before its gradients are stored": Defect(
+        change=partial(_home_without_order, "contents"),
+        later="(reads, the stream 'update')",
+        earlier=f"(writes, {REDUCTION})",
+        recipe=Recipe(model="toy", steps=2, micro=2),  # without a norm, which the host waits for
+        paging=HOMES,
+        kind="order-updates",
+    ),
+    "home: used before it is filled": Defect(
+        change=partial(_home_without_order, "_bring"),
+        later=f"aten.copy_.default (reads, {COMPUTATION})|(writes, the stream 'update')",
+        earlier="a copy to the device (writes, the stream 'stage')",
+        paging=replace(HOMES, arena="all"),  # no frame is waited for
+        looks=200,
+        kind="order-updates",
+    ),
+    "home: sent to a commit before its update": Defect(
+        change=partial(_home_without_order, "_send"),
+        later=f"a copy to the host (reads, {BACK})",
+        earlier="(writes, the stream 'update')",
+        paging=HOMES,
+        kind="order-updates",
+        run=_commit,
+    ),
+    "home: freed while it is sent": Defect(
+        change=partial(_not_kept, "back"),
+        later=f"({COMPUTATION}), once it was freed,",
+        earlier=f"a copy to the host (reads, {BACK})",
+        paging=HOMES,
+        kind="order-updates",
+        run=_leave_home,
+    ),
+    "home: gathered before its update has been launched": Defect(
+        change=_without_wait_for_updates,
+        later=f"aten.copy_.default (reads, {COMPUTATION})|(writes, the stream 'update')",
+        earlier=f"aten.copy_.default (reads, {COMPUTATION})|(writes, the stream 'update')",
+        paging=HOMES,
         kind="order-updates",
     ),
     "page: used while it is being read": Defect(

@@ -195,6 +195,11 @@ class Simulation:
                 ordered = to_host and all(part.memory.owner is stream for part in read)
                 self._delay(target, source, stream, to_host=to_host, kept=ordered)
 
+    def is_of_host(self, *tensors: torch.Tensor) -> bool:
+        """Whether some memory is of the host: a copy is one between host and device, and not an operation there."""
+        with self.lock:
+            return any(span.memory.on_host for tensor in tensors for span in self.memory.of(tensor))
+
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Do as `record_stream`."""
         with self.lock:
@@ -319,7 +324,10 @@ class SimulatedDevice(AcceleratorDevice):
         return 0  # what is used is set: `memory.device_bytes`
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
-        owner = type(sys._getframe(1).f_locals.get("self")).__name__
+        frame: Any = sys._getframe(1)
+        while "self" not in frame.f_locals:
+            frame = frame.f_back
+        owner = type(frame.f_locals["self"]).__name__
         with self._simulation.lock:
             return self._simulation.memory.pin(memory, piece, f"memory of {owner}")
 
@@ -340,7 +348,8 @@ class _Mode(TorchDispatchMode):
             return NotImplemented  # a tensor that is made of others: what it does with them comes here
         if made or self._simulation.quiet:
             return func(*args, **kwargs)
-        if func is aten.copy_.default and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking")):
+        queued = func is aten.copy_.default and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
+        if queued and self._simulation.is_of_host(args[0], args[1]):
             self._simulation.copy(args[0], args[1])
             return args[0]
         reads, writes = _accesses(func, args, kwargs)

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 
 from infinity.fsdp import gradient, staging
-from infinity.optim import updates, worker
-from infinity.schedule import transfers
+from infinity.optim import worker
+from infinity.schedule import pager, transfers
 from infinity.store.pages import PageStore
 from support.device.clocks import Actor, Clock, merge
 
@@ -39,8 +39,7 @@ def followed(simulation: Simulation) -> Iterator[None]:
             (worker, "ThreadPoolExecutor", partial(_Executor, simulation)),
             (worker, "wait", partial(_wait, simulation)),
             (staging, "ThreadPoolExecutor", partial(_Executor, simulation)),
-            (staging, "wait_for", partial(_wait, simulation)),
-            (updates, "wait_for", partial(_wait, simulation)),
+            (pager, "wait_for_futures", partial(_wait, simulation)),
             (PageStore, "read", _transfer(simulation, PageStore.read, "an NVMe read into it", writes=True)),
             (PageStore, "write", _transfer(simulation, PageStore.write, "an NVMe write from it", writes=False)),
             (gradient._Number, "on", _number(simulation, gradient._Number.on)),

@@ -3,7 +3,8 @@
 [Note: updates on the device] The pages of a batch of ranges are copied to the device, updated there by the same code as
 in memory, and copied back; each of the three has a stream, so that a batch is copied while the one before is updated.
 A page that later ranges of the unit need too stays on the device until the last of them. The pages' leases are returned
-behind the mark of the copies back, so nobody uses a frame before it has what the update made of it.
+behind the mark of the copies back, so nobody uses a frame before it has what the update made of it. Pages of units that
+live there are updated where they are.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 
 from infinity.budget import widest_access
 from infinity.content.layout import Layout
-from infinity.errors import StallError
-from infinity.memory.device import Device, Mark, wait
+from infinity.content.views import Content, bytes_of
+from infinity.memory.device import Device, Mark
 from infinity.optim.fetch import TOGETHER, Slices
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Access
@@ -38,7 +39,7 @@ class DevicePages:
     Args:
         layout: pages of this rank.
         device: that updates.
-        pager: says whether all has failed, so that nothing is waited for, and how long anything may take.
+        pager: waits for it.
     """
 
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
@@ -46,7 +47,7 @@ class DevicePages:
         self._pages: dict[int, torch.Tensor] = {}  # by page, its bytes on the device
         self._needed: Counter[int] = Counter()  # by page, how many ranges of the unit are still to use it
         self._back: dict[int, tuple[memoryview, torch.Tensor]] = {}  # what `leave` copies back: frame and page
-        self._batches: deque[Mark] = deque()  # behind the copies back of batches that may not have ended
+        self._batches: deque[Mark] = deque()  # behind batches that may not have ended
 
     def begin(
         self, grads: Mapping[int, torch.Tensor] | None, arrived: Sequence[Mark], accesses: Iterable[Access]
@@ -68,24 +69,29 @@ class DevicePages:
             return None
         return {shard: (self._layout.shards[shard].start, grad) for shard, grad in grads.items()}
 
-    def bring(self, access: Access, contents: Sequence[memoryview]) -> list[torch.Tensor]:
+    def bring(self, access: Access, contents: Sequence[Content]) -> list[torch.Tensor]:
         """Begin to copy the pages of a range to the device; return their bytes there, for what runs `on_stream`.
+
+        Those that live there are returned as they are.
 
         Raises:
             StallError: the device does not answer.
             Exception: the first error, if something has failed before.
         """
         while len(self._batches) >= _BATCHES:
-            self._wait(self._batches.popleft())
+            self._pager.wait_for_device(self._batches.popleft(), "update pages")
         coming, update = self._device.stream("in"), self._device.stream("update")
         found = []
         for use, content in zip(access, contents, strict=True):
+            if isinstance(content, torch.Tensor):
+                found.append(content)
+                continue
             self._needed[use.page] -= 1
             if use.page not in self._pages:
                 with self._device.on(coming):
                     self._pages[use.page] = torch.empty(len(content), dtype=torch.uint8, device=self._device.name)
                 if use.mode.fetches:
-                    self._device.copy(self._pages[use.page], torch.frombuffer(content, dtype=torch.uint8), coming)
+                    self._device.copy(self._pages[use.page], bytes_of(content), coming)
             page = self._pages[use.page]
             found.append(page)
             if use.mode.modifies:
@@ -101,12 +107,15 @@ class DevicePages:
         return self._device.on(self._device.stream("update"))
 
     def leave(self) -> None:
-        """Begin to copy back what no later range of the unit needs."""
+        """End a batch: begin to copy back what no later range of the unit needs."""
+        if not self._back:
+            self._batches.append(self._device.mark(self._device.stream("update")))
+            return
         back = self._device.stream("back")
         self._device.mark(self._device.stream("update")).before(back)
         for index, (content, page) in list(self._back.items()):
             if not self._needed[index]:
-                self._device.copy(torch.frombuffer(content, dtype=torch.uint8), page, back)
+                self._device.copy(bytes_of(content), page, back)
                 self._device.keep(page, back)
                 del self._back[index]
         self._batches.append(self.mark())
@@ -121,8 +130,3 @@ class DevicePages:
         for purpose in ("in", "update"):
             self._device.mark(self._device.stream(purpose)).before(back)
         return self._device.mark(back)
-
-    def _wait(self, mark: Mark) -> None:
-        if not wait(mark, self._pager.timeout, lambda: self._pager.failure is not None):
-            late = StallError(f"waited {self._pager.timeout:.0f} s for the device to update pages")
-            raise self._pager.failure or late
