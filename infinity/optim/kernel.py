@@ -44,7 +44,7 @@ class StateSpec:
     """State of one parameter: element-wise kinds as (name, dtype name), and names of the scalars.
 
     `slices` says what an update has to be given: ``flat`` slices of any elements, shape (n,); slices of any elements
-    with the parameter's ``rank``, shape (1, …, 1, n); or whole ``rows``, shape (n, …).
+    with the parameter's ``rank``, shape (1, …, 1, n); whole ``rows``, shape (n, …); or the ``whole`` parameter.
     """
 
     kinds: tuple[tuple[str, str], ...]

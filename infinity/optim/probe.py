@@ -5,7 +5,7 @@ dimensions that it has: one steps them whole, the other is the kernel, which is 
 calls, as it is given pages. Gradients are ordinary, zero, tiny, large, and now and then missing; learning rate and
 weight decay change between the steps, differently in every group. Weights, states, param groups and attributes must be
 equal to the bit. What does not work with slices that are ``flat`` is tried with slices of the parameter's ``rank``,
-then with whole ``rows``.
+then with whole ``rows``, then with the ``whole`` parameter, in a call of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ The large ones have more elements and larger dimensions than the limits below wh
 and fewer than torch divides among threads.
 """
 _TRAILING = (48, 192)
-_SLICES = ("flat", "rank", "rows")
+_SLICES = ("flat", "rank", "rows", "whole")
 
 Case = tuple[int, torch.dtype, int]
 """A param group, by its number; a dtype; a number of dimensions."""
@@ -83,6 +83,8 @@ class _Subject:
 
     def cuts(self, slices: str) -> list[tuple[int, int]]:
         """Return uneven slices."""
+        if slices == "whole":
+            return [(0, self.numel)]
         unit = math.lcm(self.row, SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
         points = [0, unit, align_up(self.numel * 5 // 8, unit), self.numel]
         return list(itertools.pairwise(sorted(set(points))))
@@ -90,6 +92,8 @@ class _Subject:
 
 def view_shape(slices: str, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Return the shape of slices of a parameter, with -1 for what their length decides; None where it is (n,)."""
+    if slices == "whole":
+        return tuple(shape)
     if slices == "flat" or len(shape) < 2:
         return None
     return (*[1] * (len(shape) - 1), -1) if slices == "rank" else (-1, *shape[1:])
@@ -141,6 +145,7 @@ class _Probe:
                         subjects.update(dict.fromkeys(_subjects(here, chosen.index(here[0]))))
         self._all = list(subjects)
         self._subjects, self._steps = self._all, _STEPS  # those that are tried, and for how many steps
+        self._called: set[Case] = set()  # what the kernel was called with last
 
     # What is asked #
 
@@ -181,8 +186,9 @@ class _Probe:
         self._find_advancing(whole)
         while unequal := self._unequal(whole, kinds, slices):
             for case, reason in unequal.items():
-                slices[case] += 1
-                if slices[case] == len(_SLICES) or case[2] < 2:
+                # For a parameter of one dimension, rank and rows are those of flat slices.
+                slices[case] += 1 if case[2] > 1 else len(_SLICES) - 1
+                if slices[case] >= len(_SLICES):
                     raise self._explained(whole, case, reason)
         self._kernel.uses_closure |= self._notices_loss(whole)
         return kinds
@@ -396,7 +402,7 @@ class _Probe:
             start: Own = {name: copied(value) for name, value in own.items()} if kernel.advancing_own else {}
             before = dict(scalars)
             for place, group in enumerate(groups):
-                calls: dict[int, list[Piece]] = {}
+                calls: dict[tuple[int, int], list[Piece]] = {}
                 for number, subject in enumerate(subjects):
                     gradient = self._gradient(number, step)
                     if subject.group != place or gradient is None:
@@ -404,8 +410,10 @@ class _Probe:
                     for position, (low, high) in enumerate(subject.cuts(modes[number])):
                         views = {key: value[low:high] for key, value in states[number].items()}
                         piece = Piece(number, weights[number][low:high], gradient.reshape(-1)[low:high].clone(), views)
-                        calls.setdefault(position, []).append(piece)
+                        alone = number if modes[number] == "whole" else -1
+                        calls.setdefault((position, alone), []).append(piece)
                 for pieces in calls.values():
+                    self._called = {subjects[piece.shard].case for piece in pieces}
                     scalars.update(kernel.update(pieces, group, before, start))
             if kernel.advancing or kernel.advancing_own:
                 kernel.advance_values(groups, own)
@@ -424,7 +432,7 @@ class _Probe:
             found = self._in_slices(kinds, slices)
         except Exception as error:
             self._kernel.reset()
-            return self._failing(slices, error)
+            return self._failing({case: slices[case] for case in self._called}, error)
         unequal: dict[Case, str] = {}
         for number, subject in enumerate(self._subjects):
             pairs: list[tuple[str, Any, Any]] = [("weights", whole.weights[number], found.weights[number])]
@@ -435,8 +443,9 @@ class _Probe:
         return unequal
 
     def _failing(self, slices: Mapping[Case, int], error: Exception) -> dict[Case, str]:
-        """Return the cases that may be why the kernel failed: of several dimensions, still given flat slices."""
-        flat = [case for case, mode in slices.items() if case[2] > 1 and mode < len(_SLICES) - 1]
+        """Return the cases, of those that the kernel failed with, that may be why: not given whole parameters yet."""
+        left = [case for case, mode in slices.items() if mode < len(_SLICES) - 1]
+        flat = [case for case in left if case[2] > 1] or left
         if not flat:
             raise self._refused(f"cannot update a slice of a parameter: {_short(error)}") from error
         return dict.fromkeys(flat, _short(error))

@@ -27,6 +27,7 @@ from infinity.optim.on_device import most_bytes
 from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
+from infinity.optim.whole import WholeParameters
 from infinity.optim.worker import UpdateWorker
 from infinity.schedule.link import link_traffic
 from infinity.schedule.pager import Pager
@@ -63,6 +64,7 @@ class StepRunner:
         ledger: Ledger,
         freed: FreedMemory,
         parameters: Sequence[nn.Parameter],
+        whole: WholeParameters | None = None,
     ) -> None:
         """Make what a step consists of, from the bottom up.
 
@@ -73,6 +75,7 @@ class StepRunner:
             update_on_device: whether pages are updated there.
             freed: is told when a unit begins.
             parameters: by shard.
+            whole: brings together what ranks have of parameters that are updated whole; None where there are none.
         """
         self._layout, self._pager, self._worker, self._given = layout, pager, worker, given
         self._device, self._staging, self._device_bytes = device, staging, device_bytes
@@ -80,8 +83,9 @@ class StepRunner:
         self._ledger, self._freed = ledger, freed
         self.planner = planner
         """Where updates run, and the plan."""
+        self._whole = whole
         self._recording = Recording()  # what this step shows
-        self.updates = Updates(layout, pager, device, staging, update_on_device, planner, given, worker, ledger)
+        self.updates = Updates(layout, pager, device, staging, update_on_device, planner, given, worker, ledger, whole)
         """What is being updated."""
         self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, parameters)
         # By unit, the parameters that had no optimizer state when the model was offloaded.
@@ -291,6 +295,8 @@ class StepRunner:
         if self._device.asynchronous and (planner.recording or planner.plan is None):
             spare = self._device.spare_bytes() - (most_bytes(self._layout) if self._update_on_device else 0)
             planner.device_bytes = self._device_bytes or max(0, spare)
+        if self._whole is not None and planner.recording:
+            late = self._whole.on_any_rank(late)
         planner.choose(events, late)
         try:
             self._staging.provide(planner.placement, events)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Role
-from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Segment
+from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Range, Segment, overlapping
 from infinity.content.views import Content, component_of, gradient_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import UnsupportedError
 from infinity.fsdp.gradient import Edit
@@ -19,6 +19,7 @@ from infinity.memory.device import Mark
 from infinity.optim import copies
 from infinity.optim.fetch import Slices
 from infinity.optim.kernel import Own, Piece, Scalars, UpdateKernel
+from infinity.optim.whole import WholeParameters
 from infinity.schedule.trace import Access
 from infinity.units import align_up
 
@@ -78,7 +79,7 @@ class Opened:
         self,
         layout: Layout,
         segment: Segment,
-        item: Page,
+        item: Range,
         access: Access,
         contents: Sequence[Content],
         grads: Slices | None,
@@ -103,6 +104,8 @@ class Opened:
 
         Optimizers may change what they are given, while the page is being written, or read by another range's update.
         """
+        if start == stop:
+            return torch.empty(0, dtype=torch_dtype(self.segment.format.dtypes[MASTER]), device=self._device)
         components: dict[int, list[torch.Tensor]] = {}
         for page, content in self.pages(Role.GRAD):
             low, high = max(start, page.start), min(stop, page.stop)
@@ -114,10 +117,20 @@ class Opened:
         ]
         return gradient_of(self.segment.format, whole)
 
+    @property
+    def _device(self) -> torch.device:
+        """Where the pages are."""
+        content = self._held[0][1]
+        return content.device if isinstance(content, torch.Tensor) else torch.device("cpu")
+
     def decode(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of a section that is stored otherwise."""
+        """Return elements [start, stop) of a section that is stored otherwise, or in several pages: a copy."""
         contents = {page.index: content for page, content in self._held}
-        return read_section(self.segment, name, start, stop, lambda page, copy: copy(contents[page.index]))
+
+        def visit(page: Page, copy: Callable[[Content], None]) -> None:
+            copy(contents[page.index])
+
+        return read_section(self.segment, name, start, stop, visit, device=self._device)
 
     def encode(self, name: str, start: int, values: torch.Tensor, step: int) -> None:
         """Store elements from `start` on of such a section."""
@@ -130,7 +143,9 @@ class Opened:
         if self.segment.format.replaces_weights:
             for page, content in self.pages(Role.PARAM):
                 low, high = max(page.start, self.item.start), min(page.stop, self.item.stop)
-                section(content, page, self._layout, low, high).copy_(self.state(MASTER, low, high))
+                parts = overlapping(self.segment.update_pages, low, high) if self.segment.whole else [(None, low, high)]
+                for _, first, last in parts:
+                    section(content, page, self._layout, first, last).copy_(self.state(MASTER, first, last))
 
 
 @dataclass
@@ -154,6 +169,8 @@ class Update:
     edits: Mapping[int, Sequence[Edit]] = field(default_factory=dict)
     components: int = 0
     own: Own = field(default_factory=dict)
+    whole: WholeParameters | None = None
+    """Brings slices of parameters that are updated whole together; None where this rank has all of each."""
     after: dict[int, Scalars] = field(default_factory=dict)
     """Scalars of the shards after the step."""
     elements: int = 0
@@ -161,11 +178,13 @@ class Update:
 
     def run(self, ranges: Sequence[Opened]) -> None:
         """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""
-        plain = [opened for opened in ranges if not opened.segment.format.encoded]
+        plain = [opened for opened in ranges if not (opened.segment.format.encoded or opened.segment.whole)]
         self._run([(opened, opened.item.start, opened.item.stop) for opened in plain])
         for opened in ranges:
             item = opened.item
-            if opened.segment.format.encoded:
+            if opened.segment.whole:
+                self._run_whole(opened)
+            elif opened.segment.format.encoded:
                 for start in range(item.start, item.stop, _DECODED):
                     self._run([(opened, start, min(start + _DECODED, item.stop))])
         for opened in ranges:
@@ -174,7 +193,8 @@ class Update:
     def run_empty(self) -> None:
         """Advance the scalars of shards of which this rank has no elements, which are in no range."""
         for shard, group in self.settings.items():
-            if not self.layout.shards[shard].spec.numel:
+            spec = self.layout.shards[shard].spec
+            if not spec.numel and not (spec.whole and spec.padded):
                 dtypes = self.layout.format_of(shard).dtypes
                 views = {name: torch.empty(0, dtype=torch_dtype(dtype)) for name, dtype in dtypes.items()}
                 master = views.pop(MASTER)
@@ -202,6 +222,25 @@ class Update:
         for opened, low, name, values in decoded:
             opened.encode(name, low, values, self.step)
 
+    def _run_whole(self, opened: Opened) -> None:
+        """Update a shard all at once, with what other ranks have of its parameter: pages are copied out and in."""
+        (shard,) = opened.item.shards
+        if shard not in self.settings:
+            return
+        placed, fmt = self.layout.shards[shard], opened.segment.format
+        start, stop = placed.start, placed.start + placed.spec.numel
+        views = {name: opened.decode(name, start, stop) for name in fmt.dtypes}
+        grad = self._gradient(opened, shard, start, stop)
+        if self.whole is not None:
+            self.whole.meet(shard, self.step)
+            grad = self.whole.gather(shard, grad)
+            views = {name: self.whole.gather(shard, values) for name, values in views.items()}
+        piece = Piece(shard, views.pop(MASTER), grad, views)
+        self.after.update(self.kernel.update([piece], self.settings[shard], self.before, self.own))
+        self.elements += placed.spec.numel
+        for name, values in {MASTER: piece.master, **views}.items():
+            opened.encode(name, start, self.whole.own(shard, values) if self.whole is not None else values, self.step)
+
     def _cuts(self, opened: Opened, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (shard, first, last) for the slices in [start, stop) of shards with a gradient, in elements.
 
@@ -209,7 +248,7 @@ class Update:
         """
         borders = [] if opened.segment.format.master else [page.start for page, _ in opened.pages(Role.PARAM)]
         found = []
-        for shard in self.layout.page_shards[opened.item.index]:
+        for shard in opened.item.shards:
             placed = self.layout.shards[shard]
             low, high = max(placed.start, start), min(placed.start + placed.spec.numel, stop)
             if shard not in self.settings or low >= high:

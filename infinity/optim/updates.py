@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
-from infinity.content.layout import Layout, Page, Segment
+from infinity.content.layout import Layout, Range, Segment
 from infinity.fsdp.gradient import Edit
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device, Mark
@@ -35,6 +35,7 @@ from infinity.optim.kernel import Scalars
 from infinity.optim.on_device import DevicePages
 from infinity.optim.planning import StepPlanner
 from infinity.optim.update import Opened, Update
+from infinity.optim.whole import WholeParameters
 from infinity.optim.worker import UpdateWorker
 from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.trace import Event, range_access, update_order
@@ -50,7 +51,7 @@ class _Range(NamedTuple):
     """A range of a segment that is to be updated, and the lease of its pages."""
 
     segment: Segment
-    item: Page
+    item: Range
     lease: Lease
 
 
@@ -74,7 +75,14 @@ class Updates:
         given: GivenOptimizer,
         worker: UpdateWorker,
         ledger: Ledger,
+        whole: WholeParameters | None = None,
     ) -> None:
+        """Begin without any.
+
+        Args:
+            whole: brings together what ranks have of parameters that are updated whole; None where there are none.
+        """
+        self._whole = whole
         self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
         self._given, self._worker, self._staging = given, worker, staging
         # One of the two, for the worker's thread: gradients come to the host, or pages go to the device.
@@ -112,6 +120,7 @@ class Updates:
             grads,
             arrived,
             own=self._given.kernel.own(),
+            whole=self._whole,
         )
         self._reduced = unit
         if not self._planner.placement.overlapped:
@@ -151,6 +160,7 @@ class Updates:
                 edits=edits,
                 components=components[unit],
                 own=own,
+                whole=self._whole,
             )
         self.end_step()
         self._given.kernel.advance()
@@ -255,7 +265,7 @@ class Updates:
                         segment, item, lease = ranges.popleft()
                         there = on_device.bring(lease.uses, contents) if on_device is not None else contents
                         opened.append(Opened(self._layout, segment, item, lease.uses, there, grads))
-                        more = ranges and len(opened) < TOGETHER and not segment.format.encoded
+                        more = ranges and len(opened) < TOGETHER and not (segment.format.encoded or segment.whole)
                         more = more and (fetcher is None or fetcher.ready)
                         contents = ranges[0].lease.hold_at_once() if more else None
                         if contents is not None:

@@ -27,11 +27,19 @@ from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import make_kernel
 from infinity.optim.states import StateReader
 from infinity.optim.step import StepRunner
+from infinity.optim.whole import WholeParameters, open_slices
 from infinity.ranks import Ranks
 from infinity.run import live
 from infinity.run.commits import Checkpointer, make_committer
 from infinity.run.fill import Filling
-from infinity.run.inspection import check_agreement, check_optimizer, give_shapes, plan_memory
+from infinity.run.inspection import (
+    check_agreement,
+    check_exchange,
+    check_optimizer,
+    give_shapes,
+    plan_memory,
+    shared_slices,
+)
 from infinity.run.optimizer import PagedOptimizer
 from infinity.run.place import RunPlace
 from infinity.run.run import Run
@@ -96,11 +104,13 @@ def offload(
     ranks.together("closing earlier runs of this process", partial(live.make_way, settings.storage.paths))
     budget = ranks.together("planning memory", partial(plan_memory, settings, sharded, optimizer, kernel, ranks))
     give_shapes(kernel, sharded, optimizer)
+    if shared := shared_slices(kernel, sharded, optimizer):
+        check_exchange(settings, kernel)
     # Open, fill, attach: each stage by all ranks together. One that fails leaves nothing behind.
-    run = _open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
+    run = _open(settings, ranks, budget, type(optimizer).__name__, sharded.device, exchanges=bool(shared))
     try:
         filling = Filling(run, sharded, weights, strict, init)
-        steps = _make_steps(run, sharded, optimizer, kernel)
+        steps = _make_steps(run, sharded, optimizer, kernel, shared)
         resumed = filling.fill(optimizer, steps.shards)
         paged = _attach(run, sharded, steps, resumed)
         live.add(paged, model)
@@ -119,11 +129,13 @@ def _check_sources(
         raise ConfigError("strict=False is for weights of safetensors; a folder of DCP must have the whole model")
 
 
-def _open(settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device) -> Run:
+def _open(
+    settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device, *, exchanges: bool
+) -> Run:
     """Take the NVMe paths, and open what pages in them."""
     place = RunPlace.take(settings, ranks, budget.layout, optimizer)
     try:
-        return Run(settings, ranks, budget, place, device)
+        return Run(settings, ranks, budget, place, device, exchanges=exchanges)
     except BaseException as error:
         end_all(partial(place.give_up, remove=place.found is None), cause=error)
         raise
@@ -146,14 +158,25 @@ class _Steps(NamedTuple):
     """Publishes commits, for which it has reserved space."""
 
 
-def _make_steps(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel) -> _Steps:
+def _make_steps(
+    run: Run,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    kernel: UpdateKernel,
+    shared: Mapping[int, tuple[tuple[int, ...], int]],
+) -> _Steps:
     """Make what runs steps, from the bottom up."""
+    whole = None
+    if shared:
+        slices, close = run.ranks.together("making process groups for updates", partial(open_slices, shared))
+        run.undo.push(close)
+        whole = WholeParameters(run.layout, slices, run.ranks, lambda: run.pager.failure)
     parameters = [param for unit in sharded.parameters() for param in unit]
     given = GivenOptimizer(optimizer, parameters, kernel)
     staging = Staging(run.layout, run.pager, run.device, run.ledger)
     runner = StepRunner(
         run.layout, run.pager, run.device, staging, run.settings.memory.device_bytes, run.updates_on_device,
-        run.planner, run.worker, given, run.ledger, run.freed, parameters,
+        run.planner, run.worker, given, run.ledger, run.freed, parameters, whole,
     )  # fmt: skip
     run.undo.push(runner.close)
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
