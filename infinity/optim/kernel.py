@@ -34,6 +34,7 @@ from infinity.optim.copies import (
     settings_of,
 )
 from infinity.optim.reach import reaches_an_optimizer
+from infinity.optim.several import name_of, owner
 
 Scalars = dict[str, Any]
 Own = Mapping[str, Any]
@@ -71,12 +72,9 @@ class UpdateKernel:
         Raises:
             UnsupportedError: it keeps what cannot be copied.
         """
-        self.name = type(optimizer).__name__  # its class, for errors
+        self.name = name_of(optimizer)  # its class, for errors
         self._optimizer = optimizer
-        self._class = type(optimizer)  # of which `build` makes others
         self.template = Template(optimizer)  # from which copies are made
-        # Names of settings that its constructor takes.
-        self._accepted = set(inspect.signature(self._class.__init__).parameters) - {"self", "params"}
         self._runner = self.template.over([])  # the copy that updates; has parameters only inside of `update`
         self._step = private.unhooked_step(self._runner)  # its step, without the hooks of users
         self.shapes: dict[int, tuple[int, ...]] = {}
@@ -124,7 +122,8 @@ class UpdateKernel:
             except Exception:
                 return False
             # What is made from a group's settings has others as defaults.
-            found, given = ({**attributes(one), "defaults": None} for one in (built, self._optimizer))
+            part = owner(self._optimizer, group)
+            found, given = ({**attributes(one), "defaults": None} for one in (built, part))
             if content(found) != content(given):
                 return False
             made.append(next(iter(built.state.values()), {}))
@@ -137,7 +136,9 @@ class UpdateKernel:
 
     def build(self, params: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
         """Return a new optimizer of the class, from those settings that its constructor takes."""
-        return self._class(params, **{key: value for key, value in settings.items() if key in self._accepted})
+        made = type(owner(self._optimizer, settings))
+        accepted = inspect.signature(made.__init__).parameters.keys() - {"self", "params"}
+        return made(params, **{key: value for key, value in settings.items() if key in accepted})
 
     # Values that the optimizer keeps on itself #
 

@@ -181,6 +181,11 @@ class _Probe:
         self._check_marks()
         if whole.others:
             raise self._refused(f"keeps values in its state that are of no parameter ({', '.join(whole.others)})")
+        if all(_equal(self._values(number), weights) for number, weights in enumerate(whole.weights)):
+            raise self._refused(
+                "changes no weight when a copy of it steps, with gradients on the parameters of its param groups; pass "
+                "optimizers that it has inside as a list"
+            )
         kinds = [self._state_of(subject, state) for subject, state in zip(subjects, whole.states, strict=True)]
         self._check_alike(kinds)
         self._find_advancing(whole)

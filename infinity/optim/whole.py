@@ -11,8 +11,7 @@ rank alone could run ahead to by looking at a weight.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +67,7 @@ class WholeParameters:
             return
         group, size = self._slices[shard].group, self._slices[shard].size
         places = torch.empty(size, 2, dtype=torch.int64)
-        with self._naming_loss():
-            self._wait(dist.all_gather_into_tensor(places, torch.tensor([[shard, step]]), group, async_op=True))
+        self._gather(places, torch.tensor([[shard, step]]), group)
         if len({tuple(place) for place in places.tolist()}) > 1:
             name = self._layout.shards[shard].spec.name
             raise InfinityError(
@@ -88,8 +86,7 @@ class WholeParameters:
         slice_, spec = self._slices[shard], self._layout.shards[shard].spec
         mine = pad(values, (0, spec.padded - spec.numel)) if spec.padded > spec.numel else values.contiguous()
         whole = torch.empty(slice_.size * spec.padded, dtype=values.dtype)
-        with self._naming_loss():
-            self._wait(dist.all_gather_into_tensor(whole, mine, slice_.group, async_op=True))
+        self._gather(whole, mine, slice_.group)
         return whole[: spec.whole]
 
     def own(self, shard: int, whole: torch.Tensor) -> torch.Tensor:
@@ -100,10 +97,10 @@ class WholeParameters:
         first = self._slices[shard].rank * spec.padded
         return whole[first : first + spec.numel]
 
-    @contextmanager
-    def _naming_loss(self) -> Iterator[None]:
+    def _gather(self, into: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+        """Put what the ranks of a group have one behind the other."""
         try:
-            yield
+            self._wait(dist.all_gather([*torch.split(into, len(mine))], mine, group, async_op=True))
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
@@ -121,7 +118,7 @@ class WholeParameters:
 
 
 def open_slices(
-    shared: Mapping[int, tuple[tuple[int, ...], int]],
+    shared: Mapping[int, tuple[tuple[int, ...], int]], ranks: Ranks
 ) -> tuple[dict[int, Slice], Callable[[], None]]:
     """Make process groups for parameters that are updated whole; all ranks call it together.
 
@@ -131,14 +128,14 @@ def open_slices(
     Returns:
         The slices by shard, and what closes the groups.
     """
-    groups = {
-        ranks: dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        for ranks in dict.fromkeys(ranks for ranks, _ in shared.values())
-    }
+    mine = {members for members, _ in shared.values()}
+    everyone = sorted(set().union(*ranks.collect(mine)))  # each rank has to know of all groups, in the same order
+    made = {members: dist.new_group(list(members), backend="gloo") for members in everyone}
+    groups = {members: made[members] for members in mine}
 
     def close() -> None:
         for group in groups.values():
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    return {shard: Slice(groups[ranks], at, len(ranks)) for shard, (ranks, at) in shared.items()}, close
+    return {shard: Slice(groups[members], at, len(members)) for shard, (members, at) in shared.items()}, close

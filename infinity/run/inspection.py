@@ -18,6 +18,7 @@ from infinity.memory.device import open_device
 from infinity.memory.limits import default_arena
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import view_shape
+from infinity.optim.several import owner
 from infinity.ranks import Ranks
 
 _OF_ALL_RANKS = (
@@ -63,8 +64,8 @@ def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedError(f"the optimizer is of type {type(optimizer).__name__}, no torch.optim.Optimizer")
     # Some have infinity as a default, such as for the growth of an estimate, which is no limit then.
-    defaults = inspect.signature(type(optimizer).__init__).parameters
     for group in optimizer.param_groups:
+        defaults = inspect.signature(type(owner(optimizer, group)).__init__).parameters
         for name, value in group.items():
             standard = name in defaults and defaults[name].default == value
             if isinstance(value, float) and not math.isfinite(value) and not standard:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from infinity.fsdp.staging import Staging
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import make_kernel
+from infinity.optim.several import Optimizers, name_of
 from infinity.optim.states import StateReader
 from infinity.optim.step import StepRunner
 from infinity.optim.whole import WholeParameters, open_slices
@@ -53,7 +54,7 @@ _LOAD_LIMIT = 256 * MIB
 
 def offload(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -65,7 +66,9 @@ def offload(
     Args:
         model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
         optimizer: of any class, over its parameters, without state yet. What it does must not depend on how parameters
-            are cut into pages; that is tried out on small copies of it before anything is written.
+            are cut into pages; that is tried out on small copies of it before anything is written. Or a list of
+            several, each over a part of the parameters: the one that is returned has the param groups of all, and its
+            `step` updates with all of them; schedulers may be made on each of them, or on that one.
         config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
         weights: folder to load a model on the meta device from, as a stream. Either of safetensors, as
             `save_pretrained` writes it (or one such file or index, to name a variant): names are found, and tensors
@@ -91,6 +94,8 @@ def offload(
     settings = replace(settings, storage=replace(settings.storage, paths=paths))
     # Inspect: nothing is changed, and what is wrong with model, optimizer or arguments is said.
     sharded = ShardedModel.inspect(model)
+    if isinstance(optimizer, Sequence):
+        optimizer = Optimizers(optimizer) if len(optimizer) != 1 else optimizer[0]
     if isinstance(optimizer, PagedOptimizer):
         raise UnsupportedError("the model is offloaded already")
     check_optimizer(sharded, optimizer)
@@ -107,7 +112,7 @@ def offload(
     if shared := shared_slices(kernel, sharded, optimizer):
         check_exchange(settings, kernel)
     # Open, fill, attach: each stage by all ranks together. One that fails leaves nothing behind.
-    run = _open(settings, ranks, budget, type(optimizer).__name__, sharded.device, exchanges=bool(shared))
+    run = _open(settings, ranks, budget, name_of(optimizer), sharded.device, exchanges=bool(shared))
     try:
         filling = Filling(run, sharded, weights, strict, init)
         steps = _make_steps(run, sharded, optimizer, kernel, shared)
@@ -168,7 +173,7 @@ def _make_steps(
     """Make what runs steps, from the bottom up."""
     whole = None
     if shared:
-        slices, close = run.ranks.together("making process groups for updates", partial(open_slices, shared))
+        slices, close = open_slices(shared, run.ranks)
         run.undo.push(close)
         whole = WholeParameters(run.layout, slices, run.ranks, lambda: run.pager.failure)
     parameters = [param for unit in sharded.parameters() for param in unit]

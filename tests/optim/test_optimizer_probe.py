@@ -29,12 +29,12 @@ EQUAL: dict[str, own.Make] = {
     "setting_on_self": lambda p: own.SettingOnSelf(p, lr=0.1, factor=0.3),
     "replacing": lambda p: own.Replacing(p),
     "centralised": lambda p: own.Centralised(p, lr=0.1, momentum=0.9),
+    "trust_ratio": lambda p: own.TrustRatio(p, lr=0.1, momentum=0.9),
     "by_method": lambda p: own.ByFunction(p, method=True, lr=0.1),
     "own_zero_grad": lambda p: own.Dropping(p, lr=0.1),
 }
 COUNTING = ["counter_in_group", "counter_on_self"]
 REFUSED: dict[str, tuple[own.Make, str]] = {
-    "trust_ratio": (lambda p: own.TrustRatio(p, lr=0.1), "TrustRatio.*other elements of its parameter"),
     "global_norm": (
         lambda p: own.GlobalNorm(p, lr=0.1),
         "GlobalNorm.*depends on gradients, values or settings of other groups",
@@ -128,7 +128,7 @@ def small(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
 
 
 def test_the_shape_of_slices_is_the_least_that_suffices() -> None:
-    """Flat where that is enough, the parameter's rank for rules on dimensions, whole rows for means of rows."""
+    """Flat, the parameter's rank for rules on dimensions, rows for means of rows, all of it for its norm."""
 
     def slices(optimizer: torch.optim.Optimizer) -> list[str]:
         (group,) = optimizer.param_groups
@@ -139,12 +139,14 @@ def test_the_shape_of_slices_is_the_least_that_suffices() -> None:
     assert slices(torch.optim.AdamW(params, weight_decay=0.1)) == ["flat"] * 3
     assert slices(own.DecayOfMatrices(params, lr=0.1)) == ["flat", "rank", "rank"]
     assert slices(own.Centralised(params, lr=0.1)) == ["flat", "rows", "rows"]
+    assert slices(own.TrustRatio(params, lr=0.1)) == ["whole"] * 3
+    assert slices(torch.optim.Muon(params[1:2])) == ["whole"]
 
 
 def test_a_learning_rate_of_zero_hides_nothing() -> None:
     """Warm-up begins with it; so does a weight decay that is switched on later."""
-    with pytest.raises(UnsupportedError, match="other elements"):
-        make_kernel(own.TrustRatio(small((2, 3)), lr=0.0))
+    kernel = make_kernel(own.TrustRatio(small((2, 3)), lr=0.0))
+    assert [spec.slices for spec in kernel.layouts.values()] == ["whole"]
 
 
 def test_the_users_optimizer_and_random_numbers_are_left_alone() -> None:
