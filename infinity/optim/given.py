@@ -11,7 +11,7 @@ from torch import nn
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.optim.copies import attributes, content, is_plain
-from infinity.optim.kernel import Own, UpdateKernel
+from infinity.optim.kernel import MODES, Own, UpdateKernel
 from infinity.optim.several import name_of, parts
 from infinity.optim.update import same_setting, snapshot
 
@@ -113,6 +113,7 @@ class GivenOptimizer:
         """
         if self._noted is None:
             self.check()
+            self.kernel.check_steps()
             self._noted = [snapshot(group) for group in self.optimizer.param_groups], self.kernel.own()
 
     def forget_settings(self) -> None:
@@ -196,8 +197,8 @@ class GivenOptimizer:
         Raises:
             UnsupportedError: it would.
         """
-        if name not in ("train", "eval") or self.kernel.would_change(name, *args, **named):
-            hint = "; call train() before offload" if name in ("train", "eval") else ""
+        if name not in MODES or self.kernel.would_change(name, *args, **named):
+            hint = "; call train() before offload" if name in MODES else ""
             raise UnsupportedError(
                 f"{name}() of {self.name} would have to change weights or states, which are on NVMe"
                 f"{hint}; to evaluate other weights than those that are trained, load an export of a commit"

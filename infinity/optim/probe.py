@@ -24,7 +24,7 @@ from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
 from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of
-from infinity.optim.kernel import Own, Piece, Scalars, StateSpec, UpdateKernel
+from infinity.optim.kernel import MODES, Own, Piece, Scalars, StateSpec, UpdateKernel
 from infinity.optim.reach import WatchedNames, WatchedParameter, check_reach, check_zero_grad
 from infinity.units import align_up
 
@@ -34,6 +34,8 @@ _SCALES = (1.0, 0.1, 3.0, 0.0, 1e-3, 30.0, 1.0, 1e-8)
 _RATES = (1.0, 0.5, 2.0, 0.7)
 _MISSING = {0, 1, 5}
 """Steps in which some parameters have no gradient."""
+_SWITCHED = {0, 3, 10}
+"""Steps behind which optimizers that have modes are evaluated and trained again."""
 _LEADING = (12, 128)
 """First dimension of the small and the large parameters; the others multiply to 48 and 192.
 
@@ -54,7 +56,14 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
         UnsupportedError: pages cannot be updated with it one by one; the message says what depends on what.
     """
     kernel = UpdateKernel(optimizer)
-    kernel.layouts = _Probe(kernel, optimizer).run()
+    try:
+        kernel.layouts = _Probe(kernel, optimizer).run()
+    except UnsupportedError:
+        if not kernel.modes:
+            raise
+        kernel.modes = False  # then they cannot be changed, which is told when they are to be
+        kernel.reset()
+        kernel.layouts = _Probe(kernel, optimizer).run()
     check_reach(optimizer)
     check_zero_grad(optimizer, kernel.template)
     return kernel
@@ -116,6 +125,8 @@ class _Probe:
     def __init__(self, kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> None:
         self._kernel, self._name = kernel, kernel.name
         self._before = [settings_of(group) for group in optimizer.param_groups]  # as they were passed in
+        if kernel.modes:
+            kernel.switch_values(self._before, {}, "train")
         alike: dict[str, int] = {}  # groups that differ in nothing but what loops change are probed once
         numbers = []  # of the group that is probed in place of each
         for number, group in enumerate(self._before):
@@ -181,13 +192,13 @@ class _Probe:
         self._check_marks()
         if whole.others:
             raise self._refused(f"keeps values in its state that are of no parameter ({', '.join(whole.others)})")
+        kinds = [self._state_of(subject, state) for subject, state in zip(subjects, whole.states, strict=True)]
+        self._check_alike(kinds)
         if all(_equal(self._values(number), weights) for number, weights in enumerate(whole.weights)):
             raise self._refused(
                 "changes no weight when a copy of it steps, with gradients on the parameters of its param groups; pass "
                 "optimizers that it has inside as a list"
             )
-        kinds = [self._state_of(subject, state) for subject, state in zip(subjects, whole.states, strict=True)]
-        self._check_alike(kinds)
         self._find_advancing(whole)
         while unequal := self._unequal(whole, kinds, slices):
             for case, reason in unequal.items():
@@ -380,6 +391,9 @@ class _Probe:
             for number, param in params.items():
                 param.grad = self._gradient(number, count)
             step() if closure is None else step(closure)
+            if self._kernel.modes and count in _SWITCHED:
+                for method in MODES:
+                    getattr(optimizer, method)()
             trained.groups.append([settings_of(group) for group in groups])
             trained.own.append({name: content(value) for name, value in attributes(optimizer).items()})
         trained.weights = [param.detach() for param in params.values()]
@@ -422,12 +436,36 @@ class _Probe:
                     scalars.update(kernel.update(pieces, group, before, start))
             if kernel.advancing or kernel.advancing_own:
                 kernel.advance_values(groups, own)
+            if kernel.modes and step in _SWITCHED:
+                self._switch(groups, own, weights, states, scalars, modes)
         kernel.shapes = {}
         for number, layout in enumerate(kinds):
             trained.states[number] = {**states[number], **scalars.get(number, {})}
             if missing := set(layout.scalars) - scalars.get(number, {}).keys():
                 trained.states[number].update(dict.fromkeys(missing))
         return trained
+
+    def _switch(
+        self,
+        groups: Groups,
+        own: dict[str, Any],
+        weights: Sequence[torch.Tensor],
+        states: Sequence[Mapping[str, torch.Tensor]],
+        scalars: dict[int, Scalars],
+        modes: Sequence[str],
+    ) -> None:
+        """Change the mode of what is trained in slices, and change it back."""
+        kernel = self._kernel
+        for method in MODES:
+            start: Own = {name: copied(value) for name, value in own.items()} if kernel.advancing_own else {}
+            before = dict(scalars)
+            for number, subject in enumerate(self._subjects):
+                for low, high in subject.cuts(modes[number]):
+                    views = {key: value[low:high] for key, value in states[number].items()}
+                    piece = Piece(number, weights[number][low:high], None, views)
+                    after = kernel.update([piece], groups[subject.group], before, start, method)
+                    scalars.update(after if number in before else {})
+            kernel.switch_values(groups, own, method)
 
     # Comparing #
 

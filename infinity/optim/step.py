@@ -203,6 +203,20 @@ class StepRunner:
             self.planner.settling()
         self.updates.settle()
 
+    def switch(self, method: str) -> None:
+        """Run a method of the optimizer that changes its mode over all pages; all ranks together.
+
+        Raises:
+            InfinityError: there are gradients, which belong to the weights of the mode that it is in.
+        """
+        self.check_open()
+        self.reconcile()
+        if self.has_gradients:
+            raise InfinityError(f"{method}() between backward and step(): call it after step() and zero_grad()")
+        self.settle()
+        with self._ledger.phase("update", method), record_function(f"infinity::{method}"):
+            self.updates.switch(method)
+
     # What the optimizer does #
 
     @property

@@ -157,6 +157,7 @@ class Update:
     is taken over last. The number of the step is `step`. Gradients are in `grads` by shard, flat, on the device, which
     has them behind all of `arrived`; or else `components` of each are in GRAD pages, and `edits` are still to be done
     to them, by shard. `own` is what the optimizer keeps on itself, as the step found it.
+    With a `method`, that runs in place of a step, and there are no gradients.
     """
 
     layout: Layout
@@ -175,6 +176,7 @@ class Update:
     """Scalars of the shards after the step."""
     elements: int = 0
     """Elements updated so far."""
+    method: str = ""
 
     def run(self, ranges: Sequence[Opened]) -> None:
         """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""
@@ -217,7 +219,7 @@ class Update:
                 piece = Piece(shard, views.pop(MASTER), self._gradient(opened, shard, low, high), views)
                 by_group.setdefault(id(group), (group, []))[1].append(piece)
         for group, pieces in by_group.values():
-            self.after.update(self.kernel.update(pieces, group, self.before, self.own))
+            self.after.update(self.kernel.update(pieces, group, self.before, self.own, self.method))
             self.elements += sum(piece.master.numel() for piece in pieces)
         for opened, low, name, values in decoded:
             opened.encode(name, low, values, self.step)
@@ -233,10 +235,10 @@ class Update:
         grad = self._gradient(opened, shard, start, stop)
         if self.whole is not None:
             self.whole.meet(shard, self.step)
-            grad = self.whole.gather(shard, grad)
+            grad = self.whole.gather(shard, grad) if grad is not None else None
             views = {name: self.whole.gather(shard, values) for name, values in views.items()}
         piece = Piece(shard, views.pop(MASTER), grad, views)
-        self.after.update(self.kernel.update([piece], self.settings[shard], self.before, self.own))
+        self.after.update(self.kernel.update([piece], self.settings[shard], self.before, self.own, self.method))
         self.elements += placed.spec.numel
         for name, values in {MASTER: piece.master, **views}.items():
             opened.encode(name, start, self.whole.own(shard, values) if self.whole is not None else values, self.step)
@@ -257,7 +259,9 @@ class Update:
             found += [(shard, a, b) for a, b in itertools.pairwise(points)]
         return found
 
-    def _gradient(self, opened: Opened, shard: int, low: int, high: int) -> torch.Tensor:
+    def _gradient(self, opened: Opened, shard: int, low: int, high: int) -> torch.Tensor | None:
+        if self.method:
+            return None
         if opened.grads is not None:
             start, flat = opened.grads[shard]
             return flat[low - start : high - start]

@@ -230,6 +230,31 @@ class Updates:
         if self._on_device is not None:
             self._on_device.join()
 
+    def switch(self, method: str) -> None:
+        """Run a method of the optimizer over all pages, one of `MODES`, when nothing waits; between two steps."""
+        own, on_device = self._given.kernel.own(), self._on_device
+        copies = on_device.mark if on_device is not None else None
+        for unit, ranges in enumerate(self._layout.unit_ranges):
+            self._staging.drop(unit)
+            accesses = [(segment, position, range_access(segment, position)) for segment, position in ranges]
+            shards = [
+                shard for segment in self._layout.unit_segments[unit] for shard in self._layout.segments[segment].shards
+            ]
+            update = Update(
+                self._layout, self._given.kernel, self._given.settings_of(shards), self.scalars, self.step,
+                own=own, whole=self._whole, method=method,
+            )  # fmt: skip
+            if on_device is not None:
+                on_device.begin(None, (), [access for _, _, access in accesses])
+            for segment, position, access in accesses:
+                with torch.no_grad(), self._pager.access(access, planned=False, copies=copies) as contents:
+                    there = on_device.bring(access, contents) if on_device is not None else contents
+                    self._compute(
+                        update, [Opened(self._layout, segment, segment.ranges[position], access, there, None)]
+                    )
+            self.scalars.update({shard: now for shard, now in update.after.items() if shard in self.scalars})
+        self._given.kernel.switch(method)
+
     # One of them #
 
     def _run(self, unit: int, update: Update) -> None:

@@ -19,6 +19,7 @@ from infinity.checkpoint.state import ResumedState
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.optim.given import NO_ENTRIES, GivenOptimizer, refuse_group, refuse_loading
+from infinity.optim.kernel import MODES
 from infinity.optim.states import NO_COPIES, PagedStates, StateReader
 from infinity.optim.step import StepRunner
 from infinity.run.commits import Checkpointer
@@ -111,6 +112,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._own.called()
         runner.reconcile()
         runner.check_new()
+        self._own.kernel.check_steps()
         self._unscale()
         rate = self._given.param_groups[0].get("lr")
         record = runner.step()
@@ -198,7 +200,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Return an attribute of the optimizer that was passed in, of those that torch's optimizers do not have.
 
         Its methods are refused when they are called: they would have to change weights and states on NVMe. Only `train`
-        and `eval` may be called where the optimizer is in that mode already.
+        and `eval` of schedule-free optimizers may be called, which go through all pages; by all ranks together.
         """
         given = vars(self).get("_given")
         if given is None or name.startswith("__"):
@@ -220,7 +222,12 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _call(self, name: str, *args: Any, **named: Any) -> None:
         self._runner.check_open()
-        self._own.check_method(name, *args, **named)
+        kernel = self._own.kernel
+        if name not in MODES or args or named or not kernel.modes:
+            self._own.check_method(name, *args, **named)
+        elif kernel.would_change(name):
+            self._own.check()
+            self._runner.switch(name)
 
     # What paging adds #
 

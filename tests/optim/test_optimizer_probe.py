@@ -182,30 +182,6 @@ def test_a_setting_on_the_optimizer_may_be_changed(tmp_path: Path) -> None:
     assert all(map(torch.equal, expected, found))
 
 
-class Modes(torch.optim.SGD):
-    """Has modes as those of schedule-free training."""
-
-    def train(self) -> None:
-        for group in self.param_groups:
-            group["mode"] = "train"
-
-    def eval(self) -> None:
-        for group in self.param_groups:
-            group["mode"] = "eval"
-
-
-def test_a_mode_may_be_set_that_is_set(tmp_path: Path) -> None:
-    """Loops call `train()` in every step; another mode would be other weights."""
-    model = build()
-    optimizer = Modes(groups_of(model), lr=0.1)
-    optimizer.train()
-    with infinity.offload(model, optimizer, settings(tmp_path, Paging(), 64 << 20)) as paged:
-        paged.train()
-        with pytest.raises(UnsupportedError, match=r"eval\(\) of Modes would have to change weights"):
-            paged.eval()
-        assert [group["mode"] for group in paged.param_groups] == ["train", "train"]
-
-
 def test_rows_that_pages_cannot_hold_whole_are_refused(tmp_path: Path) -> None:
     """Encoded formats, and rows larger than a page; the parameter is named."""
     model = build()
