@@ -25,6 +25,8 @@ from infinity.units import align_up
 
 _DECODED = 64 * RANGE_ALIGNMENT
 """Most elements that are decoded at once: what an update needs beside the pages is bounded, and fits a cache."""
+_ALIGNED = 64
+"""Bytes to which torch aligns what it allocates."""
 
 
 def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,6 +235,8 @@ class Update:
         start, stop = placed.start, placed.start + placed.spec.numel
         views = {name: opened.decode(name, start, stop) for name in fmt.dtypes}
         grad = self._gradient(opened, shard, start, stop)
+        if grad is not None and grad.data_ptr() % _ALIGNED:
+            grad = grad.clone()  # products over unaligned memory may be added up in another order
         if self.whole is not None:
             self.whole.meet(shard, self.step)
             grad = self.whole.gather(shard, grad) if grad is not None else None
