@@ -57,7 +57,8 @@ def choose_budget(
     Args:
         device: whether another device than the CPU computes; gradients on their way from it take a part of the memory.
         page_bytes: largest page; 0 takes the largest of 8 MiB, 4 MiB, … 64 KiB with which the arena has enough
-            frames and the pages fill them well, or more than 8 MiB where a state has very many pages.
+            frames and the pages fill them well, or more than 8 MiB where a state has very many pages, or where the
+            optimizer updates whole rows that need it, such as the matrices of a stack.
 
     Raises:
         BudgetError: the arena is too small; the need and the setting to change are in the message.
@@ -65,8 +66,8 @@ def choose_budget(
     if page_bytes:
         layout = build_layout(units, formats, page_bytes)
     else:
-        page_bytes = _LARGEST_PAGE
-        layout = build_layout(units, formats, page_bytes)
+        layout = _with_room_for_rows(units, formats)
+        page_bytes = layout.page_bytes
         while page_bytes > _SMALLEST_PAGE and not _good(layout, host_bytes):
             try:
                 layout = build_layout(units, formats, page_bytes // 2)
@@ -82,6 +83,22 @@ def choose_budget(
     if frames < min(least, len(layout.pages)):
         raise BudgetError(_explain(layout, host_bytes, least, beside))
     return Budget(layout, min(frames, len(layout.pages)))
+
+
+def _with_room_for_rows(units: Sequence[UnitSpec], formats: dict[str, StateFormat]) -> Layout:
+    """Return a layout of the largest pages, or of larger ones where rows that no page may cut need them.
+
+    Raises:
+        BudgetError: a row does not fit any page.
+    """
+    page_bytes = _LARGEST_PAGE
+    while True:
+        try:
+            return build_layout(units, formats, page_bytes)
+        except BudgetError:
+            if page_bytes >= _LARGEST_OF_MANY:
+                raise
+            page_bytes *= 2
 
 
 def _with_fewer_pages(layout: Layout, host_bytes: int) -> Layout:

@@ -243,8 +243,8 @@ class _Probe:
             if isinstance(value, torch.Tensor) and value.numel() > 1:
                 if value.shape != subject.shape:
                     raise self._refused(
-                        f"is not element-wise: it keeps state {key!r} of shape {tuple(value.shape)} for a parameter of "
-                        f"shape {subject.shape}"
+                        f"keeps state {key!r} of shape {tuple(value.shape)} for a parameter of shape {subject.shape}, "
+                        "and pages hold states of the parameter's own shape"
                     )
                 if dtype_name(value.dtype) not in ITEMSIZE:
                     raise self._refused(f"keeps state {key!r} of {value.dtype}, which pages cannot hold")

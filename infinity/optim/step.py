@@ -343,9 +343,11 @@ class StepRunner:
         if self._closed:
             raise InfinityError(self._closed)
 
-    def end(self, why: str) -> None:
-        """Refuse everything from now on, with `why`; what was begun goes on."""
+    def end(self, why: str, *, early: bool = False) -> None:
+        """Refuse everything from now on, with `why`; what was begun goes on, unless it ends `early`."""
         self._closed = why
+        if self._whole is not None and early:
+            self._whole.end(early=True)
 
     def drain(self) -> None:
         """Wait until updates that were begun have run and nothing is in flight, so that byte counters stand still.
@@ -358,8 +360,14 @@ class StepRunner:
         self._pager.drain()
 
     def close(self) -> None:
-        """End the worker; updates that have not begun are dropped. Gradients are gone."""
+        """End the worker; updates that have not begun are dropped, but for those that other ranks wait for.
+
+        Gradients are gone.
+        """
         self._staging.close()  # before the worker: what it copies may wait for updates that are queued
+        if self._whole is not None:
+            self._whole.end()
+            self.updates.drain()
         self._worker.close()
         self.updates.close()
         self._gradients.close()

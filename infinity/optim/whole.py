@@ -10,6 +10,7 @@ rank alone could run ahead to by looking at a weight.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from infinity.content.layout import Layout
-from infinity.errors import InfinityError, LostRankError, is_lost_connection
+from infinity.errors import InfinityError, LostRankError, StallError, is_lost_connection
 from infinity.ranks import Ranks
 
 _SHORTEST, _LONGEST = 50e-6, 5e-3
@@ -43,15 +44,26 @@ class WholeParameters:
     """Gathers parameters that ranks share; the thread of updates calls all methods but the constructor and `close`."""
 
     def __init__(
-        self, layout: Layout, slices: Mapping[int, Slice], ranks: Ranks, failure: Callable[[], Exception | None]
+        self,
+        layout: Layout,
+        slices: Mapping[int, Slice],
+        ranks: Ranks,
+        failure: Callable[[], Exception | None],
+        timeout: float,
     ) -> None:
         """Gather nothing yet.
 
         Args:
             slices: by shard, of those that are updated whole and shared with other ranks.
             failure: returns the error of a run that has failed, so that nothing is waited for.
+            timeout: seconds after which, in the end, a rank that does not come to an exchange is waited for no longer.
         """
         self._layout, self._slices, self._ranks, self._failure = layout, slices, ranks, failure
+        self._timeout, self._patience = timeout, math.inf  # seconds for each exchange; set by `end`
+
+    def end(self, *, early: bool = False) -> None:
+        """Note that the run ends: updates that were begun are, unless it ends `early`, still exchanged, others too."""
+        self._patience = 0.0 if early else min(self._patience, self._timeout)
 
     def on_any_rank(self, value: bool) -> bool:
         """Return whether it is true on any rank: what decides the order of updates. Of the training thread."""
@@ -79,7 +91,7 @@ class WholeParameters:
         """Return a section of the whole parameter, flat, given this rank's elements of it.
 
         Raises:
-            LostRankError: another rank has ended.
+            LostRankError: another rank has ended. StallError: it does not come, and the run ends.
         """
         if shard not in self._slices:
             return values
@@ -108,10 +120,12 @@ class WholeParameters:
             raise self._failure() or lost from error
 
     def _wait(self, work: Any) -> None:
-        seconds = _SHORTEST
+        seconds, began = _SHORTEST, time.monotonic()
         while not work.is_completed():
             if (failure := self._failure()) is not None:
                 raise failure
+            if time.monotonic() - began > self._patience:
+                raise StallError("the run ended while another rank did not come to the same update")
             time.sleep(seconds)
             seconds = min(2 * seconds, _LONGEST)
         work.wait()

@@ -175,7 +175,7 @@ def _make_steps(
     if shared:
         slices, close = open_slices(shared, run.ranks)
         run.undo.push(close)
-        whole = WholeParameters(run.layout, slices, run.ranks, lambda: run.pager.failure)
+        whole = WholeParameters(run.layout, slices, run.ranks, lambda: run.pager.failure, run.pager.timeout)
     parameters = [param for unit in sharded.parameters() for param in unit]
     given = GivenOptimizer(optimizer, parameters, kernel)
     staging = Staging(run.layout, run.pager, run.device, run.ledger)

@@ -343,7 +343,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _close(self, cause: BaseException | None) -> None:
         if not self._closed and self._run.is_here:
             self._closed = True
-            self._runner.end("this optimizer was closed")
+            self._runner.end("this optimizer was closed", early=cause is not None)
             self._tell_lost_steps()
             self._run.close(cause, committed=self._committed is not None)
 

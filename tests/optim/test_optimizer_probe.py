@@ -20,6 +20,7 @@ from support.layouts import FORMATS
 from support.optimizers import build, compare, groups_of, train
 from support.ranks import RankPool
 from support.train import Outcome, Paging, batch, local, settings
+from support.whole import MuonByFlag
 
 EQUAL: dict[str, own.Make] = {
     "counter_in_group": lambda p: own.CounterInGroup(p, weight_decay=0.1),
@@ -141,6 +142,8 @@ def test_the_shape_of_slices_is_the_least_that_suffices() -> None:
     assert slices(own.Centralised(params, lr=0.1)) == ["flat", "rows", "rows"]
     assert slices(own.TrustRatio(params, lr=0.1)) == ["whole"] * 3
     assert slices(torch.optim.Muon(params[1:2])) == ["whole"]
+    stacks = [{"params": small((2, 3), (4, 2, 3)), "use_muon": True}]
+    assert slices(MuonByFlag(stacks)) == ["whole", "rows"]  # each matrix of a stack by itself
 
 
 def test_a_learning_rate_of_zero_hides_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ import infinity
 from infinity.budget import whole_bytes
 from infinity.errors import BudgetError, ConfigError, InfinityError
 from support import models
-from support.optimizers import build
+from support.optimizers import build, train
 from support.ranks import RankPool
-from support.train import Paging, batch, settings
+from support.train import Outcome, Paging, batch, settings, whole
 from support.whole import MAKES, compare, compare_by_name, muon_and_adamw, paged
 
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -118,3 +120,105 @@ def test_the_largest_matrix_counts_in_the_budget(tmp_path: Path) -> None:
     with infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
         largest = max(param.numel() for group in given[0].param_groups for param in group["params"])
         assert whole_bytes(optimizer.run.layout) >= 2 * 12 * largest
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, pair: RankPool) -> None:
+    """State is sharded as FSDP2 shards, so it is dealt out anew as that of any optimizer."""
+    expected, _ = pair.run(commit_whole, str(tmp_path))
+    model = build()
+    tree = settings(tmp_path, Paging(), 64 << 20, run={"resume": "latest"})
+    with infinity.offload(model, muon_and_adamw(list(model.parameters())), tree) as optimizer:
+        assert optimizer.steps == 3
+        found = whole_state(model, optimizer)
+        models.loss_of(model, batch(model, 3)).backward()
+        optimizer.step()
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+def commit_whole(folder: str) -> dict[str, torch.Tensor]:
+    """Runs on every rank."""
+    model = build()
+    given = muon_and_adamw(list(model.parameters()))
+    with infinity.offload(model, given, settings(Path(folder), Paging(), 64 << 20)) as optimizer:
+        train(model, optimizer, Outcome(), 0, 3)
+        optimizer.commit()
+        return whole_state(model, optimizer)
+
+
+def whole_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return whole weights, and whole momenta and moments."""
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = whole(param)
+        for key, value in optimizer.state[param].items():
+            found[f"{name}/{key}"] = whole(value)
+    return found
+
+
+class Narrow(models.Toy):
+    """Its last matrix has one row, which two ranks cannot share."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        self.narrow = torch.nn.Linear(models.WIDTH, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return super().forward(tokens) + self.narrow(self.blocks[0](x)).float().square().mean()
+
+
+def test_a_rank_may_have_nothing_of_a_matrix(tmp_path: Path, pair: RankPool) -> None:
+    """It takes part in the exchange all the same."""
+    assert pair.run(compare_narrow, str(tmp_path)) == [[], []]
+
+
+def compare_narrow(folder: str) -> list[str]:
+    """Runs on every rank."""
+
+    def narrow() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return models.shard(Narrow())
+
+    return compare(muon_and_adamw, Path(folder), build=narrow)
+
+
+def test_ranks_may_close_while_updates_run(tmp_path: Path, pair: RankPool) -> None:
+    """The one that is late finishes what the other one waits for, instead of dropping it; nobody hangs."""
+    assert pair.run(close_at_once, str(tmp_path)) == [None, None]
+
+
+def close_at_once(folder: str) -> None:
+    """Runs on every rank."""
+    model = build()
+    with infinity.offload(
+        model, muon_and_adamw(list(model.parameters())), settings(Path(folder), Paging(arena="all"), 64 << 20)
+    ) as optimizer:
+        train(model, optimizer, Outcome(), 0, 2)
+        if torch.distributed.get_rank():
+            optimizer.run.worker.submit(partial(time.sleep, 1.0))
+        train(model, optimizer, Outcome(), 2, 3)
+
+
+def test_a_rank_that_fails_leaves_no_exchange_waiting(tmp_path: Path, pair: RankPool) -> None:
+    """Each ends with its own error, though one has begun updates that the other never comes to."""
+    began = time.monotonic()
+    assert pair.run(fail_at_once, str(tmp_path)) == ["mine", "mine"]
+    assert time.monotonic() - began < 60
+
+
+def fail_at_once(folder: str) -> str:
+    """Runs on every rank."""
+    model = build()
+    try:
+        with infinity.offload(
+            model, muon_and_adamw(list(model.parameters())), settings(Path(folder), Paging(arena="all"), 64 << 20)
+        ) as optimizer:
+            train(model, optimizer, Outcome(), 0, 2)
+            models.loss_of(model, batch(model, 2)).backward()
+            if torch.distributed.get_rank():
+                raise ValueError("mine")
+            optimizer.step()
+            raise ValueError("mine")
+    except ValueError as error:
+        return str(error)

@@ -116,7 +116,7 @@ def _sliced(full: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
 
 
 @functools.cache
-def in_memory(make: Several) -> Outcome:
+def in_memory(make: Several, build: Callable[[], nn.Module]) -> Outcome:
     """Train with unsharded parameters in the optimizer."""
     model, outcome = build(), Outcome()
     optimizer = Unsharded(model, make)
@@ -125,16 +125,18 @@ def in_memory(make: Several) -> Outcome:
     return outcome
 
 
-def paged(make: Several, folder: Path, *, commit: int = 0, **given: Any) -> Outcome:
+def paged(
+    make: Several, folder: Path, *, build: Callable[[], nn.Module] = build, commit: int = 0, **given: Any
+) -> Outcome:
     """Train with everything on NVMe, with the smallest arena; `commit` as in `support.optimizers.paged`."""
     paging, outcome = Paging(arena="least", **given), Outcome()
     first = 0
     for last in (commit, STEPS) if commit else (STEPS,):
         model = build()
-        given = make(list(model.parameters()))
-        host = host_bytes(paging, model, given, folder)
+        optimizers = make(list(model.parameters()))
+        host = host_bytes(paging, model, optimizers, folder)
         run = {"resume": "latest"} if first else {}
-        with infinity.offload(model, given, settings(folder, paging, host, run=run)) as optimizer:
+        with infinity.offload(model, optimizers, settings(folder, paging, host, run=run)) as optimizer:
             train(model, optimizer, outcome, first, last)
             if last == commit:
                 optimizer.commit()
@@ -144,10 +146,10 @@ def paged(make: Several, folder: Path, *, commit: int = 0, **given: Any) -> Outc
     return outcome
 
 
-def compare(make: Several, folder: Path, **given: Any) -> list[str]:
+def compare(make: Several, folder: Path, *, build: Callable[[], nn.Module] = build, **given: Any) -> list[str]:
     """Train both ways; return what differs."""
     with tempfile.TemporaryDirectory(dir=folder) as apart:
-        return differences(in_memory(make), paged(make, Path(apart), **given))
+        return differences(in_memory(make, build), paged(make, Path(apart), build=build, **given))
 
 
 MAKES: dict[str, Several] = {"muon and adamw": muon_and_adamw, "muon by flag": muon_by_flag}
