@@ -54,7 +54,7 @@ def test_each_has_its_schedule_and_its_first_state(tmp_path: Path) -> None:
 
     plain = build()
     one, other = make(plain)
-    expected = run(plain, one, other, [one.step, other.step], plain.zero_grad)
+    expected = run(plain, one, other, [lambda: one.step(), lambda: other.step()], plain.zero_grad)
     model = build()
     given = make(model)
     with infinity.offload(model, given, config(tmp_path)) as optimizer:
