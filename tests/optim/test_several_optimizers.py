@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, InfinityError, UnsupportedError
+from infinity.formats.dcp import DcpExport
+from infinity.store.folder import RunFolder
 from support import models
-from support.optimizers import SettingOnSelf, build
+from support.optimizers import Pictures, SettingOnSelf, build
 from support.train import Paging, batch, local, settings
 from support.whole import muon_and_adamw
 
@@ -135,3 +138,33 @@ def test_optimizers_inside_of_another_are_not_overlooked(tmp_path: Path) -> None
     inner = [torch.optim.SGD(params, lr=0.1) for params in divided(model)]
     with pytest.raises(UnsupportedError, match="Wrapping changes no weight"):
         infinity.offload(model, Wrapping(inner), config(tmp_path))
+
+
+def test_a_checkpoint_of_both_is_begun_with(tmp_path: Path) -> None:
+    """Exported to DCP, and read by a new run: weights, momenta, moments, step counts and settings of each group."""
+
+    def everything(model: nn.Module, optimizer: Any) -> list[Any]:
+        states = [value for p in model.parameters() for value in optimizer.state[p].values()]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return [*map(local, model.parameters()), *map(local, states), groups]
+
+    model = build()
+    with infinity.offload(model, muon_and_adamw(list(model.parameters())), config(tmp_path)) as optimizer:
+        for number in range(2):
+            models.loss_of(model, batch(model, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.005
+        optimizer.commit()
+        expected = everything(model, optimizer)
+        folder = optimizer.run.folder
+    DcpExport(CommitReader(RunFolder(folder.run_id, folder.roots))).write(tmp_path / "dcp", file_bytes=64 << 10)
+    (tmp_path / "again").mkdir()
+    with torch.device("meta"):
+        empty = Pictures()
+    again = models.shard(empty)
+    given = muon_and_adamw(list(again.parameters()))
+    with infinity.offload(again, given, config(tmp_path / "again"), weights=tmp_path / "dcp") as optimizer:
+        found = everything(again, optimizer)
+    assert found[-1] == expected[-1]
+    assert [torch.equal(a, b) for a, b in zip(expected[:-1], found[:-1], strict=True)].count(False) == 0
