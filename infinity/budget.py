@@ -57,7 +57,8 @@ def choose_budget(
     Args:
         device: whether another device than the CPU computes; gradients on their way from it take a part of the memory.
         page_bytes: largest page; 0 takes the largest of 8 MiB, 4 MiB, … 64 KiB with which the arena has enough
-            frames and the pages fill them well, or more than 8 MiB where a state has very many pages.
+            frames and the pages fill them well, or more than 8 MiB where a state has very many pages, or where the
+            optimizer updates whole rows that need it, such as the matrices of a stack.
 
     Raises:
         BudgetError: the arena is too small; the need and the setting to change are in the message.
@@ -65,8 +66,8 @@ def choose_budget(
     if page_bytes:
         layout = build_layout(units, formats, page_bytes)
     else:
-        page_bytes = _LARGEST_PAGE
-        layout = build_layout(units, formats, page_bytes)
+        layout = _with_room_for_rows(units, formats)
+        page_bytes = layout.page_bytes
         while page_bytes > _SMALLEST_PAGE and not _good(layout, host_bytes):
             try:
                 layout = build_layout(units, formats, page_bytes // 2)
@@ -76,12 +77,28 @@ def choose_budget(
         if page_bytes == _LARGEST_PAGE:
             layout = _with_fewer_pages(layout, host_bytes)
             page_bytes = layout.page_bytes
-    beside = FETCHED * range_gradient_bytes(layout) if device else 0
+    beside = (FETCHED * range_gradient_bytes(layout) if device else 0) + whole_bytes(layout)
     frames = max(0, host_bytes - beside) // page_bytes
     least = least_frames(widest_access(layout))
     if frames < min(least, len(layout.pages)):
         raise BudgetError(_explain(layout, host_bytes, least, beside))
     return Budget(layout, min(frames, len(layout.pages)))
+
+
+def _with_room_for_rows(units: Sequence[UnitSpec], formats: dict[str, StateFormat]) -> Layout:
+    """Return a layout of the largest pages, or of larger ones where rows that no page may cut need them.
+
+    Raises:
+        BudgetError: a row does not fit any page.
+    """
+    page_bytes = _LARGEST_PAGE
+    while True:
+        try:
+            return build_layout(units, formats, page_bytes)
+        except BudgetError:
+            if page_bytes >= _LARGEST_OF_MANY:
+                raise
+            page_bytes *= 2
 
 
 def _with_fewer_pages(layout: Layout, host_bytes: int) -> Layout:
@@ -117,6 +134,25 @@ def range_gradient_bytes(layout: Layout) -> int:
     return align_up(longest, PAGE_ALIGNMENT)
 
 
+def whole_bytes(layout: Layout) -> int:
+    """Return the bytes of the largest parameter that is updated whole, beside its pages; 0 where none is.
+
+    That is its master, gradient and states, put together, and about as much again for what an optimizer makes of them,
+    as Muon does; and this rank's slice of one of them, on its way to the others.
+    """
+    return align_up(max((_whole_bytes(layout, shard) for shard in _whole_shards(layout)), default=0), PAGE_ALIGNMENT)
+
+
+def _whole_shards(layout: Layout) -> list[int]:
+    return [shard for segment in layout.segments if segment.trainable and segment.whole for shard in segment.shards]
+
+
+def _whole_bytes(layout: Layout, shard: int) -> int:
+    spec, sizes = layout.shards[shard].spec, [ITEMSIZE[dtype] for dtype in layout.format_of(shard).dtypes.values()]
+    gradient = ITEMSIZE[layout.format_of(shard).dtypes[MASTER]]
+    return 2 * spec.whole * (sum(sizes) + gradient) + (spec.padded * max(sizes) if spec.padded < spec.whole else 0)
+
+
 def widest_access(layout: Layout) -> int:
     """Return the largest number of pages that are needed at the same moment."""
     return max(
@@ -134,11 +170,17 @@ def _explain(layout: Layout, host_bytes: int, least: int, beside: int) -> str:
     least = min(least, len(layout.pages))
     need = least * layout.page_bytes + beside
     lower = "" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower"
-    gradients_on_their_way = f", and {format_size(beside)} for gradients that come from the device" if beside else ""
+    whole = whole_bytes(layout)
+    others = f", and {format_size(beside - whole)} for gradients that come from the device" if beside > whole else ""
+    if whole:
+        largest = max(_whole_shards(layout), key=lambda shard: _whole_bytes(layout, shard))
+        others += (
+            f", and {format_size(whole)} to update {layout.shards[largest].spec.name} whole, as the optimizer needs it"
+        )
     weights, update, gradients = (format_size(layout.bytes_of(role)) for role in (Role.PARAM, Role.UPDATE, Role.GRAD))
     return (
         f"the host arena is too small for this model: it has {format_size(host_bytes)}, the least is "
-        f"{format_size(need)} ({least} pages of {format_size(layout.page_bytes)}{gradients_on_their_way}); set "
+        f"{format_size(need)} ({least} pages of {format_size(layout.page_bytes)}{others}); set "
         "memory.host_bytes to "
         f"{format_setting(need)} or more{lower}\n"
         f"  what is paged: {weights} of weights in the compute dtype, {update} of master weights and moments, "

@@ -94,9 +94,13 @@ class StateFormat:
             return cls(param=computed, master=master)
         return cls(param=computed, master=master, kinds=kinds, grads=grads)
 
-    def key(self, own: str, *, trainable: bool, rows: bool = False) -> str:
-        """Return what tells the shards of a unit that form a segment: see `ShardSpec.segment_key`."""
-        return f"{'trained' if trainable else 'frozen'} {own} {self}" + (" rows" if rows else "")
+    def key(self, own: str, *, trainable: bool, slices: str = "") -> str:
+        """Return what tells the shards of a unit that form a segment: see `ShardSpec.segment_key`.
+
+        Args:
+            slices: ``rows`` or ``whole`` where updates need more than any elements.
+        """
+        return f"{'trained' if trainable else 'frozen'} {own} {self} {slices}".rstrip()
 
     def stored_as(self, name: str) -> StateFormat:
         """Return this format under a setting of `state.format`, which concerns fp32 sections only.

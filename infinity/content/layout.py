@@ -14,6 +14,9 @@ treated by the same code whether the shard is updated whole or in slices.
 [Note: whole rows] Some optimizers need whole rows of a matrix (`ShardSpec.row`). Such shards have segments of their
 own, in which cuts are where a row ends: at a multiple of the row and of `SHARD_ALIGNMENT` from the shard's start, and
 never before its last row: reductions over a single row may be divided among threads otherwise than over several.
+
+[Note: whole parameters] Others need all of a matrix at once (`ShardSpec.whole`). Such shards have segments of their own
+too, in which pages end anywhere, and an update takes all pages of a shard together: its ranges are shards, not pages.
 """
 
 from __future__ import annotations
@@ -51,11 +54,13 @@ class ShardSpec:
     """Whether it is trained."""
     row: int = 1
     """Elements, counted from its start, inside of which no page ends."""
+    whole: int = 0
+    """Elements of the whole parameter, of all ranks, where its update needs them at once; 0 where it does not."""
 
     @property
     def tree(self) -> dict[str, object]:
-        """Plain data; the row only where it is one."""
-        return {key: value for key, value in asdict(self).items() if key != "row" or value > 1}
+        """Plain data: what decides where bytes lie; the row only where it is one."""
+        return {key: value for key, value in asdict(self).items() if key != "whole" and (key != "row" or value > 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +116,23 @@ class Page:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Range:
+    """Some elements of a segment that are updated at once."""
+
+    start: int
+    """Its first element in the segment."""
+    stop: int
+    """First element behind it."""
+    shards: tuple[int, ...]
+    """Indices of the shards of which it holds elements; a shard that is updated whole also where it has none."""
+
+    @property
+    def count(self) -> int:
+        """How many elements it holds."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
 class Segment:
     """One element space of a unit and the pages over it, each tuple in element order.
 
@@ -123,6 +145,8 @@ class Segment:
         param_pages: weights.
         update_pages: master and states; none where there are neither.
         grad_pages: one tuple for each component of the gradient; all are cut alike.
+        ranges: what the update walks over, one after the other: pages, or shards where it needs whole parameters.
+        whole: whether it does.
     """
 
     unit: int
@@ -133,15 +157,12 @@ class Segment:
     param_pages: tuple[Page, ...]
     update_pages: tuple[Page, ...]
     grad_pages: tuple[tuple[Page, ...], ...]
+    ranges: tuple[Range, ...]
+    whole: bool = False
 
     def pages(self, role: Role) -> tuple[Page, ...]:
         """The pages of weights, or of master and moments."""
         return {Role.PARAM: self.param_pages, Role.UPDATE: self.update_pages}[role]
-
-    @property
-    def ranges(self) -> tuple[Page, ...]:
-        """Pages whose element ranges the update walks over: one kernel call each."""
-        return self.update_pages or self.param_pages
 
 
 @dataclass(frozen=True)
@@ -198,13 +219,8 @@ class Layout:
     @cached_property
     def page_shards(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the shards of which each page holds elements."""
-        found = []
-        for page in self.pages:
-            placed = [(shard, self.shards[shard]) for shard in self.segments[page.segment].shards]
-            found.append(
-                tuple(s for s, at in placed if max(at.start, page.start) < min(at.start + at.spec.numel, page.stop))
-            )
-        return tuple(found)
+        placed = [[(shard, self.shards[shard]) for shard in segment.shards] for segment in self.segments]
+        return tuple(_within(placed[page.segment], page) for page in self.pages)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -332,6 +348,10 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                 pages.extend(made)
                 return made
 
+            param_pages = cut(Role.PARAM, ITEMSIZE[fmt.param])
+            update_pages = cut(Role.UPDATE, fmt.update_bytes) if fmt.update_bytes else ()
+            of_segment = [(shard, shards[shard]) for shard in members[key]]
+            at_once = any(placed.spec.whole for _, placed in of_segment)
             segments.append(
                 Segment(
                     unit=unit_index,
@@ -339,12 +359,34 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                     trainable=trainable,
                     numel=numel,
                     shards=tuple(members[key]),
-                    param_pages=cut(Role.PARAM, ITEMSIZE[fmt.param]),
-                    update_pages=cut(Role.UPDATE, fmt.update_bytes) if fmt.update_bytes else (),
+                    param_pages=param_pages,
+                    update_pages=update_pages,
                     grad_pages=tuple(cut(Role.GRAD, ITEMSIZE[dtype], number) for number, dtype in enumerate(fmt.grads)),
+                    ranges=_shard_ranges(of_segment, numel)
+                    if at_once
+                    else tuple(
+                        Range(start=page.start, stop=page.stop, shards=_within(of_segment, page))
+                        for page in update_pages or param_pages
+                    ),
+                    whole=at_once,
                 )
             )
     return Layout(tuple(units), tuple(segments), tuple(shards), tuple(pages), page_bytes)
+
+
+def _within(shards: Sequence[tuple[int, Placed]], page: Page) -> tuple[int, ...]:
+    """Return the indices of the shards of a segment of which a page holds elements."""
+    return tuple(index for index, at in shards if max(at.start, page.start) < min(at.start + at.spec.numel, page.stop))
+
+
+def _shard_ranges(shards: Sequence[tuple[int, Placed]], numel: int) -> tuple[Range, ...]:
+    """Return a range for every shard, up to where the next one begins: together they are the segment."""
+    starts = [placed.start for _, placed in shards]
+    return tuple(
+        Range(start=start, stop=stop, shards=(index,))
+        for (index, _), start, stop in zip(shards, starts, [*starts[1:], numel], strict=True)
+        if start < stop
+    )
 
 
 def _joined(cut: Sequence[int], most: int) -> Sequence[int]:

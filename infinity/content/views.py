@@ -95,7 +95,13 @@ def take(content: Content, page: Page, component: Component, start: int, items: 
 
 
 def read_section(
-    segment: Segment, name: str, start: int, stop: int, visit: Callable[[Page, Callable[[Content], None]], None]
+    segment: Segment,
+    name: str,
+    start: int,
+    stop: int,
+    visit: Callable[[Page, Callable[[Content], None]], None],
+    *,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """Return elements [start, stop) of a segment in one section (``master`` or a state kind), decoded.
 
@@ -104,11 +110,13 @@ def read_section(
 
     Args:
         visit: calls the function that it is given with the content of a page.
+        device: of the tensor; by default the CPU.
     """
     components, encoding = segment.format.components[name], segment.format.encoded.get(name)
     low, high = (align_down(start, SHARD_ALIGNMENT), align_up(stop, SHARD_ALIGNMENT)) if encoding else (start, stop)
     items = [
-        torch.empty((high - low) // component.each, dtype=torch_dtype(component.dtype)) for component in components
+        torch.empty((high - low) // component.each, dtype=torch_dtype(component.dtype), device=device)
+        for component in components
     ]
     for role in dict.fromkeys(component.role for component in components):
         for page, _, _ in overlapping(segment.pages(role), low, high):

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -304,6 +305,12 @@ def shard_rank_and_size(param: Any) -> tuple[int, int]:
     """Return this rank's position among the ranks that share the parameter, and their number."""
     info = param.mesh_info
     return getattr(info, "shard_mesh_rank", 0), getattr(info, "shard_mesh_size", 1)
+
+
+def shard_ranks(param: Any) -> tuple[int, ...]:
+    """Return the ranks that share the parameter, in the order of their slices."""
+    group = getattr(param.mesh_info, "shard_process_group", None)
+    return tuple(dist.get_process_group_ranks(group)) if group is not None else (dist.get_rank(),)
 
 
 def has_gradient_dtype(param: nn.Parameter) -> bool:

@@ -25,6 +25,21 @@ class Member:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Reach:
+    """What of a parameter an update needs at once, where that is more than any elements; see `ShardSpec`."""
+
+    row: int = 1
+    """Elements of a row."""
+    whole: int = 0
+    """Elements of the whole parameter."""
+
+    @property
+    def slices(self) -> str:
+        """What the slices of an update are, as `StateFormat.key` has it."""
+        return "whole" if self.whole else "rows" if self.row > 1 else ""
+
+
 _OTHER_WRAPPERS = {"FullyShardedDataParallel", "DistributedDataParallel"}
 
 
@@ -120,13 +135,13 @@ class ShardedModel:
     def describe(
         self,
         kinds_of: Callable[[nn.Parameter], tuple[tuple[str, str], ...]],
-        row_of: Callable[[Member], int] = lambda _: 1,
+        reach_of: Callable[[Member], Reach] = lambda _: Reach(),
     ) -> tuple[list[UnitSpec], dict[str, StateFormat]]:
         """Return the units and state formats from which pages are laid out.
 
         Args:
             kinds_of: the optimizer's element-wise states of a trainable parameter, as (name, dtype).
-            row_of: elements of a row of a trainable parameter that no page may cut; 1 where there is none.
+            reach_of: what of a trainable parameter its update needs at once.
         """
         units: list[UnitSpec] = []
         formats: dict[str, StateFormat] = {}
@@ -140,8 +155,8 @@ class ShardedModel:
                 kinds = kinds_of(param) if trainable else ()
                 alone = not private.reduces(member.param)
                 fmt = StateFormat.of(own, gather, kinds, trainable=trainable, alone=alone)
-                row = row_of(member) if trainable else 1
-                key = fmt.key(own, trainable=trainable, rows=row > 1)
+                reach = reach_of(member) if trainable else Reach()
+                key = fmt.key(own, trainable=trainable, slices=reach.slices)
                 formats[key] = fmt
                 shards.append(
                     ShardSpec(
@@ -150,7 +165,8 @@ class ShardedModel:
                         padded=private.padded_shape(member.param).numel(),
                         segment_key=key,
                         trainable=trainable,
-                        row=row,
+                        row=reach.row,
+                        whole=reach.whole,
                     )
                 )
             units.append(UnitSpec(name=name, shards=tuple(shards)))

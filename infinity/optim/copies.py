@@ -18,6 +18,7 @@ from torch import nn
 
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
+from infinity.optim.several import Optimizers, name_of, parts
 
 _LARGEST = 4096
 """Most elements of a tensor that an optimizer may keep on itself."""
@@ -133,16 +134,16 @@ class Template:
             UnsupportedError: it keeps what cannot be copied.
         """
         self._class = type(optimizer)  # of which copies are made
-        name = self._class.__name__
+        name = name_of(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         known = {id(param) for param in params}
-        own = attributes(optimizer)
-        if "step" in own:
+        own = [item for part in parts(optimizer) for item in attributes(part).items()]
+        if "step" in dict(own):
             raise UnsupportedError(
                 f"step() of this {name} was replaced on the object, and updates of pages would not run it; pass the "
                 "optimizer as it was made"
             )
-        for attribute, value in own.items():
+        for attribute, value in own:
             for found in _tensors_and_modules(value):
                 if isinstance(found, nn.Module) or (id(found) not in known and found.numel() > _LARGEST):
                     what = "a module" if isinstance(found, nn.Module) else f"a tensor of shape {tuple(found.shape)}"
@@ -167,6 +168,9 @@ class Template:
             if private.is_hooks(name):
                 made.__dict__[name] = OrderedDict()  # they are called once per step, by the optimizer that users hold
         for name, value in attributes(optimizer).items():
+            if isinstance(optimizer, Optimizers) and name == "optimizers":
+                made.__dict__[name] = [self._copy(part, [], memo) for part in value]  # they get their groups in a step
+                continue
             if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
                 inner = groups if value.param_groups is optimizer.param_groups else [*value.param_groups]
                 made.__dict__[name] = self._copy(value, inner, memo)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from infinity.budget import FETCHED, range_gradient_bytes
-from infinity.content.layout import Layout, Page
+from infinity.content.layout import Layout, Range
 from infinity.memory.device import Device, Mark, transfer_bytes, wait
 from infinity.schedule.pager import Pager
 
@@ -45,10 +45,10 @@ class GradientFetcher:
         self._next = 0  # slot that is filled next
         self._held = 0  # slots whose gradients were taken and not released
         self._grads: Mapping[int, torch.Tensor] = {}  # of the unit in hand: by shard, flat, on the device
-        self._waiting: deque[Page] = deque()  # ranges whose copies have not begun
+        self._waiting: deque[Range] = deque()  # ranges whose copies have not begun
         self._coming: deque[tuple[Slices, Mark]] = deque()  # of ranges in order, and where their copies have ended
 
-    def begin(self, grads: Mapping[int, torch.Tensor], arrived: Sequence[Mark], ranges: Sequence[Page]) -> None:
+    def begin(self, grads: Mapping[int, torch.Tensor], arrived: Sequence[Mark], ranges: Sequence[Range]) -> None:
         """Take a unit in hand.
 
         Args:
@@ -98,10 +98,10 @@ class GradientFetcher:
         while self._waiting and (not self._ring or len(self._coming) + self._held < len(self._ring)):
             self._coming.append(self._copy(self._waiting.popleft()))
 
-    def _copy(self, item: Page) -> tuple[Slices, Mark]:
+    def _copy(self, item: Range) -> tuple[Slices, Mark]:
         stream = self._device.stream("back")
         slices: dict[int, tuple[int, torch.Tensor]] = {}
-        for shard in self._layout.page_shards[item.index]:
+        for shard in item.shards:
             if shard not in self._grads:
                 continue
             placed, grad = self._layout.shards[shard], self._grads[shard]

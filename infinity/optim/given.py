@@ -10,8 +10,9 @@ from torch import nn
 
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
-from infinity.optim.copies import attributes, is_plain
-from infinity.optim.kernel import Own, UpdateKernel
+from infinity.optim.copies import attributes, content, is_plain
+from infinity.optim.kernel import MODES, Own, UpdateKernel
+from infinity.optim.several import name_of, parts
 from infinity.optim.update import same_setting, snapshot
 
 NO_ENTRIES = (
@@ -49,6 +50,7 @@ class GivenOptimizer:
             if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups
         ]
         """Optimizers inside of it that have the same param groups."""
+        self._fixed: list[Any] = []  # what each of several keeps on itself since `hand_over`
         self._state: object = None  # what lies in its attribute `state` since `hand_over`
         # Settings of the groups, and what it keeps on itself, as gradients began to arrive in this step; None before.
         self._noted: tuple[list[dict[str, Any]], Own] | None = None
@@ -56,7 +58,7 @@ class GivenOptimizer:
     @property
     def name(self) -> str:
         """Its class."""
-        return type(self.optimizer).__name__
+        return name_of(self.optimizer)
 
     def hand_over(self, paged: torch.optim.Optimizer, state: object) -> None:
         """Let `paged` train in its place: from now on it refuses to, and its `state` is what `paged` has.
@@ -64,11 +66,18 @@ class GivenOptimizer:
         What is left on it has no reference to `paged`: it does not keep a closed run in memory.
         """
         private.share_step_hooks(paged, self.optimizer)
-        self.optimizer.register_step_pre_hook(_refuse_step_of_given)
-        self.optimizer.add_param_group = refuse_group  # type: ignore[method-assign]
-        self.optimizer.load_state_dict = refuse_loading  # type: ignore[method-assign]
-        self.optimizer.state = state  # type: ignore[assignment]
+        for part in {id(one): one for one in (self.optimizer, *parts(self.optimizer))}.values():
+            part.register_step_pre_hook(_refuse_step_of_given)
+            part.add_param_group = refuse_group  # type: ignore[method-assign]
+            part.load_state_dict = refuse_loading  # type: ignore[method-assign]
+            part.state = state  # type: ignore[assignment]
         self._state = vars(self.optimizer).get("state")
+        self._fixed = self._content_of_parts()
+
+    def called(self) -> None:
+        """Note that `step()` was called, where schedulers that were made on what was given look for it."""
+        for part in {id(one): one for one in (self.optimizer, *parts(self.optimizer))}.values():
+            vars(part)["_opt_called"] = True
 
     # Settings #
 
@@ -104,6 +113,7 @@ class GivenOptimizer:
         """
         if self._noted is None:
             self.check()
+            self.kernel.check_steps()
             self._noted = [snapshot(group) for group in self.optimizer.param_groups], self.kernel.own()
 
     def forget_settings(self) -> None:
@@ -153,6 +163,15 @@ class GivenOptimizer:
             )
         if vars(self.optimizer).get("state") is not self._state:
             raise UnsupportedError(NO_ENTRIES)
+        if self._content_of_parts() != self._fixed:
+            raise UnsupportedError(
+                f"an attribute of one of the optimizers ({self.name}) was changed after infinity.offload, and updates "
+                "of pages have the first value: change settings in its param groups instead"
+            )
+
+    def _content_of_parts(self) -> list[Any]:
+        several = parts(self.optimizer)
+        return [content(attributes(part)) for part in several] if several != [self.optimizer] else []
 
     def _members_now(self) -> list[list[int]]:
         return [[id(param) for param in group["params"]] for group in self.optimizer.param_groups]
@@ -178,8 +197,8 @@ class GivenOptimizer:
         Raises:
             UnsupportedError: it would.
         """
-        if name not in ("train", "eval") or self.kernel.would_change(name, *args, **named):
-            hint = "; call train() before offload" if name in ("train", "eval") else ""
+        if name not in MODES or self.kernel.would_change(name, *args, **named):
+            hint = "; call train() before offload" if name in MODES else ""
             raise UnsupportedError(
                 f"{name}() of {self.name} would have to change weights or states, which are on NVMe"
                 f"{hint}; to evaluate other weights than those that are trained, load an export of a commit"

@@ -15,7 +15,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -34,7 +34,10 @@ from infinity.optim.copies import (
     settings_of,
 )
 from infinity.optim.reach import reaches_an_optimizer
+from infinity.optim.several import name_of, owner
 
+MODES: Final = ("eval", "train")
+"""Methods with which schedule-free optimizers change the weights that are evaluated into those that are trained."""
 Scalars = dict[str, Any]
 Own = Mapping[str, Any]
 
@@ -44,7 +47,7 @@ class StateSpec:
     """State of one parameter: element-wise kinds as (name, dtype name), and names of the scalars.
 
     `slices` says what an update has to be given: ``flat`` slices of any elements, shape (n,); slices of any elements
-    with the parameter's ``rank``, shape (1, …, 1, n); or whole ``rows``, shape (n, …).
+    with the parameter's ``rank``, shape (1, …, 1, n); whole ``rows``, shape (n, …); or the ``whole`` parameter.
     """
 
     kinds: tuple[tuple[str, str], ...]
@@ -54,11 +57,14 @@ class StateSpec:
 
 @dataclass
 class Piece:
-    """A slice of one shard in an update: its elements, gradient and state views, all of shape (n,)."""
+    """A slice of one shard in an update: its elements, gradient and state views, all of shape (n,).
+
+    There is no gradient where a method of the optimizer runs in place of its step.
+    """
 
     shard: int
     master: torch.Tensor
-    grad: torch.Tensor
+    grad: torch.Tensor | None
     states: dict[str, torch.Tensor]
 
 
@@ -71,12 +77,9 @@ class UpdateKernel:
         Raises:
             UnsupportedError: it keeps what cannot be copied.
         """
-        self.name = type(optimizer).__name__  # its class, for errors
+        self.name = name_of(optimizer)  # its class, for errors
         self._optimizer = optimizer
-        self._class = type(optimizer)  # of which `build` makes others
         self.template = Template(optimizer)  # from which copies are made
-        # Names of settings that its constructor takes.
-        self._accepted = set(inspect.signature(self._class.__init__).parameters) - {"self", "params"}
         self._runner = self.template.over([])  # the copy that updates; has parameters only inside of `update`
         self._step = private.unhooked_step(self._runner)  # its step, without the hooks of users
         self.shapes: dict[int, tuple[int, ...]] = {}
@@ -90,6 +93,8 @@ class UpdateKernel:
         self._applied: Own = {}  # the one that the runner has; this and the runner belong to the thread of updates
         self.uses_closure = False
         """Whether updates depend on the loss that a closure returns."""
+        self.modes = all(inspect.ismethod(getattr(optimizer, name, None)) for name in MODES)
+        """Whether it has `MODES` that can be changed over pages; the probe looks whether they can."""
         self.builds = any(optimizer.state.values()) and self._makes_its_state()
         """Whether the constructor makes the state of parameters."""
         # Attributes whose values updates take over.
@@ -124,7 +129,8 @@ class UpdateKernel:
             except Exception:
                 return False
             # What is made from a group's settings has others as defaults.
-            found, given = ({**attributes(one), "defaults": None} for one in (built, self._optimizer))
+            part = owner(self._optimizer, group)
+            found, given = ({**attributes(one), "defaults": None} for one in (built, part))
             if content(found) != content(given):
                 return False
             made.append(next(iter(built.state.values()), {}))
@@ -137,7 +143,9 @@ class UpdateKernel:
 
     def build(self, params: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
         """Return a new optimizer of the class, from those settings that its constructor takes."""
-        return self._class(params, **{key: value for key, value in settings.items() if key in self._accepted})
+        made = type(owner(self._optimizer, settings))
+        accepted = inspect.signature(made.__init__).parameters.keys() - {"self", "params"}
+        return made(params, **{key: value for key, value in settings.items() if key in accepted})
 
     # Values that the optimizer keeps on itself #
 
@@ -195,16 +203,54 @@ class UpdateKernel:
         """The values on the optimizer that a commit keeps: those that advance."""
         return {name: copied(vars(self._optimizer)[name]) for name in sorted(self.advancing_own)}
 
+    # Modes #
+
     def would_change(self, method: str, *args: Any, **named: Any) -> bool:
         """Whether a method of the optimizer, such as `train`, would change its groups or what it keeps on itself."""
-        given = [
-            {**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in self._optimizer.param_groups
-        ]
-        clock = self.template.over(given)
-        vars(clock).update({name: copied(value) for name, value in self.plain_own()})
-        before = content([[settings_of(group) for group in given], attributes(clock)])
+        clock = self._clock(self._optimizer.param_groups, dict(self.plain_own()))
+        before = content([[settings_of(group) for group in clock.param_groups], attributes(clock)])
         getattr(clock, method)(*args, **named)
-        return bool(before != content([[settings_of(group) for group in given], attributes(clock)]))
+        return bool(before != content([[settings_of(group) for group in clock.param_groups], attributes(clock)]))
+
+    def switch(self, method: str) -> None:
+        """Change, in the param groups and on the optimizer, what one of `MODES` changes there."""
+        own = {name: copied(value) for name, value in self.plain_own()}
+        self.switch_values(self._optimizer.param_groups, own, method)
+        there = vars(self._optimizer)
+        there.update({name: in_place_of(there[name], value) for name, value in own.items()})
+
+    def switch_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any], method: str) -> None:
+        """Change in param groups, and in `own`, what one of `MODES` changes in them and on the optimizer."""
+        clock = self._clock(groups, own)
+        getattr(clock, method)()
+        own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
+        for group, after in zip(groups, clock.param_groups, strict=True):
+            group.update({key: in_place_of(group.get(key), value) for key, value in settings_of(after).items()})
+
+    def check_steps(self) -> None:
+        """Check that the optimizer is in a mode in which it steps.
+
+        Raises:
+            InfinityError: it is not, in its own words.
+        """
+        if not self.modes:
+            return
+        try:
+            private.unhooked_step(self._clock(self._optimizer.param_groups, dict(self.plain_own())))()
+        except Exception as error:
+            raise InfinityError(f"{self.name} does not step: {error}") from error
+
+    def _clock(self, groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Return a copy over groups of parameters without gradients: what it does changes groups and attributes only.
+
+        It is another one than the copy that updates, which may be doing so on another thread.
+        """
+        clock = self.template.over(
+            [{**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
+        )
+        vars(clock).update({name: copied(value) for name, value in own.items()})
+        vars(clock).update(self._objects_now)
+        return clock
 
     def reset(self) -> None:
         """Begin anew with a copy of the optimizer, after one has failed."""
@@ -226,13 +272,10 @@ class UpdateKernel:
 
     def advance_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any]) -> None:
         """Change, as a step does, what advances in param groups, and in `own` what it changes on the optimizer."""
-        given = [{**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
-        clock = self.template.over(given)  # not the copy that updates, which may be doing so on another thread
-        vars(clock).update({name: copied(value) for name, value in own.items()})
-        vars(clock).update(self._objects_now)
+        clock = self._clock(groups, own)
         private.unhooked_step(clock)()
         own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
-        for group, after in zip(groups, given, strict=True):
+        for group, after in zip(groups, clock.param_groups, strict=True):
             group.update({key: in_place_of(group.get(key), after[key]) for key in self.advancing if key in after})
 
     def _apply(self, own: Own) -> None:
@@ -245,7 +288,12 @@ class UpdateKernel:
             self._applied = own
 
     def update(
-        self, pieces: Sequence[Piece], settings: Mapping[str, Any], before: Mapping[int, Scalars], own: Own
+        self,
+        pieces: Sequence[Piece],
+        settings: Mapping[str, Any],
+        before: Mapping[int, Scalars],
+        own: Own,
+        method: str = "",
     ) -> dict[int, Scalars]:
         """Update slices in place: master and states.
 
@@ -254,6 +302,7 @@ class UpdateKernel:
             settings: the group's settings at the step, as in `param_groups`.
             before: scalars of each shard at the start of the step; a shard that is missing has never been updated.
             own: what `own()` returned at the step.
+            method: what to run in place of a step: one of `MODES`.
 
         Returns:
             The scalars of each shard after the step.
@@ -271,7 +320,8 @@ class UpdateKernel:
             if shape is None:
                 param, grad = nn.Parameter(piece.master), piece.grad
             else:
-                param, grad = nn.Parameter(piece.master.view(shape)), piece.grad.view(shape)
+                param, grad = nn.Parameter(piece.master.view(shape)), piece.grad
+                grad = grad.view(shape) if grad is not None else None
                 states = {key: view.view(shape) for key, view in states.items()}
             param.grad = grad
             given.append((piece, param, states))
@@ -281,14 +331,17 @@ class UpdateKernel:
                     for key, value in before[piece.shard].items()
                 }
                 runner.state[param] = {**scalars, **states}
-            elif self.builds:
+            elif self.builds and not method:
                 runner.state[param] = self.build([param], settings).state[param]
         group = {**settings, "params": [param for _, param, _ in given]}
         for key in self.advancing:
             if key in group:
                 group[key] = copied(group[key])
         runner.param_groups[:] = [group]
-        self._step()
+        if method:
+            getattr(self._runner, method)()
+        else:
+            self._step()
         after = {piece.shard: self._take(piece, param, states) for piece, param, states in given}
         runner.state.clear()
         runner.param_groups.clear()

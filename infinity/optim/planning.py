@@ -26,15 +26,18 @@ class StepPlanner:
     """
 
     def __init__(
-        self, layout: Layout, pager: Pager, ledger: Ledger, *, frames: int, wanted: str, threaded: bool
-    ) -> None:
+        self, layout: Layout, pager: Pager, ledger: Ledger, *, frames: int, wanted: str, threaded: bool,
+        exchanges: bool,
+    ) -> None:  # fmt: skip
         """Plan nothing yet.
 
         Args:
             frames: of the arena.
             wanted: the setting `update.placement`.
             threaded: whether updates have a thread of their own.
+            exchanges: whether ranks exchange what they have in updates.
         """
+        self._exchanges = exchanges
         self._layout, self._pager, self._ledger = layout, pager, ledger
         self._frames, self._wanted, self._threaded = frames, wanted, threaded
         self.placed = wanted if wanted in ("in_forward", "after_backward") else "recording"
@@ -73,7 +76,7 @@ class StepPlanner:
             InfinityError: the placement that is set is impossible.
         """
         if self.recording:
-            self.placed = placed(self._wanted, events, late=late)
+            self.placed = placed(self._wanted, events, late=late, exchanges=self._exchanges)
             if self._wanted == "in_backward" != self.placed:
                 raise InfinityError(
                     'update.placement = "in_backward" is impossible here: the step clips, or uses gradients '
@@ -84,6 +87,7 @@ class StepPlanner:
             self.placement, plan = choose_plan(
                 self.placed, events, self._layout, self._frames,
                 threaded=self._threaded, device_bytes=self.device_bytes, update_on_device=self.update_on_device,
+                exchanges=self._exchanges,
             )  # fmt: skip
             self._plans = {"pending": plan}
 

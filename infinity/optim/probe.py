@@ -5,7 +5,7 @@ dimensions that it has: one steps them whole, the other is the kernel, which is 
 calls, as it is given pages. Gradients are ordinary, zero, tiny, large, and now and then missing; learning rate and
 weight decay change between the steps, differently in every group. Weights, states, param groups and attributes must be
 equal to the bit. What does not work with slices that are ``flat`` is tried with slices of the parameter's ``rank``,
-then with whole ``rows``.
+then with whole ``rows``, then with the ``whole`` parameter, in a call of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
 from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of
-from infinity.optim.kernel import Own, Piece, Scalars, StateSpec, UpdateKernel
+from infinity.optim.kernel import MODES, Own, Piece, Scalars, StateSpec, UpdateKernel
 from infinity.optim.reach import WatchedNames, WatchedParameter, check_reach, check_zero_grad
 from infinity.units import align_up
 
@@ -34,6 +34,8 @@ _SCALES = (1.0, 0.1, 3.0, 0.0, 1e-3, 30.0, 1.0, 1e-8)
 _RATES = (1.0, 0.5, 2.0, 0.7)
 _MISSING = {0, 1, 5}
 """Steps in which some parameters have no gradient."""
+_SWITCHED = {0, 3, 10}
+"""Steps behind which optimizers that have modes are evaluated and trained again."""
 _LEADING = (12, 128)
 """First dimension of the small and the large parameters; the others multiply to 48 and 192.
 
@@ -41,7 +43,7 @@ The large ones have more elements and larger dimensions than the limits below wh
 and fewer than torch divides among threads.
 """
 _TRAILING = (48, 192)
-_SLICES = ("flat", "rank", "rows")
+_SLICES = ("flat", "rank", "rows", "whole")
 
 Case = tuple[int, torch.dtype, int]
 """A param group, by its number; a dtype; a number of dimensions."""
@@ -54,7 +56,14 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
         UnsupportedError: pages cannot be updated with it one by one; the message says what depends on what.
     """
     kernel = UpdateKernel(optimizer)
-    kernel.layouts = _Probe(kernel, optimizer).run()
+    try:
+        kernel.layouts = _Probe(kernel, optimizer).run()
+    except UnsupportedError:
+        if not kernel.modes:
+            raise
+        kernel.modes = False  # then they cannot be changed, which is told when they are to be
+        kernel.reset()
+        kernel.layouts = _Probe(kernel, optimizer).run()
     check_reach(optimizer)
     check_zero_grad(optimizer, kernel.template)
     return kernel
@@ -83,6 +92,8 @@ class _Subject:
 
     def cuts(self, slices: str) -> list[tuple[int, int]]:
         """Return uneven slices."""
+        if slices == "whole":
+            return [(0, self.numel)]
         unit = math.lcm(self.row, SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
         points = [0, unit, align_up(self.numel * 5 // 8, unit), self.numel]
         return list(itertools.pairwise(sorted(set(points))))
@@ -90,6 +101,8 @@ class _Subject:
 
 def view_shape(slices: str, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Return the shape of slices of a parameter, with -1 for what their length decides; None where it is (n,)."""
+    if slices == "whole":
+        return tuple(shape)
     if slices == "flat" or len(shape) < 2:
         return None
     return (*[1] * (len(shape) - 1), -1) if slices == "rank" else (-1, *shape[1:])
@@ -112,6 +125,8 @@ class _Probe:
     def __init__(self, kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> None:
         self._kernel, self._name = kernel, kernel.name
         self._before = [settings_of(group) for group in optimizer.param_groups]  # as they were passed in
+        if kernel.modes:
+            kernel.switch_values(self._before, {}, "train")
         alike: dict[str, int] = {}  # groups that differ in nothing but what loops change are probed once
         numbers = []  # of the group that is probed in place of each
         for number, group in enumerate(self._before):
@@ -141,6 +156,7 @@ class _Probe:
                         subjects.update(dict.fromkeys(_subjects(here, chosen.index(here[0]))))
         self._all = list(subjects)
         self._subjects, self._steps = self._all, _STEPS  # those that are tried, and for how many steps
+        self._called: set[Case] = set()  # what the kernel was called with last
 
     # What is asked #
 
@@ -178,11 +194,17 @@ class _Probe:
             raise self._refused(f"keeps values in its state that are of no parameter ({', '.join(whole.others)})")
         kinds = [self._state_of(subject, state) for subject, state in zip(subjects, whole.states, strict=True)]
         self._check_alike(kinds)
+        if all(_equal(self._values(number), weights) for number, weights in enumerate(whole.weights)):
+            raise self._refused(
+                "changes no weight when a copy of it steps, with gradients on the parameters of its param groups; pass "
+                "optimizers that it has inside as a list"
+            )
         self._find_advancing(whole)
         while unequal := self._unequal(whole, kinds, slices):
             for case, reason in unequal.items():
-                slices[case] += 1
-                if slices[case] == len(_SLICES) or case[2] < 2:
+                # For a parameter of one dimension, rank and rows are those of flat slices.
+                slices[case] += 1 if case[2] > 1 else len(_SLICES) - 1
+                if slices[case] >= len(_SLICES):
                     raise self._explained(whole, case, reason)
         self._kernel.uses_closure |= self._notices_loss(whole)
         return kinds
@@ -221,8 +243,8 @@ class _Probe:
             if isinstance(value, torch.Tensor) and value.numel() > 1:
                 if value.shape != subject.shape:
                     raise self._refused(
-                        f"is not element-wise: it keeps state {key!r} of shape {tuple(value.shape)} for a parameter of "
-                        f"shape {subject.shape}"
+                        f"keeps state {key!r} of shape {tuple(value.shape)} for a parameter of shape {subject.shape}, "
+                        "and pages hold states of the parameter's own shape"
                     )
                 if dtype_name(value.dtype) not in ITEMSIZE:
                     raise self._refused(f"keeps state {key!r} of {value.dtype}, which pages cannot hold")
@@ -369,6 +391,9 @@ class _Probe:
             for number, param in params.items():
                 param.grad = self._gradient(number, count)
             step() if closure is None else step(closure)
+            if self._kernel.modes and count in _SWITCHED:
+                for method in MODES:
+                    getattr(optimizer, method)()
             trained.groups.append([settings_of(group) for group in groups])
             trained.own.append({name: content(value) for name, value in attributes(optimizer).items()})
         trained.weights = [param.detach() for param in params.values()]
@@ -396,7 +421,7 @@ class _Probe:
             start: Own = {name: copied(value) for name, value in own.items()} if kernel.advancing_own else {}
             before = dict(scalars)
             for place, group in enumerate(groups):
-                calls: dict[int, list[Piece]] = {}
+                calls: dict[tuple[int, int], list[Piece]] = {}
                 for number, subject in enumerate(subjects):
                     gradient = self._gradient(number, step)
                     if subject.group != place or gradient is None:
@@ -404,17 +429,43 @@ class _Probe:
                     for position, (low, high) in enumerate(subject.cuts(modes[number])):
                         views = {key: value[low:high] for key, value in states[number].items()}
                         piece = Piece(number, weights[number][low:high], gradient.reshape(-1)[low:high].clone(), views)
-                        calls.setdefault(position, []).append(piece)
+                        alone = number if modes[number] == "whole" else -1
+                        calls.setdefault((position, alone), []).append(piece)
                 for pieces in calls.values():
+                    self._called = {subjects[piece.shard].case for piece in pieces}
                     scalars.update(kernel.update(pieces, group, before, start))
             if kernel.advancing or kernel.advancing_own:
                 kernel.advance_values(groups, own)
+            if kernel.modes and step in _SWITCHED:
+                self._switch(groups, own, weights, states, scalars, modes)
         kernel.shapes = {}
         for number, layout in enumerate(kinds):
             trained.states[number] = {**states[number], **scalars.get(number, {})}
             if missing := set(layout.scalars) - scalars.get(number, {}).keys():
                 trained.states[number].update(dict.fromkeys(missing))
         return trained
+
+    def _switch(
+        self,
+        groups: Groups,
+        own: dict[str, Any],
+        weights: Sequence[torch.Tensor],
+        states: Sequence[Mapping[str, torch.Tensor]],
+        scalars: dict[int, Scalars],
+        modes: Sequence[str],
+    ) -> None:
+        """Change the mode of what is trained in slices, and change it back."""
+        kernel = self._kernel
+        for method in MODES:
+            start: Own = {name: copied(value) for name, value in own.items()} if kernel.advancing_own else {}
+            before = dict(scalars)
+            for number, subject in enumerate(self._subjects):
+                for low, high in subject.cuts(modes[number]):
+                    views = {key: value[low:high] for key, value in states[number].items()}
+                    piece = Piece(number, weights[number][low:high], None, views)
+                    after = kernel.update([piece], groups[subject.group], before, start, method)
+                    scalars.update(after if number in before else {})
+            kernel.switch_values(groups, own, method)
 
     # Comparing #
 
@@ -424,7 +475,7 @@ class _Probe:
             found = self._in_slices(kinds, slices)
         except Exception as error:
             self._kernel.reset()
-            return self._failing(slices, error)
+            return self._failing({case: slices[case] for case in self._called}, error)
         unequal: dict[Case, str] = {}
         for number, subject in enumerate(self._subjects):
             pairs: list[tuple[str, Any, Any]] = [("weights", whole.weights[number], found.weights[number])]
@@ -435,8 +486,9 @@ class _Probe:
         return unequal
 
     def _failing(self, slices: Mapping[Case, int], error: Exception) -> dict[Case, str]:
-        """Return the cases that may be why the kernel failed: of several dimensions, still given flat slices."""
-        flat = [case for case, mode in slices.items() if case[2] > 1 and mode < len(_SLICES) - 1]
+        """Return the cases, of those that the kernel failed with, that may be why: not given whole parameters yet."""
+        left = [case for case, mode in slices.items() if mode < len(_SLICES) - 1]
+        flat = [case for case in left if case[2] > 1] or left
         if not flat:
             raise self._refused(f"cannot update a slice of a parameter: {_short(error)}") from error
         return dict.fromkeys(flat, _short(error))

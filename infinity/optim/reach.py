@@ -19,6 +19,7 @@ from torch import nn
 
 from infinity.errors import UnsupportedError
 from infinity.optim.copies import Template, attributes, bits, content, settings_of
+from infinity.optim.several import name_of, parts
 
 _DEPTH = 8
 _ZERO_GRADS = (True, True, False, False, True, True)
@@ -36,9 +37,10 @@ def check_reach(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         places |= {f"{key!r} of its param groups": value for key, value in group.items() if key != "params"}
     originals = {id(optimizer), id(optimizer.param_groups), id(optimizer.state), *map(id, optimizer.param_groups)}
+    originals |= {id(value) for part in parts(optimizer) for value in (part, part.param_groups, part.state)}
     copied: set[int] = set()  # what copies of the optimizer have their own of
     shared: dict[int, str] = {}  # what functions reach: copies have the same, not their own; by id, where
-    name = type(optimizer).__name__
+    name = name_of(optimizer)
     for place, value in places.items():
         for found, by_function in _reached(value):
             if by_function:
@@ -135,7 +137,7 @@ def check_zero_grad(optimizer: torch.optim.Optimizer, template: Template) -> Non
     Raises:
         UnsupportedError: it does something else.
     """
-    name = type(optimizer).__name__
+    name = name_of(optimizer)
     refused = UnsupportedError(
         f"zero_grad() of {name} is its own and does something else than torch's, and offloaded optimizers do not call "
         "it; drop gradients as torch does, and do the rest in the loop"

@@ -27,6 +27,7 @@ from infinity.optim.kernel import Scalars
 from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
+from infinity.optim.whole import WholeParameters
 from infinity.optim.worker import UpdateWorker
 from infinity.schedule.link import link_traffic
 from infinity.schedule.pager import Pager
@@ -63,6 +64,7 @@ class StepRunner:
         ledger: Ledger,
         freed: FreedMemory,
         parameters: Sequence[nn.Parameter],
+        whole: WholeParameters | None = None,
     ) -> None:
         """Make what a step consists of, from the bottom up.
 
@@ -74,6 +76,7 @@ class StepRunner:
             update_on_device: whether pages are updated there.
             freed: is told when a unit begins.
             parameters: by shard.
+            whole: brings together what ranks have of parameters that are updated whole; None where there are none.
         """
         self._layout, self._pager, self._worker, self._given = layout, pager, worker, given
         self._device, self._staging, self._device_bytes = device, staging, device_bytes
@@ -82,8 +85,9 @@ class StepRunner:
         self.planner = planner
         """Where updates run, and the plan."""
         planner.update_on_device = update_on_device
+        self._whole = whole
         self._recording = Recording()  # what this step shows
-        self.updates = Updates(layout, pager, device, staging, update_on_device, planner, given, worker, ledger)
+        self.updates = Updates(layout, pager, device, staging, update_on_device, planner, given, worker, ledger, whole)
         """What is being updated."""
         self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, parameters)
         # By unit, the parameters that had no optimizer state when the model was offloaded.
@@ -201,6 +205,20 @@ class StepRunner:
             self.planner.settling()
         self.updates.settle()
 
+    def switch(self, method: str) -> None:
+        """Run a method of the optimizer that changes its mode over all pages; all ranks together.
+
+        Raises:
+            InfinityError: there are gradients, which belong to the weights of the mode that it is in.
+        """
+        self.check_open()
+        self.reconcile()
+        if self.has_gradients:
+            raise InfinityError(f"{method}() between backward and step(): call it after step() and zero_grad()")
+        self.settle()
+        with self._ledger.phase("update", method), record_function(f"infinity::{method}"):
+            self.updates.switch(method)
+
     # What the optimizer does #
 
     @property
@@ -293,6 +311,8 @@ class StepRunner:
         if self._device.asynchronous and (planner.recording or planner.plan is None):
             spare = self._device.spare_bytes() - (most_bytes(self._layout) if self._update_on_device else 0)
             planner.device_bytes = self._device_bytes or max(0, spare)
+        if self._whole is not None and planner.recording:
+            late = self._whole.on_any_rank(late)
         planner.choose(events, late)
         try:
             self._provide(events)
@@ -330,9 +350,11 @@ class StepRunner:
         if self._closed:
             raise InfinityError(self._closed)
 
-    def end(self, why: str) -> None:
-        """Refuse everything from now on, with `why`; what was begun goes on."""
+    def end(self, why: str, *, early: bool = False) -> None:
+        """Refuse everything from now on, with `why`; what was begun goes on, unless it ends `early`."""
         self._closed = why
+        if self._whole is not None and early:
+            self._whole.end(early=True)
 
     def drain(self) -> None:
         """Wait until updates that were begun have run and nothing is in flight, so that byte counters stand still.
@@ -345,8 +367,14 @@ class StepRunner:
         self._pager.drain()
 
     def close(self) -> None:
-        """End the worker; updates that have not begun are dropped. Gradients are gone."""
+        """End the worker; updates that have not begun are dropped, but for those that other ranks wait for.
+
+        Gradients are gone.
+        """
         self._staging.close()  # before the worker: what it copies may wait for updates that are queued
+        if self._whole is not None:
+            self._whole.end()
+            self.updates.drain()
         self._worker.close()
         self.updates.close()
         self._gradients.close()

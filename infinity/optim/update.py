@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Role
-from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Segment
+from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Range, Segment, overlapping
 from infinity.content.views import Content, component_of, gradient_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import UnsupportedError
 from infinity.fsdp.gradient import Edit
@@ -19,11 +19,14 @@ from infinity.memory.device import Mark
 from infinity.optim import copies
 from infinity.optim.fetch import Slices
 from infinity.optim.kernel import Own, Piece, Scalars, UpdateKernel
+from infinity.optim.whole import WholeParameters
 from infinity.schedule.trace import Access
 from infinity.units import align_up
 
 _DECODED = 64 * RANGE_ALIGNMENT
 """Most elements that are decoded at once: what an update needs beside the pages is bounded, and fits a cache."""
+_ALIGNED = 64
+"""Bytes to which torch aligns what it allocates."""
 
 
 def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +80,7 @@ class Opened:
         self,
         layout: Layout,
         segment: Segment,
-        item: Page,
+        item: Range,
         access: Access,
         contents: Sequence[Content],
         grads: Slices | None,
@@ -102,6 +105,8 @@ class Opened:
 
         Optimizers may change what they are given, while the page is being written, or read by another range's update.
         """
+        if start == stop:
+            return torch.empty(0, dtype=torch_dtype(self.segment.format.dtypes[MASTER]), device=self._device)
         components: dict[int, list[torch.Tensor]] = {}
         for page, content in self.pages(Role.GRAD):
             low, high = max(start, page.start), min(stop, page.stop)
@@ -113,10 +118,20 @@ class Opened:
         ]
         return gradient_of(self.segment.format, whole)
 
+    @property
+    def _device(self) -> torch.device:
+        """Where the pages are."""
+        content = self._held[0][1]
+        return content.device if isinstance(content, torch.Tensor) else torch.device("cpu")
+
     def decode(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of a section that is stored otherwise."""
+        """Return elements [start, stop) of a section that is stored otherwise, or in several pages: a copy."""
         contents = {page.index: content for page, content in self._held}
-        return read_section(self.segment, name, start, stop, lambda page, copy: copy(contents[page.index]))
+
+        def visit(page: Page, copy: Callable[[Content], None]) -> None:
+            copy(contents[page.index])
+
+        return read_section(self.segment, name, start, stop, visit, device=self._device)
 
     def encode(self, name: str, start: int, values: torch.Tensor, step: int) -> None:
         """Store elements from `start` on of such a section."""
@@ -129,7 +144,9 @@ class Opened:
         if self.segment.format.replaces_weights:
             for page, content in self.pages(Role.PARAM):
                 low, high = max(page.start, self.item.start), min(page.stop, self.item.stop)
-                section(content, page, self._layout, low, high).copy_(self.state(MASTER, low, high))
+                parts = overlapping(self.segment.update_pages, low, high) if self.segment.whole else [(None, low, high)]
+                for _, first, last in parts:
+                    section(content, page, self._layout, first, last).copy_(self.state(MASTER, first, last))
 
 
 @dataclass
@@ -141,6 +158,7 @@ class Update:
     is taken over last. The number of the step is `step`. Gradients are in `grads` by shard, flat, on the device, which
     has them behind all of `arrived`; or else `components` of each are in GRAD pages, and `edits` are still to be done
     to them, by shard. `own` is what the optimizer keeps on itself, as the step found it.
+    With a `method`, that runs in place of a step, and there are no gradients.
     """
 
     layout: Layout
@@ -153,18 +171,23 @@ class Update:
     edits: Mapping[int, Sequence[Edit]] = field(default_factory=dict)
     components: int = 0
     own: Own = field(default_factory=dict)
+    whole: WholeParameters | None = None
+    """Brings slices of parameters that are updated whole together; None where this rank has all of each."""
     after: dict[int, Scalars] = field(default_factory=dict)
     """Scalars of the shards after the step."""
     elements: int = 0
     """Elements updated so far."""
+    method: str = ""
 
     def run(self, ranges: Sequence[Opened]) -> None:
         """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""
-        plain = [opened for opened in ranges if not opened.segment.format.encoded]
+        plain = [opened for opened in ranges if not (opened.segment.format.encoded or opened.segment.whole)]
         self._run([(opened, opened.item.start, opened.item.stop) for opened in plain])
         for opened in ranges:
             item = opened.item
-            if opened.segment.format.encoded:
+            if opened.segment.whole:
+                self._run_whole(opened)
+            elif opened.segment.format.encoded:
                 for start in range(item.start, item.stop, _DECODED):
                     self._run([(opened, start, min(start + _DECODED, item.stop))])
         for opened in ranges:
@@ -173,7 +196,8 @@ class Update:
     def run_empty(self) -> None:
         """Advance the scalars of shards of which this rank has no elements, which are in no range."""
         for shard, group in self.settings.items():
-            if not self.layout.shards[shard].spec.numel:
+            spec = self.layout.shards[shard].spec
+            if not spec.numel and not (spec.whole and spec.padded):
                 dtypes = self.layout.format_of(shard).dtypes
                 views = {name: torch.empty(0, dtype=torch_dtype(dtype)) for name, dtype in dtypes.items()}
                 master = views.pop(MASTER)
@@ -196,10 +220,31 @@ class Update:
                 piece = Piece(shard, views.pop(MASTER), self._gradient(opened, shard, low, high), views)
                 by_group.setdefault(id(group), (group, []))[1].append(piece)
         for group, pieces in by_group.values():
-            self.after.update(self.kernel.update(pieces, group, self.before, self.own))
+            self.after.update(self.kernel.update(pieces, group, self.before, self.own, self.method))
             self.elements += sum(piece.master.numel() for piece in pieces)
         for opened, low, name, values in decoded:
             opened.encode(name, low, values, self.step)
+
+    def _run_whole(self, opened: Opened) -> None:
+        """Update a shard all at once, with what other ranks have of its parameter: pages are copied out and in."""
+        (shard,) = opened.item.shards
+        if shard not in self.settings:
+            return
+        placed, fmt = self.layout.shards[shard], opened.segment.format
+        start, stop = placed.start, placed.start + placed.spec.numel
+        views = {name: opened.decode(name, start, stop) for name in fmt.dtypes}
+        grad = self._gradient(opened, shard, start, stop)
+        if grad is not None and grad.data_ptr() % _ALIGNED:
+            grad = grad.clone()  # products over unaligned memory may be added up in another order
+        if self.whole is not None:
+            self.whole.meet(shard, self.step)
+            grad = self.whole.gather(shard, grad) if grad is not None else None
+            views = {name: self.whole.gather(shard, values) for name, values in views.items()}
+        piece = Piece(shard, views.pop(MASTER), grad, views)
+        self.after.update(self.kernel.update([piece], self.settings[shard], self.before, self.own, self.method))
+        self.elements += placed.spec.numel
+        for name, values in {MASTER: piece.master, **views}.items():
+            opened.encode(name, start, self.whole.own(shard, values) if self.whole is not None else values, self.step)
 
     def _cuts(self, opened: Opened, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (shard, first, last) for the slices in [start, stop) of shards with a gradient, in elements.
@@ -208,7 +253,7 @@ class Update:
         """
         borders = [] if opened.segment.format.master else [page.start for page, _ in opened.pages(Role.PARAM)]
         found = []
-        for shard in self.layout.page_shards[opened.item.index]:
+        for shard in opened.item.shards:
             placed = self.layout.shards[shard]
             low, high = max(placed.start, start), min(placed.start + placed.spec.numel, stop)
             if shard not in self.settings or low >= high:
@@ -217,7 +262,9 @@ class Update:
             found += [(shard, a, b) for a, b in itertools.pairwise(points)]
         return found
 
-    def _gradient(self, opened: Opened, shard: int, low: int, high: int) -> torch.Tensor:
+    def _gradient(self, opened: Opened, shard: int, low: int, high: int) -> torch.Tensor | None:
+        if self.method:
+            return None
         if opened.grads is not None:
             start, flat = opened.grads[shard]
             return flat[low - start : high - start]

@@ -14,7 +14,7 @@ arithmetic runs on the worker's thread, in the same order. Whoever needs one of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
-from infinity.content.layout import Layout, Page, Segment
+from infinity.content.layout import Layout, Range, Segment
 from infinity.content.views import Content
 from infinity.fsdp.gradient import Edit
 from infinity.fsdp.staging import Staging
@@ -34,6 +34,7 @@ from infinity.optim.given import GivenOptimizer
 from infinity.optim.kernel import Scalars
 from infinity.optim.planning import StepPlanner
 from infinity.optim.update import Opened, Update
+from infinity.optim.whole import WholeParameters
 from infinity.optim.worker import UpdateWorker
 from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.trace import Event, range_access, update_order
@@ -47,7 +48,7 @@ class _Range(NamedTuple):
     """A range of a segment that is to be updated, and the lease of its pages."""
 
     segment: Segment
-    item: Page
+    item: Range
     lease: Lease
 
 
@@ -71,7 +72,14 @@ class Updates:
         given: GivenOptimizer,
         worker: UpdateWorker,
         ledger: Ledger,
+        whole: WholeParameters | None = None,
     ) -> None:
+        """Begin without any.
+
+        Args:
+            whole: brings together what ranks have of parameters that are updated whole; None where there are none.
+        """
+        self._whole = whole
         self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
         self._given, self._worker, self._staging = given, worker, staging
         # One of the two, for the worker's thread: gradients come to the host, or pages go to the device.
@@ -109,6 +117,7 @@ class Updates:
             grads,
             arrived,
             own=self._given.kernel.own(),
+            whole=self._whole,
         )
         self._reduced = unit
         if not self._planner.placement.overlapped:
@@ -148,6 +157,7 @@ class Updates:
                 edits=edits,
                 components=components[unit],
                 own=own,
+                whole=self._whole,
             )
         self.end_step()
         self._given.kernel.advance()
@@ -206,6 +216,32 @@ class Updates:
         if self._device_pages is not None:
             self._device_pages.join()
 
+    def switch(self, method: str) -> None:
+        """Run a method of the optimizer over all pages, one of `MODES`, when nothing waits; between two steps."""
+        there = self._device_pages
+        for unit, ranges in enumerate(self._layout.unit_ranges):
+            self._staging.drop(unit)
+            accesses = [(segment, position, range_access(segment, position)) for segment, position in ranges]
+            shards = [
+                shard for segment in self._layout.unit_segments[unit] for shard in self._layout.segments[segment].shards
+            ]
+            update = Update(
+                self._layout, self._given.kernel, self._given.settings_of(shards), self.scalars, self.step,
+                own=self._given.kernel.own(), whole=self._whole, method=method,
+            )  # fmt: skip
+            copies = there.mark if there is not None else None
+            with there.on_stream() if there is not None else nullcontext(), torch.no_grad():
+                if there is not None:
+                    there.begin(None, (), [access for _, _, access in accesses])
+                for segment, position, access in accesses:
+                    with self._pager.access(access, planned=False, copies=copies) as contents:
+                        found = there.bring(access, contents) if there is not None else contents
+                        update.run([Opened(self._layout, segment, segment.ranges[position], access, found, None)])
+                        if there is not None:
+                            there.leave()
+            self.scalars.update({shard: now for shard, now in update.after.items() if shard in self.scalars})
+        self._given.kernel.switch(method)
+
     # One of them #
 
     def _run(self, unit: int, update: Update) -> None:
@@ -215,9 +251,7 @@ class Updates:
         ranges: deque[_Range] = deque()
         # In a profile this is the whole update, or, with a thread for updates, when it was handed over.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
-            copies = self._device_pages.mark if self._device_pages is not None else None
-            if self._pager.at_home(unit):
-                copies = None  # nothing is: the next use comes behind the stream of updates
+            copies = self._copies(unit)
             for segment, position in self._layout.unit_ranges[unit]:
                 access = range_access(segment, position, components=update.components)
                 lease = self._pager.lease(access, threaded=self._worker.threaded, copies=copies)
@@ -225,6 +259,12 @@ class Updates:
             job = self._worker.submit(partial(self._update, update, ranges))
             if job is not None:
                 self._submitted.append(job)
+
+    def _copies(self, unit: int) -> Callable[[], Mark] | None:
+        """Return what marks the end of copies of pages to the device and back; None where nothing is copied."""
+        if self._device_pages is None or self._pager.at_home(unit):
+            return None  # at home the next use comes behind the stream of updates
+        return self._device_pages.mark
 
     def _update(self, update: Update, ranges: deque[_Range]) -> None:
         """Update a unit, on the stream of updates where the device does it."""
@@ -255,7 +295,7 @@ class Updates:
                         if there is not None:
                             contents = there.bring(lease.uses, contents)
                         opened.append(Opened(self._layout, segment, item, lease.uses, contents, grads))
-                        more = ranges and len(opened) < TOGETHER and not segment.format.encoded
+                        more = ranges and len(opened) < TOGETHER and not (segment.format.encoded or segment.whole)
                         more = more and (fetcher is None or fetcher.ready)
                         contents = ranges[0].lease.hold_at_once() if more else None
                         if contents is not None:

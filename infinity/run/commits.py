@@ -19,6 +19,7 @@ from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.sharded_model import Member, ShardedModel
 from infinity.optim.given import GivenOptimizer
+from infinity.optim.several import name_of
 from infinity.optim.step import StepRunner
 from infinity.run.run import Run
 
@@ -45,7 +46,7 @@ def make_committer(
         run.ranks.together("comparing the commit", partial(check_tensors, run.place.found, described))
     file = run.folder.commits / f"rank{run.ranks.rank:05d}.room.tmp"
     room = CommitRoom(file, commit_bytes(described, sharded.model, optimizer.param_groups))
-    name, place = type(optimizer).__name__, run.place
+    name, place = name_of(optimizer), run.place
     updated_on = run.device.name.type if run.updates_on_device else "cpu"
     committer = Committer(
         run.folder, run.ranks, described, run.store, name, place.shares, place.commits, room, updated_on

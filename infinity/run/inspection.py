@@ -13,11 +13,12 @@ from infinity.budget import Budget, choose_budget
 from infinity.config import Config
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.sharded_model import Member, ShardedModel
+from infinity.fsdp.sharded_model import Member, Reach, ShardedModel
 from infinity.memory.device import open_device
 from infinity.memory.limits import default_arena
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import view_shape
+from infinity.optim.several import owner
 from infinity.ranks import Ranks
 
 _OF_ALL_RANKS = (
@@ -63,8 +64,8 @@ def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedError(f"the optimizer is of type {type(optimizer).__name__}, no torch.optim.Optimizer")
     # Some have infinity as a default, such as for the growth of an estimate, which is no limit then.
-    defaults = inspect.signature(type(optimizer).__init__).parameters
     for group in optimizer.param_groups:
+        defaults = inspect.signature(type(owner(optimizer, group)).__init__).parameters
         for name, value in group.items():
             standard = name in defaults and defaults[name].default == value
             if isinstance(value, float) and not math.isfinite(value) and not standard:
@@ -99,23 +100,32 @@ def plan_memory(
     def kinds_of(param: nn.Parameter) -> tuple[tuple[str, str], ...]:
         return kernel.discover(param, group_of[id(param)]).kinds
 
-    def row_of(member: Member) -> int:
+    def reach_of(member: Member) -> Reach:
         param = member.param.sharded_param
-        if kernel.discover(param, group_of[id(param)]).slices != "rows":
-            return 1
-        why = ""
-        if private.shard_dim(member.param) or private.is_tensor_parallel(member.param):
+        slices = kernel.discover(param, group_of[id(param)]).slices
+        if slices not in ("rows", "whole"):
+            return Reach()
+        why, whole = "", slices == "whole"
+        _, size = private.shard_rank_and_size(member.param)
+        if private.is_tensor_parallel(member.param) or (private.shard_dim(member.param) and (size > 1 or not whole)):
             why = f"{member.names[0]} is not cut along its first dimension only"
-        elif settings.state.format != "fp32":
+        elif settings.state.format != "fp32" and not whole:
             why = 'it needs state.format = "fp32"'
+        if why and whole:
+            raise UnsupportedError(
+                f"{kernel.name} updates whole parameters (it orthogonalises them, or divides by norms), which are put "
+                f"together from the rows of all ranks, and {why}; use an element-wise optimizer such as AdamW"
+            )
         if why:
             raise UnsupportedError(
                 f"{kernel.name} updates whole rows (it centralises gradients, or divides by norms of rows), which is "
                 f"not possible here: {why}; use an element-wise optimizer such as AdamW"
             )
-        return math.prod(private.local_tensor(member.param).shape[1:])
+        if whole:
+            return Reach(whole=math.prod(private.full_shape(member.param)))
+        return Reach(row=math.prod(private.local_tensor(member.param).shape[1:]))
 
-    units, found = sharded.describe(kinds_of, row_of)
+    units, found = sharded.describe(kinds_of, reach_of)
     formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
     if settings.state.format != "fp32" and not any(fmt.encodings for fmt in formats.values()):
         raise ConfigError(
@@ -128,6 +138,36 @@ def plan_memory(
     return choose_budget(units, formats, host, settings.memory.page_bytes, device=device)
 
 
+def shared_slices(
+    kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer
+) -> dict[int, tuple[tuple[int, ...], int]]:
+    """Return, of shards that are updated whole and that other ranks have slices of, those ranks, and which this is."""
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    found = {}
+    for shard, member in enumerate(sharded.shards):
+        param = member.param.sharded_param
+        at, size = private.shard_rank_and_size(member.param)
+        if size > 1 and param.requires_grad and kernel.discover(param, group_of[id(param)]).slices == "whole":
+            found[shard] = private.shard_ranks(member.param), at
+    return found
+
+
+def check_exchange(settings: Config, kernel: UpdateKernel) -> None:
+    """Check that updates in which ranks exchange what they have can run as the settings say.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    why = f"{kernel.name} updates whole parameters, of which several ranks have slices, and exchanges them in updates"
+    if settings.update.placement == "in_forward":
+        raise ConfigError(
+            f'update.placement = "in_forward" is not possible here: {why}, which a rank may run ahead to in the next '
+            'forward while others do not; set "auto", "in_backward" or "after_backward"'
+        )
+    if settings.update.device == "cuda":
+        raise ConfigError(f'update.device = "cuda" is for one rank here: {why}; set "auto" or "cpu"')
+
+
 def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Tell the kernel the shape of slices, by shard, where the optimizer needs another than (n,)."""
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
@@ -135,6 +175,8 @@ def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.op
         param = member.param.sharded_param
         if param.requires_grad:
             slices = kernel.discover(param, group_of[id(param)]).slices
-            shape = view_shape(slices, private.local_tensor(member.param).shape)
+            whole = slices == "whole"
+            of = private.full_shape(member.param) if whole else private.local_tensor(member.param).shape
+            shape = view_shape(slices, of)
             if shape is not None:
                 kernel.shapes[shard] = shape

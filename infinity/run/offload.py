@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,13 +28,22 @@ from infinity.models.origin import noted_weights
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import make_kernel
+from infinity.optim.several import Optimizers, name_of
 from infinity.optim.states import StateReader
 from infinity.optim.step import StepRunner
+from infinity.optim.whole import WholeParameters, open_slices
 from infinity.ranks import Ranks
 from infinity.run import live
 from infinity.run.commits import Checkpointer, describe, make_committer
 from infinity.run.fill import Filling
-from infinity.run.inspection import check_agreement, check_optimizer, give_shapes, plan_memory
+from infinity.run.inspection import (
+    check_agreement,
+    check_exchange,
+    check_optimizer,
+    give_shapes,
+    plan_memory,
+    shared_slices,
+)
 from infinity.run.optimizer import PagedOptimizer
 from infinity.run.place import RunPlace
 from infinity.run.run import Run
@@ -49,7 +58,7 @@ _LOAD_LIMIT = 256 * MIB
 
 def offload(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -61,7 +70,9 @@ def offload(
     Args:
         model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
         optimizer: of any class, over its parameters, without state yet. What it does must not depend on how parameters
-            are cut into pages; that is tried out on small copies of it before anything is written.
+            are cut into pages; that is tried out on small copies of it before anything is written. Or a list of
+            several, each over a part of the parameters: the one that is returned has the param groups of all, and its
+            `step` updates with all of them; schedulers may be made on each of them, or on that one.
         config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
         weights: folder to load a model on the meta device from, as a stream; by default that which
             `infinity.from_pretrained` has found, if the model is from there. Either of safetensors, as
@@ -88,6 +99,8 @@ def offload(
     settings = replace(settings, storage=replace(settings.storage, paths=paths))
     # Inspect: nothing is changed, and what is wrong with model, optimizer or arguments is said.
     sharded = ShardedModel.inspect(model)
+    if isinstance(optimizer, Sequence):
+        optimizer = Optimizers(optimizer) if len(optimizer) != 1 else optimizer[0]
     if isinstance(optimizer, PagedOptimizer):
         raise UnsupportedError("the model is offloaded already")
     if weights is None and sharded.on_meta:
@@ -103,11 +116,13 @@ def offload(
     ranks.together("closing earlier runs of this process", partial(live.make_way, settings.storage.paths))
     budget = ranks.together("planning memory", partial(plan_memory, settings, sharded, optimizer, kernel, ranks))
     give_shapes(kernel, sharded, optimizer)
+    if shared := shared_slices(kernel, sharded, optimizer):
+        check_exchange(settings, kernel)
     # Open, fill, attach: each stage by all ranks together. One that fails leaves nothing behind.
-    run = _open(settings, ranks, budget, type(optimizer).__name__, sharded.device)
+    run = _open(settings, ranks, budget, name_of(optimizer), sharded.device, exchanges=bool(shared))
     try:
         filling = Filling(run, sharded, weights, strict, init)
-        steps = _make_steps(run, sharded, optimizer, kernel)
+        steps = _make_steps(run, sharded, optimizer, kernel, shared)
         resumed = filling.fill(optimizer, steps.shards)
         paged = _attach(run, sharded, steps, resumed)
         live.add(paged, model)
@@ -126,11 +141,13 @@ def _check_sources(
         raise ConfigError("strict=False is for weights of safetensors; a folder of DCP must have the whole model")
 
 
-def _open(settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device) -> Run:
+def _open(
+    settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device, *, exchanges: bool
+) -> Run:
     """Take the NVMe paths, and open what pages in them."""
     place = RunPlace.take(settings, ranks, budget.layout, optimizer)
     try:
-        return Run(settings, ranks, budget, place, device)
+        return Run(settings, ranks, budget, place, device, exchanges=exchanges)
     except BaseException as error:
         end_all(partial(place.give_up, remove=place.found is None), cause=error)
         raise
@@ -155,14 +172,27 @@ class _Steps(NamedTuple):
     """Publishes commits, for which it has reserved space."""
 
 
-def _make_steps(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel) -> _Steps:
+def _make_steps(
+    run: Run,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    kernel: UpdateKernel,
+    shared: Mapping[int, tuple[tuple[int, ...], int]],
+) -> _Steps:
     """Make what runs steps, from the bottom up."""
+    whole = None
+    if shared:
+        slices, close = open_slices(shared, run.ranks)
+        run.undo.push(close)
+        whole = WholeParameters(
+            run.layout, slices, run.ranks, lambda: run.pager.failure, run.settings.storage.timeout_seconds
+        )
     parameters = [param for unit in sharded.parameters() for param in unit]
     given = GivenOptimizer(optimizer, parameters, kernel)
     staging = Staging(run.layout, run.pager, run.device)
     runner = StepRunner(
         run.layout, run.pager, run.device, staging, run.settings.memory.device_bytes, run.updates_on_device,
-        run.planner, run.worker, given, run.ledger, run.freed, parameters,
+        run.planner, run.worker, given, run.ledger, run.freed, parameters, whole,
     )  # fmt: skip
     run.undo.push(runner.close)
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)

@@ -24,6 +24,7 @@ from infinity.formats.dcp import DcpExport
 from infinity.formats.safetensors import FILE_BYTES, export_safetensors, file_size
 from infinity.fsdp import private
 from infinity.optim.given import NO_ENTRIES, GivenOptimizer, refuse_group, refuse_loading
+from infinity.optim.kernel import MODES
 from infinity.optim.states import NO_COPIES, PagedStates, StateReader
 from infinity.optim.step import StepRunner
 from infinity.run.commits import Checkpointer
@@ -115,9 +116,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._given.__dict__["_opt_called"] = True  # a scheduler made on that one looks there for steps
+        self._own.called()
         runner.reconcile()
         runner.check_new()
+        self._own.kernel.check_steps()
         self._unscale()
         rate = self._given.param_groups[0].get("lr")
         record = runner.step()
@@ -206,7 +208,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Return an attribute of the optimizer that was passed in, of those that torch's optimizers do not have.
 
         Its methods are refused when they are called: they would have to change weights and states on NVMe. Only `train`
-        and `eval` may be called where the optimizer is in that mode already.
+        and `eval` of schedule-free optimizers may be called, which go through all pages; by all ranks together.
         """
         given = vars(self).get("_given")
         if given is None or name.startswith("__"):
@@ -228,7 +230,12 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     def _call(self, name: str, *args: Any, **named: Any) -> None:
         self._runner.check_open()
-        self._own.check_method(name, *args, **named)
+        kernel = self._own.kernel
+        if name not in MODES or args or named or not kernel.modes:
+            self._own.check_method(name, *args, **named)
+        elif kernel.would_change(name):
+            self._own.check()
+            self._runner.switch(name)
 
     # What paging adds #
 
@@ -435,7 +442,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _close(self, cause: BaseException | None) -> None:
         if not self._closed and self._run.is_here:
             self._closed = True
-            self._runner.end("this optimizer was closed")
+            self._runner.end("this optimizer was closed", early=cause is not None)
             self._tell_lost_steps()
             self._run.close(cause, committed=self._committed is not None)
 

@@ -86,14 +86,27 @@ class Run:
     To be looked at: `folder`, `layout`, `host_bytes`, `plan`, `stats` (counters), `ledger` (time and bytes of steps).
     """
 
-    def __init__(self, settings: Config, ranks: Ranks, budget: Budget, place: RunPlace, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: Config,
+        ranks: Ranks,
+        budget: Budget,
+        place: RunPlace,
+        device: torch.device,
+        *,
+        exchanges: bool = False,
+    ) -> None:
         """Open.
+
+        Args:
+            exchanges: whether ranks exchange what they have in updates.
 
         Raises:
             BudgetError, StorageError: there is no room. ConfigError: the engine cannot be used, or files be opened.
             InfinityError: that of another rank. Nothing is left open then; `place` is the caller's.
         """
         self.settings, self.ranks, self.place = settings, ranks, place
+        self._exchanges = exchanges
         self.layout: Layout = budget.layout
         """The pages of this rank."""
         self.undo = Undo()
@@ -209,8 +222,9 @@ class Run:
                 wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
                 self.undo.push(wear.close)
         planner = StepPlanner(
-            layout, pager, ledger, frames=arena.frames, wanted=settings.update.placement, threaded=worker.threaded
-        )
+            layout, pager, ledger, frames=arena.frames, wanted=settings.update.placement, threaded=worker.threaded,
+            exchanges=self._exchanges,
+        )  # fmt: skip
         for role in Role:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         stats.gauge("tier_capacity_bytes", tier="host").set(arena.nbytes)
@@ -220,7 +234,9 @@ class Run:
         """Return whether pages are better updated on the device; say why."""
         continued = self.place.found or (self.place.source.reader if self.place.source is not None else None)
         before = continued.updated_on if continued is not None else None
-        on_device, why = choose_update_device(self.settings, self.device, self.layout, worker, before)
+        on_device, why = choose_update_device(
+            self.settings, self.device, self.layout, worker, before, exchanges=self._exchanges
+        )
         if self.device.asynchronous and self.ranks.rank == 0:
             _log.info("updates run on the %s: %s", self.device.name.type if on_device else "cpu", why)
         return on_device

@@ -24,13 +24,20 @@ _PATIENCE: Final = 60.0
 
 
 def choose_update_device(
-    settings: Config, device: Device, layout: Layout, worker: UpdateWorker, before: str | None
+    settings: Config,
+    device: Device,
+    layout: Layout,
+    worker: UpdateWorker,
+    before: str | None,
+    *,
+    exchanges: bool = False,
 ) -> tuple[bool, str]:
     """Return whether pages are updated on the device, and why.
 
     Args:
         worker: updates on the host.
         before: where the commit was updated that is continued: ``cpu`` or the type of a device; None for a new run.
+        exchanges: whether ranks exchange what they have in updates, which they do on the host.
 
     Raises:
         ConfigError: update.device asks for what cannot be.
@@ -52,8 +59,12 @@ def choose_update_device(
         return False, "the model is on the CPU"
     if encoded:
         return False, f'state.format = "{settings.state.format}" is updated on the CPU'
+    if exchanges:
+        return False, "ranks put parameters that are updated whole together there"
     if before is not None:
         return before != "cpu", "as in the commit that is continued"
+    if any(segment.whole for segment in layout.segments):
+        return True, "whole parameters are updated, which takes more than to copy them"
     there, here = _seconds_on_device(device), _seconds_on_host(worker)
     compared = f"{1e9 * there:.2f} ns per parameter over the link of the GPU, {1e9 * here:.2f} ns on the CPU"
     return there < here, compared

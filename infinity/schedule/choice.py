@@ -13,17 +13,20 @@ from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event
 
 
-def placed(wanted: str, events: Sequence[Event], *, late: bool = False) -> str:
+def placed(wanted: str, events: Sequence[Event], *, late: bool = False, exchanges: bool = False) -> str:
     """Return where updates run: the name of a placement, as the setting `update.placement` has it, but never ``auto``.
 
     Args:
         wanted: the setting. Updates in backward, wanted or by ``auto``, are possible only where the step allows them.
         events: one step.
         late: updates in backward would be too early: something needs all gradients, or weights, before `step()`.
+        exchanges: whether ranks exchange what they have in updates; then none is left to the next forward.
     """
     if wanted in ("in_forward", "after_backward"):
         return wanted
-    return "in_backward" if not late and eligible_for_backward(events) else "in_forward"
+    if not late and eligible_for_backward(events):
+        return "in_backward"
+    return "after_backward" if exchanges else "in_forward"
 
 
 def choose_plan(
@@ -35,6 +38,7 @@ def choose_plan(
     threaded: bool,
     device_bytes: int = 0,
     update_on_device: bool = False,
+    exchanges: bool = False,
 ) -> tuple[Placement, Plan]:
     """Return the placement and the plan of steps that look like `events`.
 
@@ -45,14 +49,16 @@ def choose_plan(
         device_bytes: memory of a device for weights ahead of their gather, for those that stay, and for units that live
             there; 0 on the CPU.
         update_on_device: whether pages are updated there.
+        exchanges: whether ranks exchange what they have in updates, which all run in the same order then: as soon as
+            gradients are there, or in `step()`.
 
     Raises:
         BudgetError: there are too few frames.
     """
     # Updates beside computation are worth a try only where they have a thread.
     choices: dict[tuple[Access, ...], Placement] = {}
-    for overlapped in (True, False) if threaded else (False,):
-        choice = replace(Placement.of(name, events), overlapped=overlapped)
+    for overlapped in (True, False) if threaded and not exchanges else (False,):
+        choice = replace(Placement.of(name, events, forward=not exchanges), overlapped=overlapped)
         choice = with_device(
             choice,
             events,

@@ -218,6 +218,11 @@ class Pager:
             self._cache.evict_all()
             self._cache.prefetch()
 
+    @property
+    def failure(self) -> Exception | None:
+        """The first error, which every call raises; None while there is none."""
+        return self._transfers.failure
+
     def wait_for_device(self, mark: Mark, what: str) -> None:
         """Wait until the device has come to a mark. From any thread.
 

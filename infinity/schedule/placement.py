@@ -43,10 +43,10 @@ class Placement:
     """Units that live on the device, weights and all of their state: nothing of them is paged."""
 
     @classmethod
-    def of(cls, name: str, events: Sequence[Event]) -> Placement:
+    def of(cls, name: str, events: Sequence[Event], *, forward: bool = True) -> Placement:
         """Return the placement of a setting, for a step that looks like `events`.
 
-        What cannot be updated in backward is updated in the next forward.
+        What cannot be updated in backward is updated in the next forward, or, without `forward`, in `step()`.
         """
         if name == "after_backward":
             return cls()
@@ -54,7 +54,7 @@ class Placement:
         gathered, trained = (
             {event.unit for event in events if event.kind is kind} for kind in (EventKind.GATHER, EventKind.GRADIENTS)
         )
-        return cls(in_backward=early, in_forward=frozenset(gathered & trained - early))
+        return cls(in_backward=early, in_forward=frozenset(gathered & trained - early) if forward else frozenset())
 
     def due(self, events: Iterable[Event]) -> dict[int, int]:
         """Return which unit is to be updated when a unit is first gathered; those updated in `step()` are not there."""

@@ -109,8 +109,12 @@ def range_access(segment: Segment, position: int, *, components: int = 0) -> Acc
     for pages in segment.grad_pages[:components]:
         for page, _, stop in overlapping(pages, item.start, item.stop):
             uses.append(Use(page.index, Mode.CONSUME if stop == page.stop else Mode.READ))
-    if segment.update_pages:
-        uses.append(Use(item.index, Mode.UPDATE))
+    if segment.whole:
+        uses += [
+            Use(page.index, Mode.UPDATE) for page, _, _ in overlapping(segment.update_pages, item.start, item.stop)
+        ]
+    elif segment.update_pages:
+        uses.append(Use(segment.update_pages[position].index, Mode.UPDATE))
     # Each replaces its part of a page. So the first one in a page needs nothing of the old content, and those behind it
     # what the ones before have written. Nothing reads the page in between.
     for page, start, _ in overlapping(segment.param_pages, item.start, item.stop):

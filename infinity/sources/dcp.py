@@ -26,6 +26,7 @@ from infinity.formats.dcp import EXTRA, GROUPS, METADATA, STATE, STEP, ReadOne, 
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_bounds
 from infinity.optim.probe import make_kernel
+from infinity.optim.several import OWNER, name_of
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
 
 _log = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class DcpFolder(FirstValues):
                     "optimizer the groups that it had when it was saved"
                 )
             settings = groups[group_of[of_group[0]]]
-            if missing := here.keys() - settings.keys():
+            if missing := here.keys() - settings.keys() - {OWNER}:
                 lacking = f"{self._optim}{GROUPS}{group_of[of_group[0]]}.{min(missing)}"
                 raise ConfigError(
                     f"{self._folder} has no {lacking}; make the optimizer, and "
@@ -183,7 +184,7 @@ class DcpFolder(FirstValues):
             if found.keys() != kinds.keys() | set(state.scalars):
                 raise ConfigError(
                     f"{self._optim}{STATE}{name} in {self._folder} has {', '.join(sorted(found))}, "
-                    f"{type(optimizer).__name__} as it is set here needs "
+                    f"{name_of(optimizer)} as it is set here needs "
                     f"{', '.join(sorted({*kinds, *state.scalars})) or 'nothing'}; make the optimizer that was saved"
                 )
             for kind, dtype in kinds.items():

@@ -23,6 +23,7 @@ from infinity.content.views import dtype_name
 from infinity.errors import CommitError, FolderBusyError
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_slice
+from infinity.optim.several import name_of
 from infinity.ranks import Ranks
 from infinity.sources.first_values import FirstValues, ValueOf
 from infinity.store.folder import RunFolder, holder_of
@@ -96,7 +97,7 @@ class ReshardSource(FirstValues):
             CommitError: it is not; what differs is named.
         """
         run_id, step = self._reader.folder.run_id, self._reader.step
-        check_optimizer(self._reader.manifest(0), type(optimizer).__name__)
+        check_optimizer(self._reader.manifest(0), name_of(optimizer))
         another = f"the commit of step {step} of run {run_id} belongs to another model: "
         if len(members) != len(self._reader.tensors):
             raise CommitError(f"{another}it has {len(self._reader.tensors)} parameters, this model {len(members)}")

@@ -104,6 +104,15 @@ def test_units_that_live_on_the_devices_of_two_ranks(
     assert pair.run(compared, kind, recipe, paging, str(tmp_path)) == [[], []]
 
 
+@pytest.mark.parametrize(
+    ("paging", "kind"), in_turn(("least-auto", "middle-forward", "least-after", "least-auto"), KINDS)
+)
+def test_parameters_that_are_updated_whole(paging: str, kind: str, tmp_path: Path) -> None:
+    """Put together where they are updated: on the host, or on the device."""
+    recipe = Recipe(model="toy", steps=4, optimizer="trust_ratio")
+    assert compared(kind, recipe, PAGINGS[paging], str(tmp_path)) == []
+
+
 @pytest.mark.parametrize(("recipe", "paging"), one_of(3, variants(EDITS, PAGINGS)))
 def test_paging_changes_no_bit_on_the_cpu(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
     """The same trainings where nothing is asynchronous."""

@@ -71,6 +71,13 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert printed.endswith("committed by 2 ranks\n")
 
 
+def test_muon(tmp_path: Path) -> None:
+    """Two optimizers, and the schedule of each."""
+    printed = run(tmp_path, "muon.py", tmp_path / "nvme")
+    assert losses(printed)[-1] < losses(printed)[0]
+    assert printed.endswith("committed step 5\n")
+
+
 def test_plain_torch(tmp_path: Path) -> None:
     """Two commits, with the settings beside them."""
     printed = run(tmp_path, "plain_torch.py", tmp_path / "run")

@@ -20,6 +20,7 @@ from support.layouts import FORMATS
 from support.optimizers import build, compare, groups_of, train
 from support.ranks import RankPool
 from support.train import Outcome, Paging, batch, local, settings
+from support.whole import MuonByFlag
 
 EQUAL: dict[str, own.Make] = {
     "counter_in_group": lambda p: own.CounterInGroup(p, weight_decay=0.1),
@@ -29,12 +30,12 @@ EQUAL: dict[str, own.Make] = {
     "setting_on_self": lambda p: own.SettingOnSelf(p, lr=0.1, factor=0.3),
     "replacing": lambda p: own.Replacing(p),
     "centralised": lambda p: own.Centralised(p, lr=0.1, momentum=0.9),
+    "trust_ratio": lambda p: own.TrustRatio(p, lr=0.1, momentum=0.9),
     "by_method": lambda p: own.ByFunction(p, method=True, lr=0.1),
     "own_zero_grad": lambda p: own.Dropping(p, lr=0.1),
 }
 COUNTING = ["counter_in_group", "counter_on_self"]
 REFUSED: dict[str, tuple[own.Make, str]] = {
-    "trust_ratio": (lambda p: own.TrustRatio(p, lr=0.1), "TrustRatio.*other elements of its parameter"),
     "global_norm": (
         lambda p: own.GlobalNorm(p, lr=0.1),
         "GlobalNorm.*depends on gradients, values or settings of other groups",
@@ -128,7 +129,7 @@ def small(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
 
 
 def test_the_shape_of_slices_is_the_least_that_suffices() -> None:
-    """Flat where that is enough, the parameter's rank for rules on dimensions, whole rows for means of rows."""
+    """Flat, the parameter's rank for rules on dimensions, rows for means of rows, all of it for its norm."""
 
     def slices(optimizer: torch.optim.Optimizer) -> list[str]:
         (group,) = optimizer.param_groups
@@ -139,12 +140,16 @@ def test_the_shape_of_slices_is_the_least_that_suffices() -> None:
     assert slices(torch.optim.AdamW(params, weight_decay=0.1)) == ["flat"] * 3
     assert slices(own.DecayOfMatrices(params, lr=0.1)) == ["flat", "rank", "rank"]
     assert slices(own.Centralised(params, lr=0.1)) == ["flat", "rows", "rows"]
+    assert slices(own.TrustRatio(params, lr=0.1)) == ["whole"] * 3
+    assert slices(torch.optim.Muon(params[1:2])) == ["whole"]
+    stacks = [{"params": small((2, 3), (4, 2, 3)), "use_muon": True}]
+    assert slices(MuonByFlag(stacks)) == ["whole", "rows"]  # each matrix of a stack by itself
 
 
 def test_a_learning_rate_of_zero_hides_nothing() -> None:
     """Warm-up begins with it; so does a weight decay that is switched on later."""
-    with pytest.raises(UnsupportedError, match="other elements"):
-        make_kernel(own.TrustRatio(small((2, 3)), lr=0.0))
+    kernel = make_kernel(own.TrustRatio(small((2, 3)), lr=0.0))
+    assert [spec.slices for spec in kernel.layouts.values()] == ["whole"]
 
 
 def test_the_users_optimizer_and_random_numbers_are_left_alone() -> None:
@@ -178,30 +183,6 @@ def test_a_setting_on_the_optimizer_may_be_changed(tmp_path: Path) -> None:
     with infinity.offload(model, optimizer, settings(tmp_path, Paging(placement="in_forward"), 64 << 20)) as paged:
         found = run(model, optimizer, paged)
     assert all(map(torch.equal, expected, found))
-
-
-class Modes(torch.optim.SGD):
-    """Has modes as those of schedule-free training."""
-
-    def train(self) -> None:
-        for group in self.param_groups:
-            group["mode"] = "train"
-
-    def eval(self) -> None:
-        for group in self.param_groups:
-            group["mode"] = "eval"
-
-
-def test_a_mode_may_be_set_that_is_set(tmp_path: Path) -> None:
-    """Loops call `train()` in every step; another mode would be other weights."""
-    model = build()
-    optimizer = Modes(groups_of(model), lr=0.1)
-    optimizer.train()
-    with infinity.offload(model, optimizer, settings(tmp_path, Paging(), 64 << 20)) as paged:
-        paged.train()
-        with pytest.raises(UnsupportedError, match=r"eval\(\) of Modes would have to change weights"):
-            paged.eval()
-        assert [group["mode"] for group in paged.param_groups] == ["train", "train"]
 
 
 def test_rows_that_pages_cannot_hold_whole_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from infinity.budget import choose_budget
 from infinity.content.layout import ShardSpec, UnitSpec
+from infinity.errors import BudgetError
 from support.layouts import FORMATS
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -44,3 +45,15 @@ def test_a_state_of_many_pages_has_larger_ones(units: int, elements: int, host: 
 def test_a_page_size_that_is_set_is_taken() -> None:
     """However many pages there are."""
     assert choose_budget(model(32, 218_000_000), FORMATS, 32 * GIB, 8 * MIB).layout.page_bytes == 8 * MIB
+
+
+def test_rows_that_need_larger_pages_get_them() -> None:
+    """Such as the matrices of a stack of experts; no larger than they need, and not without end."""
+
+    def stack(row: int) -> list[UnitSpec]:
+        spec = ShardSpec(name="w", numel=8 * row, padded=8 * row, segment_key="plain", trainable=True, row=row)
+        return [UnitSpec(name="u", shards=(spec,))]
+
+    assert choose_budget(stack(1 << 21), FORMATS, 4 * GIB, 0).layout.page_bytes == 32 * MIB
+    with pytest.raises(BudgetError, match=r"whole rows of w, .*memory\.page_bytes"):
+        choose_budget(stack(1 << 26), FORMATS, 64 * GIB, 0)

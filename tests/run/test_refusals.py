@@ -168,7 +168,8 @@ def test_what_is_no_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     model = models.build("toy")
     optimizer = make_optimizer(Recipe(), model)
     assert "type OrderedDict" in refuse(model.state_dict(), optimizer, tmp_path)  # type: ignore[arg-type]
-    assert "type list" in refuse(model, [optimizer], tmp_path)  # type: ignore[arg-type]
+    assert "type dict" in refuse(model, {"optimizer": optimizer}, tmp_path)  # type: ignore[arg-type]
+    assert "type list" in refuse(model, [[optimizer], optimizer], tmp_path)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])

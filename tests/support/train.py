@@ -47,6 +47,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamax": lambda p: torch.optim.Adamax(p, lr=3e-3),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "trust_ratio": lambda p: importlib.import_module("support.optimizers").TrustRatio(p, lr=1e-1, momentum=0.9),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
 NO_DTENSOR = {"rprop"}

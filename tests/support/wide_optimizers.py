@@ -15,7 +15,7 @@ import torch
 
 from support.rows import EQUAL, REFUSED, Row
 
-OTHERS = "other elements of its parameter"
+WHOLE = "updates whole parameters"
 OTHER_PARAMETERS = "depends on gradients, values or settings of other"
 STATE = "keeps state"
 GROUPS = "of its param groups"
@@ -95,24 +95,21 @@ _ELEMENT_WISE = (
     "QHM", "RAdam", "SGDW", "SRMM", "ScheduleFreeAdamW", "ScheduleFreeRAdam", "ScheduleFreeSGD", "SignSGD",
     "SimplifiedAdEMAMix", "Tiger", "VSGD", "Yogi",
 )  # fmt: skip
+_WHOLE = (
+    "A2Grad", "AdaNorm", "AdaTAM", "AdamP", "Aida", "Amos", "ApolloDQN", "FAdam", "Fromage", "LARS", "Lamb", "MARS",
+    "NovoGrad", "SCION", "SGDP", "SWATS", "StableAdamW", "TAM",
+)  # fmt: skip
 _REFUSED: dict[str, str] = {
-    "A2Grad": OTHERS,
     "ASGD": GROUPS,
     "AdaFactor": STATE,
     "AdaGC": OTHER_PARAMETERS,
     "AdaHessian": STEP,
-    "AdaNorm": OTHERS,
     "AdaShift": STATE,
-    "AdaTAM": OTHERS,
     "Adai": GROUPS,
     "Adalite": STATE,
-    "AdamP": OTHERS,
     "AdamS": GROUPS,
     "AggMo": STATE,
-    "Aida": OTHERS,
     "AliG": "closure",
-    "Amos": OTHERS,
-    "ApolloDQN": OTHERS,
     "AvaGrad": GROUPS,
     "CAME": STATE,
     "Conda": STATE,
@@ -120,29 +117,18 @@ _REFUSED: dict[str, str] = {
     "DAdaptSGD": GROUPS,
     "EmoLynx": "values in its state that are of no parameter",
     "EmoNavi": "values in its state that are of no parameter",
-    "FAdam": OTHERS,
     "FlashAdamW": STATE,
-    "Fromage": OTHERS,
     "Gravity": "random numbers",
-    "LARS": OTHERS,
-    "Lamb": OTHERS,
     "MADGRAD": "values in its state that are of no parameter",
-    "MARS": OTHERS,
     "Nero": STATE,
-    "NovoGrad": OTHERS,
     "Prodigy": GROUPS,
     "RACS": STATE,
-    "SCION": OTHERS,
-    "SGDP": OTHERS,
     "SM3": STATE,
-    "SOAP": OTHERS,
-    "SPlus": OTHERS,
-    "SWATS": OTHERS,
+    "SOAP": STATE,
+    "SPlus": STATE,
     "ScalableShampoo": STATE,
     "Shampoo": STATE,
     "SophiaH": STEP,
-    "StableAdamW": OTHERS,
-    "TAM": OTHERS,
 }
 
 
@@ -151,13 +137,13 @@ def _pytorch_optimizer() -> list[OptimizerRow]:
     return [
         *(_row(name, kind, counting=True) for kind in _ELEMENT_WISE),
         _row(name, "Ranger", note="pages end where rows do", counting=True, page=128 << 10),
+        *(_row(name, kind, note=WHOLE) for kind in _WHOLE),
         *(_row(name, kind, words) for kind, words in _REFUSED.items()),
     ]
 
 
 def _others() -> list[OptimizerRow]:
-    evaluated = "call `train()` before `offload`; `eval()` is refused"
-    free = {"counting": True, "train_mode": True, "note": evaluated}
+    free = {"counting": True, "train_mode": True, "note": "`eval()` and `train()` go through all pages"}
     return [
         _row("lion_pytorch", "Lion", lr=1e-3),
         _row("prodigyopt", "Prodigy", STATE, groups=False),
@@ -172,7 +158,7 @@ def _others() -> list[OptimizerRow]:
         _row("bitsandbytes.optim", "Adagrad", lr=1e-2, counting=True),
         _row("bitsandbytes.optim", "AdamW8bit", STATE, note='`state.format = "8bit"` has 8-bit moments'),
         _row("bitsandbytes.optim", "Adam8bit", STATE, note='`state.format = "8bit"` has 8-bit moments'),
-        _row("bitsandbytes.optim", "LAMB", OTHERS),
+        _row("bitsandbytes.optim", "LAMB", note=WHOLE),
     ]
 
 

@@ -285,7 +285,9 @@ class Simulation:
             stack.enter_context(patch.object(FSDPCommContext, "lazy_init", named))
             # The CPU reduces into memory of its own, which the host hands out; an accelerator does not.
             stack.enter_context(patch.object(private, "reuse_reduce_buffers", lambda groups: lambda: None))
-            chosen = patch.object(run, "choose_update_device", lambda *_: (self.updates, "the simulation says so"))
+            chosen = patch.object(
+                run, "choose_update_device", lambda *_, **__: (self.updates, "the simulation says so")
+            )
             stack.enter_context(chosen)
             stack.enter_context(threads.followed(self))
             stack.enter_context(_Mode(self))

@@ -1,0 +1,155 @@
+"""Whole parameters out of the slices of all ranks, for updates that need more than a rank has.
+
+[Note: exchange in updates] An update that needs a whole parameter runs on every rank that has a slice of it, on the
+same numbers and with the same result; each keeps its own slice. Gradient, master and states are gathered for it, one
+parameter at a time. Updates run on a thread of their own, beside FSDP2's collectives, so they have a process group of
+their own. All ranks run such updates in the same order, and none waits for something that another rank does later: all
+run in backward as soon as the gradients are there, or in `step()` (`Placement.of`), never in the next forward, which a
+rank alone could run ahead to by looking at a weight.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from infinity.content.layout import Layout
+from infinity.errors import InfinityError, LostRankError, StallError, is_lost_connection
+from infinity.ranks import Ranks
+
+_SHORTEST, _LONGEST = 50e-6, 5e-3
+"""Seconds between two looks whether an exchange has ended."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which slice of a parameter this rank has: chunks of equal length, the last ones shorter or empty."""
+
+    group: Any
+    """Process group of the ranks that share it."""
+    rank: int
+    """Which of them this is."""
+    size: int
+    """How many they are."""
+
+
+class WholeParameters:
+    """Gathers parameters that ranks share; the thread of updates calls all methods but the constructor and `close`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        slices: Mapping[int, Slice],
+        ranks: Ranks,
+        failure: Callable[[], Exception | None],
+        timeout: float,
+    ) -> None:
+        """Gather nothing yet.
+
+        Args:
+            slices: by shard, of those that are updated whole and shared with other ranks.
+            failure: returns the error of a run that has failed, so that nothing is waited for.
+            timeout: seconds after which, in the end, a rank that does not come to an exchange is waited for no longer.
+        """
+        self._layout, self._slices, self._ranks, self._failure = layout, slices, ranks, failure
+        self._timeout, self._patience = timeout, math.inf  # seconds for each exchange; set by `end`
+
+    def end(self, *, early: bool = False) -> None:
+        """Note that the run ends: updates that were begun are, unless it ends `early`, still exchanged, others too."""
+        self._patience = 0.0 if early else min(self._patience, self._timeout)
+
+    def on_any_rank(self, value: bool) -> bool:
+        """Return whether it is true on any rank: what decides the order of updates. Of the training thread."""
+        return any(self._ranks.collect(value))
+
+    def meet(self, shard: int, step: int) -> None:
+        """Check that all ranks that share a parameter are about to update it, in the same step.
+
+        Raises:
+            InfinityError: they are not. LostRankError: as `gather`.
+        """
+        if shard not in self._slices:
+            return
+        group, size = self._slices[shard].group, self._slices[shard].size
+        places = torch.empty(size, 2, dtype=torch.int64)
+        self._gather(places, torch.tensor([[shard, step]]), group)
+        if len({tuple(place) for place in places.tolist()}) > 1:
+            name = self._layout.shards[shard].spec.name
+            raise InfinityError(
+                f"ranks update different parameters: this one {name} in step {step + 1}, another one something else; "
+                "gradients must be dropped, changed or looked at on all ranks alike"
+            )
+
+    def gather(self, shard: int, values: torch.Tensor) -> torch.Tensor:
+        """Return a section of the whole parameter, flat, given this rank's elements of it.
+
+        Raises:
+            LostRankError: another rank has ended. StallError: it does not come, and the run ends.
+        """
+        if shard not in self._slices:
+            return values
+        slice_, spec = self._slices[shard], self._layout.shards[shard].spec
+        mine = pad(values, (0, spec.padded - spec.numel)) if spec.padded > spec.numel else values.contiguous()
+        whole = torch.empty(slice_.size * spec.padded, dtype=values.dtype)
+        self._gather(whole, mine, slice_.group)
+        return whole[: spec.whole]
+
+    def own(self, shard: int, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of a section."""
+        if shard not in self._slices:
+            return whole
+        spec = self._layout.shards[shard].spec
+        first = self._slices[shard].rank * spec.padded
+        return whole[first : first + spec.numel]
+
+    def _gather(self, into: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+        """Put what the ranks of a group have one behind the other."""
+        try:
+            self._wait(dist.all_gather([*torch.split(into, len(mine))], mine, group, async_op=True))
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            lost = LostRankError(f"the connection to another rank was lost; its own message says why ({error})")
+            raise self._failure() or lost from error
+
+    def _wait(self, work: Any) -> None:
+        seconds, began = _SHORTEST, time.monotonic()
+        while not work.is_completed():
+            if (failure := self._failure()) is not None:
+                raise failure
+            if time.monotonic() - began > self._patience:
+                raise StallError("the run ended while another rank did not come to the same update")
+            time.sleep(seconds)
+            seconds = min(2 * seconds, _LONGEST)
+        work.wait()
+
+
+def open_slices(
+    shared: Mapping[int, tuple[tuple[int, ...], int]], ranks: Ranks
+) -> tuple[dict[int, Slice], Callable[[], None]]:
+    """Make process groups for parameters that are updated whole; all ranks call it together.
+
+    Args:
+        shared: by shard, the ranks that share the parameter, and which of them this is.
+
+    Returns:
+        The slices by shard, and what closes the groups.
+    """
+    mine = {members for members, _ in shared.values()}
+    everyone = sorted(set().union(*ranks.collect(mine)))  # each rank has to know of all groups, in the same order
+    made = {members: dist.new_group(list(members), backend="gloo") for members in everyone}
+    groups = {members: made[members] for members in mine}
+
+    def close() -> None:
+        for group in groups.values():
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    return {shard: Slice(groups[members], at, len(members)) for shard, (members, at) in shared.items()}, close

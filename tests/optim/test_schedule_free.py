@@ -1,0 +1,148 @@
+"""Optimizers with modes: the weights that are trained become those that are evaluated, page by page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schedulefree
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import InfinityError, UnsupportedError
+from infinity.optim.probe import make_kernel
+from support import models
+from support.optimizers import build, groups_of
+from support.ranks import RankPool
+from support.train import Paging, batch, evaluate, local, settings
+
+Found = list[Any]
+MAKES = {
+    "adamw": lambda groups: schedulefree.AdamWScheduleFree(groups, lr=1e-2, warmup_steps=3),
+    "sgd": lambda groups: schedulefree.SGDScheduleFree(groups, lr=1e-1),
+}
+
+
+def train(model: nn.Module, optimizer: Any, first: int, last: int) -> Found:
+    """Run steps; evaluate behind every second one with the averaged weights, and return losses and these weights."""
+    found: Found = []
+    for step in range(first, last):
+        optimizer.train()
+        loss = models.loss_of(model, batch(model, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+        if step % 2:
+            optimizer.eval()
+            found.append(evaluate(model))
+            model.reshard()  # FSDP2 leaves the root's weights gathered behind a forward without gradients
+            found += [local(param) for param in model.parameters()]
+    return found
+
+
+def same(expected: Found, found: Found) -> bool:
+    """Whether all is equal, to the bit."""
+    return len(expected) == len(found) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(expected, found, strict=True)
+    )
+
+
+def in_memory(name: str) -> Found:
+    """Train under plain FSDP2."""
+    model = build()
+    return train(model, MAKES[name](groups_of(model)), 0, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "format"),
+    [
+        ("adamw", "in_backward", "fp32"),
+        ("adamw", "in_forward", "split"),
+        ("sgd", "after_backward", "fp32"),
+    ],
+)
+def test_what_is_evaluated_is_what_memory_evaluates(name: str, placement: str, format: str, tmp_path: Path) -> None:
+    """Weights, losses, and what is trained further: in every placement; the optimizer is passed in without a mode."""
+    model = build()
+    tree = settings(tmp_path, Paging(placement=placement, format=format), 4 << 20)
+    with infinity.offload(model, MAKES[name](groups_of(model)), tree) as optimizer:
+        assert same(in_memory(name), train(model, optimizer, 0, 6))
+        assert optimizer.update_placement == placement
+
+
+def test_a_run_goes_on_from_a_commit_of_evaluated_weights(tmp_path: Path) -> None:
+    """The mode is in the commit, so an export of it has the averaged weights, and `train()` finds what to undo."""
+    found: Found = []
+    for first, last in ((0, 4), (4, 6)):
+        model = build()
+        run = {"resume": "latest"} if first else {}
+        given = MAKES["adamw"](groups_of(model))
+        with infinity.offload(model, given, settings(tmp_path, Paging(), 4 << 20, run=run)) as optimizer:
+            assert [group["train_mode"] for group in optimizer.param_groups] == [False, False]
+            found += train(model, optimizer, first, last)
+            optimizer.commit()
+    assert same(in_memory("adamw"), found)
+
+
+def test_a_step_in_the_wrong_mode_is_refused_before_anything_is_updated(tmp_path: Path) -> None:
+    """In the optimizer's own words; so is another mode between backward and step. Training goes on."""
+    model = build()
+    with infinity.offload(
+        model, MAKES["adamw"](groups_of(model)), settings(tmp_path, Paging(placement="after_backward"), 4 << 20)
+    ) as optimizer:
+        train(model, optimizer, 0, 2)
+        before = [local(param) for param in model.parameters()]
+        models.loss_of(model, batch(model, 2)).backward()
+        with pytest.raises(InfinityError, match="AdamWScheduleFree does not step: Optimizer was not in train mode"):
+            optimizer.step()
+        with pytest.raises(InfinityError, match=r"train\(\) between backward and step"):
+            optimizer.train()
+        optimizer.zero_grad()
+        assert same(before, [local(param) for param in model.parameters()])
+        train(model, optimizer, 2, 4)
+
+
+def test_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    """Each changes its own pages."""
+    assert pair.run(compare, str(tmp_path)) == [True, True]
+
+
+def compare(folder: str) -> bool:
+    """Runs on every rank."""
+    model = build()
+    with infinity.offload(model, MAKES["adamw"](groups_of(model)), settings(Path(folder), Paging(), 4 << 20)) as found:
+        return same(in_memory("adamw"), train(model, found, 0, 6))
+
+
+class Mixing(torch.optim.SGD):
+    """Has a mode of other weights, by a rule that pages cannot follow one by one."""
+
+    def train(self) -> None:
+        self._turn("train", 1.0)
+
+    def eval(self) -> None:
+        self._turn("eval", -1.0)
+
+    @torch.no_grad()
+    def _turn(self, mode: str, sign: float) -> None:
+        total = sum(float(param.sum()) for group in self.param_groups for param in group["params"])
+        for group in self.param_groups:
+            group["mode"] = mode
+            for param in group["params"]:
+                param.add_(sign * total)
+
+
+def test_modes_that_mix_parameters_are_refused_when_they_are_to_be_changed(tmp_path: Path) -> None:
+    """The probe evaluates in the middle of its training, whole and in slices; loops may call the mode that is set."""
+    assert make_kernel(schedulefree.SGDScheduleFree([nn.Parameter(torch.ones(2, 3))])).modes
+    model = build()
+    given = Mixing(groups_of(model), lr=0.1)
+    given.train()
+    with infinity.offload(model, given, settings(tmp_path, Paging(), 4 << 20)) as optimizer:
+        optimizer.train()
+        with pytest.raises(UnsupportedError, match=r"eval\(\) of Mixing would have to change weights"):
+            optimizer.eval()
+        assert [group["mode"] for group in optimizer.param_groups] == ["train", "train"]

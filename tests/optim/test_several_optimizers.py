@@ -1,0 +1,170 @@
+"""Several optimizers in one run: one is returned, which steps all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.checkpoint.reader import CommitReader
+from infinity.errors import CommitError, InfinityError, UnsupportedError
+from infinity.formats.dcp import DcpExport
+from infinity.store.folder import RunFolder
+from support import models
+from support.optimizers import Pictures, SettingOnSelf, build
+from support.train import Paging, batch, local, settings
+from support.whole import muon_and_adamw
+
+
+def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return matrices, and the rest."""
+    params = list(model.parameters())
+    return [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+
+
+def config(folder: Path, **sections: Any) -> dict[str, Any]:
+    """Return settings with a small arena."""
+    return settings(folder, Paging(placement="in_forward"), 4 << 20, **sections)
+
+
+def test_each_has_its_schedule_and_its_first_state(tmp_path: Path) -> None:
+    """Schedulers are made on what is passed in; Adagrad's state begins with what its constructor makes."""
+
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices, rest = divided(model)
+        return [
+            torch.optim.AdamW(matrices, lr=1e-2),
+            torch.optim.Adagrad(rest, lr=1e-2, initial_accumulator_value=0.1),
+        ]
+
+    def run(model: nn.Module, first: Any, second: Any, steps: list[Any], zero: Any) -> list[Any]:
+        schedules = [
+            torch.optim.lr_scheduler.LambdaLR(first, lambda step: 1 / (1 + step)),
+            torch.optim.lr_scheduler.ExponentialLR(second, 0.5),
+        ]
+        for number in range(4):
+            models.loss_of(model, batch(model, number)).backward()
+            for step in steps:
+                step()
+            for schedule in schedules:
+                schedule.step()
+            zero()
+        return [local(param) for param in model.parameters()] + [schedule.get_last_lr() for schedule in schedules]
+
+    plain = build()
+    one, other = make(plain)
+    expected = run(plain, one, other, [lambda: one.step(), lambda: other.step()], plain.zero_grad)
+    model = build()
+    given = make(model)
+    with infinity.offload(model, given, config(tmp_path)) as optimizer:
+        assert [id(group) for one in given for group in one.param_groups] == [*map(id, optimizer.param_groups)]
+        found = run(model, *given, [optimizer.step], optimizer.zero_grad)
+        assert sorted(given[1].state[divided(model)[1][0]]) == ["step", "sum"]
+    assert all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(expected, found, strict=True)
+    )
+
+
+def test_what_was_passed_in_trains_nothing_any_more(tmp_path: Path) -> None:
+    """Each of them says whose `step` to call."""
+    model = build()
+    given = muon_and_adamw(list(model.parameters()))
+    with infinity.offload(model, given, config(tmp_path)):
+        for one in given:
+            with pytest.raises(InfinityError, match="trains nothing any more"):
+                one.step()
+            with pytest.raises(UnsupportedError, match="cannot be added"):
+                one.add_param_group({"params": []})
+
+
+def test_a_run_goes_on_with_the_same_optimizers_only(tmp_path: Path) -> None:
+    """In their order; the error names both."""
+    model = build()
+    with infinity.offload(model, muon_and_adamw(list(model.parameters())), config(tmp_path)) as optimizer:
+        optimizer.commit()
+    again = build()
+    matrices, rest = divided(again)
+    with pytest.raises(CommitError, match=r"was made with Muon\+AdamW, this run has AdamW\+AdamW"):
+        infinity.offload(
+            again,
+            [torch.optim.AdamW(matrices), torch.optim.AdamW(rest)],
+            config(tmp_path, run={"resume": "latest"}),
+        )
+
+
+def test_what_several_cannot_be_is_refused(tmp_path: Path) -> None:
+    """None, the same parameter twice, hooks that nobody would call, an attribute that updates would not see."""
+    model = build()
+    matrices, rest = divided(model)
+    with pytest.raises(UnsupportedError, match="empty list"):
+        infinity.offload(model, [], config(tmp_path))
+    with pytest.raises(UnsupportedError, match="an optimizer is of type"):
+        infinity.offload(model, [torch.optim.SGD(matrices), model], config(tmp_path))  # type: ignore[list-item]
+    with pytest.raises(UnsupportedError, match="two optimizers have the same parameter"):
+        infinity.offload(model, [torch.optim.SGD(matrices), torch.optim.SGD(matrices + rest)], config(tmp_path))
+    hooked = torch.optim.SGD(matrices)
+    hooked.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="SGD has hooks"):
+        infinity.offload(model, [hooked, torch.optim.SGD(rest)], config(tmp_path))
+    with pytest.raises(UnsupportedError, match="requires a gradient but is not in the optimizer"):
+        infinity.offload(model, [torch.optim.SGD(matrices)], config(tmp_path))
+    first = SettingOnSelf(matrices, lr=0.1)
+    with infinity.offload(model, [first, torch.optim.SGD(rest)], config(tmp_path)) as optimizer:
+        first.factor = 0.5
+        models.loss_of(model, batch(model, 0)).backward()
+        with pytest.raises(UnsupportedError, match=r"an attribute of one of the optimizers \(SettingOnSelf\+SGD\)"):
+            optimizer.step()
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Has optimizers inside, over param groups of their own."""
+
+    def __init__(self, inner: list[torch.optim.Optimizer]) -> None:
+        super().__init__([p for one in inner for group in one.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.inner:
+            one.step()
+
+
+def test_optimizers_inside_of_another_are_not_overlooked(tmp_path: Path) -> None:
+    """Copies of it would update nothing: the error says how to pass them."""
+    model = build()
+    inner = [torch.optim.SGD(params, lr=0.1) for params in divided(model)]
+    with pytest.raises(UnsupportedError, match="Wrapping changes no weight"):
+        infinity.offload(model, Wrapping(inner), config(tmp_path))
+
+
+def test_a_checkpoint_of_both_is_begun_with(tmp_path: Path) -> None:
+    """Exported to DCP, and read by a new run: weights, momenta, moments, step counts and settings of each group."""
+
+    def everything(model: nn.Module, optimizer: Any) -> list[Any]:
+        states = [value for p in model.parameters() for value in optimizer.state[p].values()]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return [*map(local, model.parameters()), *map(local, states), groups]
+
+    model = build()
+    with infinity.offload(model, muon_and_adamw(list(model.parameters())), config(tmp_path)) as optimizer:
+        for number in range(2):
+            models.loss_of(model, batch(model, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.005
+        optimizer.commit()
+        expected = everything(model, optimizer)
+        folder = optimizer.run.folder
+    DcpExport(CommitReader(RunFolder(folder.run_id, folder.roots))).write(tmp_path / "dcp", file_bytes=64 << 10)
+    (tmp_path / "again").mkdir()
+    with torch.device("meta"):
+        empty = Pictures()
+    again = models.shard(empty)
+    given = muon_and_adamw(list(again.parameters()))
+    with infinity.offload(again, given, config(tmp_path / "again"), weights=tmp_path / "dcp") as optimizer:
+        found = everything(again, optimizer)
+    assert found[-1] == expected[-1]
+    assert [torch.equal(a, b) for a, b in zip(expected[:-1], found[:-1], strict=True)].count(False) == 0

@@ -1,0 +1,160 @@
+"""Optimizers that need whole parameters, and what they are compared with: the same over unsharded parameters."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import infinity
+from support.optimizers import build, train
+from support.train import Outcome, Paging, differences, host_bytes, local, settings, state_on_nvme, whole
+
+STEPS = 6
+Several = Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]
+"""Makes optimizers of parameters, each over a part of them."""
+
+
+def muon_and_adamw(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Return Muon for matrices, and AdamW for the rest."""
+    return [
+        torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.1),
+        torch.optim.AdamW([p for p in params if p.ndim != 2], lr=3e-3),
+    ]
+
+
+class MuonByFlag(torch.optim.Optimizer):
+    """Muon where a param group says so, also for stacks of matrices, and a simple Adam in the other groups."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "use_muon": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    update = _orthogonal if group["use_muon"] else _scaled
+                    param.mul_(1 - group["lr"] * group["weight_decay"])
+                    param.sub_(update(param, self.state[param]), alpha=group["lr"])
+
+
+def _orthogonal(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    mean = state.setdefault("mean", torch.zeros_like(param))
+    mean.lerp_(param.grad, 0.05)
+    matrix = mean.flatten(0, -2).bfloat16() if mean.ndim < 3 else mean.flatten(2).bfloat16()
+    matrix = matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = matrix @ matrix.mT
+        matrix = 3.4445 * matrix + (-4.775 * gram + 2.0315 * gram @ gram) @ matrix
+    return matrix.view_as(param).to(param.dtype)
+
+
+def _scaled(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    state["step"] = state.get("step", 0) + 1
+    square = state.setdefault("square", torch.zeros_like(param))
+    square.mul_(0.95).addcmul_(param.grad, param.grad, value=0.05)
+    return param.grad / (square.sqrt() / (1 - 0.95 ** state["step"]) ** 0.5 + 1e-8)
+
+
+def muon_by_flag(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Return one optimizer that is both, by its groups."""
+    return [
+        MuonByFlag(
+            [
+                {"params": [p for p in params if p.ndim > 1], "use_muon": True},
+                {"params": [p for p in params if p.ndim == 1]},
+            ]
+        )
+    ]
+
+
+class Unsharded:
+    """Optimizers over whole parameters, which every rank has; each keeps its slice of what comes out."""
+
+    def __init__(self, model: nn.Module, make: Several) -> None:
+        self._params = list(model.parameters())
+        self._whole = [nn.Parameter(whole(param)) for param in self._params]
+        self._inner = make(self._whole)
+        self.param_groups = [group for inner in self._inner for group in inner.param_groups]
+
+    def step(self) -> None:
+        for param, full in zip(self._params, self._whole, strict=True):
+            full.grad = whole(param.grad) if param.grad is not None else None
+        for inner in self._inner:
+            inner.step()
+        for param, full in zip(self._params, self._whole, strict=True):
+            param.detach().to_local().copy_(_sliced(full.detach(), param))
+
+    def zero_grad(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+    def state_of(self, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+        """Return this rank's slices of parameters and states by name."""
+        found = {}
+        for (name, param), full in zip(model.named_parameters(), self._whole, strict=True):
+            states = {key: value for inner in self._inner for key, value in inner.state.get(full, {}).items()}
+            found[name] = {"master": local(param)} | {
+                key: _sliced(value, param).reshape(-1)
+                if isinstance(value, torch.Tensor) and value.shape == param.shape
+                else torch.as_tensor(value).reshape(-1)
+                for key, value in states.items()
+            }
+        return found
+
+
+def _sliced(full: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+    assert isinstance(param, DTensor)
+    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local()
+
+
+@functools.cache
+def in_memory(make: Several, build: Callable[[], nn.Module]) -> Outcome:
+    """Train with unsharded parameters in the optimizer."""
+    model, outcome = build(), Outcome()
+    optimizer = Unsharded(model, make)
+    train(model, optimizer, outcome, 0, STEPS)
+    outcome.state = optimizer.state_of(model)
+    return outcome
+
+
+def paged(
+    make: Several, folder: Path, *, build: Callable[[], nn.Module] = build, commit: int = 0, **given: Any
+) -> Outcome:
+    """Train with everything on NVMe, with the smallest arena; `commit` as in `support.optimizers.paged`."""
+    paging, outcome = Paging(arena="least", **given), Outcome()
+    first = 0
+    for last in (commit, STEPS) if commit else (STEPS,):
+        model = build()
+        optimizers = make(list(model.parameters()))
+        host = host_bytes(paging, model, optimizers, folder)
+        run = {"resume": "latest"} if first else {}
+        with infinity.offload(model, optimizers, settings(folder, paging, host, run=run)) as optimizer:
+            train(model, optimizer, outcome, first, last)
+            if last == commit:
+                optimizer.commit()
+            else:
+                outcome.state, outcome.placement = state_on_nvme(model, optimizer), optimizer.update_placement
+        first = last
+    return outcome
+
+
+def compare(make: Several, folder: Path, *, build: Callable[[], nn.Module] = build, **given: Any) -> list[str]:
+    """Train both ways; return what differs."""
+    with tempfile.TemporaryDirectory(dir=folder) as apart:
+        return differences(in_memory(make, build), paged(make, Path(apart), build=build, **given))
+
+
+MAKES: dict[str, Several] = {"muon and adamw": muon_and_adamw, "muon by flag": muon_by_flag}
+
+
+def compare_by_name(name: str, folder: str, given: dict[str, Any]) -> list[str]:
+    """Runs on every rank."""
+    return compare(MAKES[name], Path(folder), **given)
