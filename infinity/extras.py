@@ -13,7 +13,10 @@ from infinity.errors import MissingPackageError
 EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "transformers", "tokenizers"),
     "daemon": ("typer", "prometheus_client"),
+    "data": ("datasets", "pyarrow", "jinja2"),
     "hf": ("transformers", "tokenizers"),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
 }
 """Import names by extra; the `pip install` of the extra brings them."""
 

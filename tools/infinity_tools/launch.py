@@ -1,0 +1,113 @@
+"""`--nproc`: a command that is several ranks on this machine, each a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from infinity.errors import ConfigError
+from infinity_tools.signals import SIGNALS
+
+_LOOK_SECONDS = 0.05
+_PATIENCE = 60.0
+"""Seconds that the other ranks have to end in order when one has failed; then they are ended at once."""
+_PR_SET_PDEATHSIG = 1
+
+
+def launch(count: int, words: Sequence[str]) -> int:
+    """Run `infinity` with these words as so many ranks, and return the exit status: that of the rank that failed first.
+
+    Standard input and output are passed on, and so are signals. When one rank fails, the others, which would wait for
+    it, are ended. When this process is killed, so are they.
+
+    Raises:
+        ConfigError: this process is a rank itself.
+    """
+    if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        raise ConfigError(
+            f"--nproc {count} starts the ranks itself, but this process is one of several already (RANK and WORLD_SIZE "
+            "are set, as torchrun does); leave one of them out"
+        )
+    from torch.distributed import TCPStore
+
+    # The ranks meet here: a port that this process holds cannot be taken by somebody else in between.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+    }
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun takes 1
+        common["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
+    command = [sys.executable, "-m", "infinity_tools", *words]
+    ranks = _Processes()
+    with ranks:
+        for rank in range(count):
+            ranks.start(command, {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        return ranks.wait()
+
+
+class _Processes:
+    """The processes of all ranks, and the signals that they are to get."""
+
+    def __init__(self) -> None:
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Processes:
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        parent = os.getpid()
+        libc = ctypes.CDLL(None)
+
+        def tie() -> None:  # in the new process, before it becomes the command
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        self._running.append(subprocess.Popen(command, env=environment, preexec_fn=tie))
+
+    def wait(self) -> int:
+        """Wait for all to end; return the status of the first that failed, or 0."""
+        status, deadline = 0, 0.0
+        while any(process.poll() is None for process in self._running):
+            if not status:
+                status = next((_status(process) for process in self._running if process.poll()), 0)
+                deadline = time.monotonic() + _PATIENCE
+            if status and time.monotonic() > deadline:
+                for process in self._running:
+                    process.kill()
+            time.sleep(_LOOK_SECONDS)
+        return status or next((_status(process) for process in self._running if process.returncode), 0)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+def _status(process: subprocess.Popen[bytes]) -> int:
+    """Return an exit status as a shell has it: 128 and the number for a process that a signal ended."""
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
