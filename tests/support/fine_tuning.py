@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-WORDS = "the a sea ship sails far home wind and storm calm star night day light dark deep blue old new over under".split()
+WORDS = (
+    "the a sea ship sails far home wind and storm calm star night day light dark deep blue old new over under".split()
+)
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

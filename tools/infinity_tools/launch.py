@@ -16,8 +16,8 @@ from infinity.errors import ConfigError
 from infinity_tools.signals import SIGNALS
 
 _LOOK_SECONDS = 0.05
-_PATIENCE = 60.0
-"""Seconds that the other ranks have to end in order when one has failed; then they are ended at once."""
+_GRACE, _PATIENCE = 5.0, 60.0
+"""Seconds after which the other ranks, when one has failed, are told to end; and after which they are ended at once."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -79,6 +79,7 @@ class _Processes:
             signal.signal(number, before)
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        # In a group of its own: what a terminal sends to all of a group, a rank would get twice.
         parent = os.getpid()
         libc = ctypes.CDLL(None)
 
@@ -91,16 +92,22 @@ class _Processes:
 
     def wait(self) -> int:
         """Wait for all to end; return the status of the first that failed, or 0."""
-        status, deadline = 0, 0.0
-        while any(process.poll() is None for process in self._running):
+        status, failed, told = 0, 0.0, False
+        while running := [process for process in self._running if process.poll() is None]:
             if not status:
-                status = next((_status(process) for process in self._running if process.poll()), 0)
-                deadline = time.monotonic() + _PATIENCE
-            if status and time.monotonic() > deadline:
-                for process in self._running:
-                    process.kill()
+                status, failed = self._first_status(), time.monotonic()
+            waited = time.monotonic() - failed if status else 0.0
+            if waited > _PATIENCE or (waited > _GRACE and not told):
+                told = True
+                for process in running:
+                    process.send_signal(signal.SIGKILL if waited > _PATIENCE else signal.SIGTERM)
             time.sleep(_LOOK_SECONDS)
-        return status or next((_status(process) for process in self._running if process.returncode), 0)
+        return status or self._first_status()
+
+    def _first_status(self) -> int:
+        """Return the status of a rank that has failed; of several that of one that was killed, which is no consequence."""
+        failed = sorted(process.returncode for process in self._running if process.poll())
+        return _shown(failed[0]) if failed else 0
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         for process in self._running:
@@ -108,6 +115,6 @@ class _Processes:
                 process.send_signal(number)
 
 
-def _status(process: subprocess.Popen[bytes]) -> int:
+def _shown(status: int) -> int:
     """Return an exit status as a shell has it: 128 and the number for a process that a signal ended."""
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return status if status >= 0 else 128 - status

@@ -122,10 +122,10 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         training.commits_last = settings.run.keep != "never"
         pages.run_id = paged.run.folder.run_id
         view.say(_heading(f"{source.name}, {dtype}", parameters, training, settings, data.said))
-        if options.log and ranks.rank == 0:
-            training.trackers = stack.enter_context(
-                Trackers(options.log, out, paged.run.folder.run_id, training.first_step, facts)
-            )
+        names = options.log if ranks.rank == 0 else ()
+        run_id, first = paged.run.folder.run_id, training.first_step
+        trackers = ranks.together("opening what is logged to", lambda: Trackers(names, out, run_id, first, facts))
+        training.trackers = stack.enter_context(trackers)
         training.train()
         summary = _summarise(training, source.name, dtype, parameters)
         summary["next"] = next_commands(
@@ -224,7 +224,7 @@ class Training:
         self.committed = optimizer.steps  # step of the newest commit; 0: there is none
         self.evaluation: Evaluation | None = None  # on data that are held out
         self.eval_losses: list[tuple[int, float]] = []  # what it found, with the step after which
-        self.trackers: Trackers | None = None  # that rank 0 logs to
+        self.trackers: Trackers | None = None  # of rank 0, where there are any
         self.gradient_norm: float | None = None  # of the step that was taken last, before clipping
         batches.start(optimizer.steps, _drawn_before(optimizer, facts, batches))
         self._extra = {**facts, "recipe": kept(recipe)}  # what every commit is given besides the position in the data
