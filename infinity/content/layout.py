@@ -101,6 +101,8 @@ class Page:
     """Its length, a multiple of `PAGE_ALIGNMENT`."""
     component: int = 0
     """Which part of the gradient a GRAD page holds, where that is stored in several."""
+    fixed: bool = False
+    """Whether it is written once: it holds what is not trained."""
 
     @property
     def stop(self) -> int:
@@ -289,7 +291,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
             )
             extent[key] = align_up(extent[key] + spec.padded, SHARD_ALIGNMENT)
         for key in keys:
-            fmt, segment = formats[key], len(segments)
+            fmt, segment, trainable = formats[key], len(segments), shards[members[key][0]].spec.trainable
             numel = align_up(extent[key], RANGE_ALIGNMENT)
             sizes = (ITEMSIZE[fmt.param], fmt.update_bytes, *(ITEMSIZE[dtype] for dtype in fmt.grads))
             whole = any(shards[member].spec.row > 1 for member in members[key])
@@ -308,6 +310,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                 *,
                 unit: int = unit_index,
                 segment: int = segment,
+                fixed: bool = not trainable,
                 finest: Sequence[int] = finest,
                 join: Callable[[Sequence[int], int], Sequence[int]] = join,
             ) -> tuple[Page, ...]:
@@ -322,6 +325,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                         count=stop - start,
                         nbytes=align_up(int((stop - start) * size), PAGE_ALIGNMENT),
                         component=component,
+                        fixed=fixed,
                     )
                     for position, (start, stop) in enumerate(joined)
                 )
@@ -332,7 +336,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                 Segment(
                     unit=unit_index,
                     format=fmt,
-                    trainable=shards[members[key][0]].spec.trainable,
+                    trainable=trainable,
                     numel=numel,
                     shards=tuple(members[key]),
                     param_pages=cut(Role.PARAM, ITEMSIZE[fmt.param]),

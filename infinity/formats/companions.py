@@ -19,15 +19,17 @@ from torch import nn
 
 from infinity.access import read_regular
 from infinity.checkpoint.durable import sync_folder, write_durably
+from infinity.errors import ConfigError
 from infinity.formats import transformers_names as names
+from infinity.formats.adapters import ADAPTER_CONFIG, Adapter, adapters_of, peft_model
 from infinity.formats.weight_files import WeightFiles, read_json
 
 _log = logging.getLogger(__name__)
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-_FOLDER, _NAMES = "model", "names.json"
+_FOLDER, _NAMES, _ADAPTERS = "model", "names.json", "adapters.json"
 _SUFFIXES = {".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".codes", ".bpe", ".vocab"}
-_LEFT = {CONFIG, _NAMES, "trainer_state.json", "adapter_config.json"}
+_LEFT = {CONFIG, _NAMES, _ADAPTERS, "trainer_state.json", ADAPTER_CONFIG}
 _MOST = 256 << 20  # bytes of one file; tokenizers take tens of MiB
 
 
@@ -38,6 +40,7 @@ class Companions:
     config: dict[str, Any] | None  # content of config.json; None where the model is not of transformers
     files: tuple[Path, ...]  # tokenizer, generation_config.json and the like
     loaded_from: tuple[str, ...] | None  # names of the tensors that the run began with; None without `weights`
+    adapters: tuple[Adapter, ...]  # of peft, where they are trained
 
     @classmethod
     def of_run(cls, commits: Path) -> Companions:
@@ -50,7 +53,16 @@ class Companions:
         config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
         found = read_json(folder / _NAMES).get("names") if (folder / _NAMES).is_file() else None
         loaded = tuple(map(str, found)) if isinstance(found, list) else None
-        return cls(config, tuple(companion_files(folder)), loaded)
+        return cls(config, tuple(companion_files(folder)), loaded, _kept_adapters(folder / _ADAPTERS))
+
+
+def _kept_adapters(file: Path) -> tuple[Adapter, ...]:
+    if not file.is_file():
+        return ()
+    try:
+        return tuple(Adapter(**tree) for tree in read_json(file)["adapters"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is malformed: {error}") from error
 
 
 def companion_files(folder: Path) -> Iterator[Path]:
@@ -86,6 +98,9 @@ def keep_companions(commits: Path, model: nn.Module, weights: WeightFiles | None
         write_durably(folder / file.name, file.read_bytes())
     if weights is not None:
         write_durably(folder / _NAMES, json.dumps({"names": sorted(weights.tensors)}).encode())
+    if peft_model(model) is not None:
+        _keep_adapters(folder, model)
+        return
     inner = names.pretrained_model(model)
     if inner is None:
         return
@@ -98,6 +113,17 @@ def keep_companions(commits: Path, model: nn.Module, weights: WeightFiles | None
             write_durably(folder / GENERATION, inner.generation_config.to_json_string().encode())
     except (TypeError, ValueError, AttributeError) as error:  # a configuration of which no JSON can be made
         _log.warning("no config.json is kept for exports, name one then: %s: %s", type(error).__name__, error)
+
+
+def _keep_adapters(folder: Path, model: nn.Module) -> None:
+    try:
+        tree = {"adapters": [adapter.tree for adapter in adapters_of(model)]}
+        write_durably(folder / _ADAPTERS, json.dumps(tree).encode())
+    except OSError:
+        raise
+    except Exception as error:  # whatever peft raises for a kind of adapter, with which training goes well
+        _log.warning("no adapter is kept for exports, save it with model.save_pretrained: %s: %s",
+                     type(error).__name__, error)  # fmt: skip
 
 
 def carry_companions(old: Path, new: Path) -> None:

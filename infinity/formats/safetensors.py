@@ -17,6 +17,7 @@ from infinity.checkpoint.durable import NewFolder, sync_file
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import ConfigError
 from infinity.formats import transformers_names as names
+from infinity.formats.adapters import ADAPTER, ADAPTER_CONFIG, Adapter
 from infinity.formats.companions import CONFIG, Companions, companion_files
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import INDEX, SINGLE
@@ -79,6 +80,8 @@ def export_safetensors(
     where it is not of a class of transformers, they are those of the model. Memory is that of one file and of what one
     conversion takes and makes. Every file is read back and compared; the folder is there when all of it is durable.
 
+    Of a `PeftModel` it is what `PeftModel.from_pretrained` loads: its adapters, with the names that peft gives them.
+
     Args:
         folder: new, or empty.
         config: content of config.json; by default what the run has kept, and none is written where it has none.
@@ -94,6 +97,8 @@ def export_safetensors(
         StorageError, CorruptPageError, CommitError: the commit cannot be read.
     """
     kept = Companions.of_run(reader.folder.commits)
+    if kept.adapters:
+        return _export_adapters(reader, kept.adapters, folder, dtype, advance)
     config = kept.config if config is None else config
     beside = kept.files if companions is None else tuple(companion_files(companions))
     outgoing = _Outgoing(reader, config, kept.loaded_from, dtype, advance)
@@ -137,6 +142,47 @@ def _write_safetensors(
         _write(folder / INDEX, (json.dumps(index_tree, indent=2) + "\n").encode())
         written.append(folder / INDEX)
     return written
+
+
+def _export_adapters(
+    reader: CommitReader,
+    adapters: Sequence[Adapter],
+    folder: Path,
+    dtype: torch.dtype | None,
+    advance: Callable[[int], None],
+) -> list[Path]:
+    """Write adapters as `PeftModel.save_pretrained` does: each is read whole, as they are small."""
+    if unnamed := [adapter.name for adapter in adapters if adapter.tensors is None]:
+        raise ConfigError(
+            f"adapter {unnamed[0]} is computed from several parameters, which an export does not do: call "
+            "model.save_pretrained(folder) of the model that trains"
+        )
+    outgoing = _Outgoing(reader, None, None, dtype, advance)
+    written: list[Path] = []
+    with NewFolder(folder, export_bytes(reader, dtype)) as partial:
+        for adapter in adapters:
+            place = Path() if adapter.name == "default" else Path(adapter.name)
+            (partial / place).mkdir(exist_ok=True)
+            tensors = {name: outgoing.value(source).contiguous() for name, source in (adapter.tensors or {}).items()}
+            _save(tensors, partial / place / ADAPTER)
+            _write(partial / place / ADAPTER_CONFIG, (json.dumps(adapter.config, indent=2) + "\n").encode())
+            written += [place / ADAPTER, place / ADAPTER_CONFIG]
+    return [folder / file for file in written]
+
+
+def export_bytes(reader: CommitReader, dtype: torch.dtype | None = None) -> int:
+    """Return how many bytes of parameters an export reads: of all, or of adapters where those are what was trained.
+
+    Raises:
+        ConfigError: what the run has kept for exports is malformed.
+    """
+    adapters = Companions.of_run(reader.folder.commits).adapters
+    chosen = {source for adapter in adapters for source in (adapter.tensors or {}).values()}
+    return sum(
+        reader.nbytes(index, dtype)
+        for index, spec in enumerate(reader.tensors)
+        if not adapters or chosen.intersection(map(private.unwrapped_name, spec.names))
+    )
 
 
 def _write(file: Path, data: bytes) -> None:
@@ -188,10 +234,11 @@ class _Outgoing:
         conversion, name, _ = self.tensors[index]
         if self._last is None or self._last[0] is not conversion:
             self._last = None  # before the next one takes memory
-            self._last = (conversion, conversion.run({source: self._value(source) for source in conversion.sources}))
+            self._last = (conversion, conversion.run({source: self.value(source) for source in conversion.sources}))
         return name, self._last[1].pop(name).contiguous()
 
-    def _value(self, name: str) -> torch.Tensor:
+    def value(self, name: str) -> torch.Tensor:
+        """Return a parameter or a buffer, by one of its names in the model."""
         if name in self._buffers:
             return self._buffers[name]
         index = self._index[name]

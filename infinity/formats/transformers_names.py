@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from infinity.extras import needs
+from infinity.formats.adapters import base_model
 from infinity.fsdp import private
 
 
@@ -90,15 +91,15 @@ class Matched:
 
 
 def pretrained_model(model: nn.Module) -> Any | None:
-    """Return the model of transformers that a module is, without modules around it; None where it is none."""
-    inner = private.unwrapped_module(model)
+    """Return the model of transformers that a module is, or has added adapters to; None where it is none."""
+    inner = base_model(model)
     modeling = sys.modules.get("transformers.modeling_utils")  # not imported: then it is none
     return inner if modeling is not None and isinstance(inner, modeling.PreTrainedModel) else None
 
 
 def class_name(model: nn.Module) -> str:
-    """Return the name of a model's class before `fully_shard`."""
-    inner = private.unwrapped_module(model)
+    """Return the name of a model's class before `fully_shard`, and before adapters were added."""
+    inner = base_model(model)
     with private.classes_of_before(inner):
         return type(inner).__name__
 

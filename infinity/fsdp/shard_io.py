@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -54,6 +54,7 @@ class ShardIO:
         ledger: Ledger,
         *,
         load_limit: int,
+        make_room: Callable[[Iterable[int]], None],
     ) -> None:
         """Listen.
 
@@ -61,8 +62,9 @@ class ShardIO:
             device: what computes.
             staging: may have weights on it ahead of their gather.
             load_limit: most bytes that `load` may have given away at any moment: memory outside of the arena.
+            make_room: called with pages of what is not trained before they are written again: they have no room for it.
         """
-        self._layout, self._device, self._load_limit = layout, device, load_limit
+        self._layout, self._device, self._load_limit, self._make_room = layout, device, load_limit, make_room
         self._open: tuple[Pager, GatherListener, Ledger, Staging] | None  # None once closed
         self._open = pager, listener, ledger, staging
         # What errors say once it is closed.
@@ -183,6 +185,7 @@ class ShardIO:
 
         Raises:
             UnsupportedError: `content` has another number of elements.
+            BudgetError: it is not trained, and the drives have no room for another version of it.
             InfinityError: as `load_section`.
         """
         placed = self._layout.shards[shard]
@@ -193,10 +196,12 @@ class ShardIO:
             )
         self._listener.look(shard)
         self._staging.drop(placed.unit)
+        begin, end = placed.start, placed.start + placed.spec.numel
+        if not segment.trainable:
+            pages = (*segment.param_pages, *segment.update_pages)
+            self._make_room(page.index for page in pages if page.start < end and page.stop > begin)
         for component, items in stored(segment.format, name, content.detach().cpu()):
-            for page, _, _ in overlapping(
-                segment.pages(component.role), placed.start, placed.start + placed.spec.numel
-            ):
+            for page, _, _ in overlapping(segment.pages(component.role), begin, end):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
                     put(held, page, component, placed.start, items)
 

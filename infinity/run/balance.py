@@ -264,8 +264,10 @@ class Balance:
             if size < _LEAST_MOVED * sum(held):
                 return True
             try:
-                slots = self._store.slots_to_spread(paths)
-                self._space.allocate(slots)
+                with self._space.growing:
+                    slots = self._store.slots_to_spread(paths)
+                    self._space.allocate(slots)
+                    self._store.spread_anew(paths, slots)
             except BudgetError as error:
                 full = error
                 continue
@@ -273,7 +275,6 @@ class Balance:
                 _log.warning("pages stay on the paths that they are on: %s", error)
                 return False
             self._grown(self._space.nbytes)
-            self._store.spread_anew(paths, slots)
             self._moving, self._since = [page.index for page in moving], self._steps()
             given = zip(self._names, found, strict=True)
             what = ", ".join(f"{name} gives {format_size(item.rate)}/s" for name, item in given)

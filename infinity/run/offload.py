@@ -18,6 +18,7 @@ from infinity.checkpoint.state import ResumedState
 from infinity.config import Config, check_config, load_config
 from infinity.ending import end_all
 from infinity.errors import ConfigError, UnsupportedError
+from infinity.formats.adapters import save_whole_adapters
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.sharded_model import ShardedModel
@@ -157,7 +158,10 @@ def _make_steps(run: Run, sharded: ShardedModel, optimizer: torch.optim.Optimize
     )  # fmt: skip
     run.undo.push(runner.close)
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
-    shards = ShardIO(run.layout, run.pager, run.device, staging, runner, run.ledger, load_limit=load_limit)
+    shards = ShardIO(
+        run.layout, run.pager, run.device, staging, runner, run.ledger,
+        load_limit=load_limit, make_room=run.edit_room.make,
+    )  # fmt: skip
     run.undo.push(shards.close)
     run.refuse_in_child += [runner.end, shards.close]
     return _Steps(given, kernel.builds, parameters, runner, shards, make_committer(run, sharded, optimizer))
@@ -173,6 +177,7 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
         return attachment
 
     attachment = run.ranks.together("attaching to the model", listen)
+    run.undo.push(save_whole_adapters(sharded.model))
     checkpointer = Checkpointer(run, sharded.model, given, runner, attachment, steps.committer)
     given.optimizer.state.clear()
     if resumed is not None:

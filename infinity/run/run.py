@@ -34,7 +34,7 @@ from infinity.ranks import Ranks
 from infinity.run.balance import Balance, PathLoads
 from infinity.run.pacing import Pacing
 from infinity.run.place import RunPlace
-from infinity.run.space import FileSpace
+from infinity.run.space import EditRoom, FileSpace
 from infinity.run.update_device import choose_update_device
 from infinity.run.wear import WearWarning
 from infinity.schedule.pager import Pager
@@ -70,6 +70,8 @@ class _Opened(NamedTuple):
     """Books the time and the bytes of steps."""
     store: PageStore
     """Which version of a page lies where."""
+    edit_room: EditRoom
+    """Room for new versions of what is not trained."""
     pager: Pager
     """Has pages in the arena when they are needed."""
     worker: UpdateWorker
@@ -126,6 +128,7 @@ class Run:
             raise
         # What each is, `_Opened` says.
         self.arena, self.engine, self.store, self.pager = opened.arena, opened.engine, opened.store, opened.pager
+        self.edit_room = opened.edit_room
         self.stats, self.timeline, self.ledger = opened.stats, opened.timeline, opened.ledger
         self.worker, self.planner = opened.worker, opened.planner
         self.peers.tell(self.pager.fail)
@@ -215,7 +218,8 @@ class Run:
         for role in Role:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         stats.gauge("tier_capacity_bytes", tier="host").set(arena.nbytes)
-        return _Opened(arena, engine, stats, timeline, ledger, store, pager, worker, planner)
+        edit_room = EditRoom(store, space, capacity.set)
+        return _Opened(arena, engine, stats, timeline, ledger, store, edit_room, pager, worker, planner)
 
     def _choose_update_device(self, worker: UpdateWorker) -> bool:
         """Return whether pages are better updated on the device; say why."""

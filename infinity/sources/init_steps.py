@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from infinity.errors import UnsupportedError
+from infinity.formats.adapters import is_adapter
 from infinity.fsdp import private
 
 InitFunction = Callable[[nn.Module], None]
@@ -153,11 +154,6 @@ def _by_transformers_model(model: nn.Module, twins: Twins) -> dict[nn.Module, li
 
     visit(model, None)
     return found
-
-
-def is_adapter(module: nn.Module) -> bool:
-    """Whether a module is one of peft's, around a layer of the model."""
-    return hasattr(type(module), "adapter_layer_names") and hasattr(type(module), "get_base_layer")
 
 
 def _post_order(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from infinity.content.format import MASTER
 from infinity.content.layout import Layout
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats import transformers_names as names
+from infinity.formats.adapters import base_names
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import WeightFiles, WeightReader, read_json
 from infinity.fsdp import private
@@ -48,7 +49,9 @@ class PretrainedFolder(FirstValues):
             ConfigError: there are no such files, or one is malformed.
         """
         self._files, self._initialiser, self._strict = WeightFiles(path), initialiser, strict
-        self._made_by: dict[str, Conversion] = {}  # by name in the model, unwrapped; found by `check`
+        # By name in the base of the model, and what gives that name; both are found by `check`.
+        self._made_by: dict[str, Conversion] = {}
+        self._base_name: Callable[[str], str | None] = private.unwrapped_name
 
     @property
     def files(self) -> WeightFiles:
@@ -69,9 +72,12 @@ class PretrainedFolder(FirstValues):
             raise UnsupportedError(
                 f"{apart[0]} is tensor-parallel and on the meta device; load the weights into a model on a real device"
             )
-        entries = {_names(member): _like(member) for member in members}
+        self._base_name = base_names(model)
+        own = [member for member in members if self._is_of_adapter(member)]
+        entries = {self._names(member): _like(member) for member in members}
         for name in private.persistent_buffers(model):
-            entries[(private.unwrapped_name(name),)] = model.get_buffer(name).to("meta")
+            if (base_name := self._base_name(name)) is not None:
+                entries[(base_name,)] = model.get_buffer(name).to("meta")
         wanted = {name: tensor for of_one, tensor in entries.items() for name in of_one}
         matched = names.match(self._files.tensors, wanted, model)
         self._made_by = {target: conversion for conversion in matched.conversions for target in conversion.targets}
@@ -80,6 +86,7 @@ class PretrainedFolder(FirstValues):
         known = {name for name in wanted if name in matched.failed}
         may_miss, may_have = names.ignored(model, (name for of_one in missing for name in of_one),
                                            matched.unexpected.values())  # fmt: skip
+        may_miss |= {name for member in own for name in self._names(member)}
         misfit.missing = [one[0] for one in missing if not may_miss & set(one) and not known & set(one)]
         misfit.unexpected = [name for name, target in matched.unexpected.items() if target not in may_have]
         for target, conversion in self._made_by.items():
@@ -143,7 +150,7 @@ class PretrainedFolder(FirstValues):
             if initial is not None and position in absent:
                 return initial(absent.index(position), section)
             member = members[position]
-            name = next(name for name in _names(member) if name in self._made_by)
+            name = next(name for name in self._names(member) if name in self._made_by)
             if name not in made:
                 with closing(self._files.reader()) as reader:
                     if self._made_by[name].plain:
@@ -154,7 +161,16 @@ class PretrainedFolder(FirstValues):
         return value_of
 
     def _lacks(self, member: Member) -> bool:
-        return not any(name in self._made_by for name in _names(member))
+        return not any(name in self._made_by for name in self._names(member))
+
+    def _is_of_adapter(self, member: Member) -> bool:
+        """Whether the base of the model has no such parameter."""
+        return all(self._base_name(name) is None for name in member.names)
+
+    def _names(self, member: Member) -> tuple[str, ...]:
+        """Return the names of a parameter in the base of the model; of what only an adapter has, its own."""
+        found = [name for own in member.names if (name := self._base_name(own)) is not None]
+        return tuple(dict.fromkeys(found)) or tuple(map(private.unwrapped_name, member.names))
 
     def _sliced(self, name: str, member: Member, reader: WeightReader) -> torch.Tensor:
         (source,) = self._made_by[name].sources
@@ -169,7 +185,7 @@ class PretrainedFolder(FirstValues):
         """Return this rank's elements of those tensors that are of these members, flat, as they are trained."""
         local: dict[str, torch.Tensor] = {}
         for member in members:
-            for name in _names(member):
+            for name in self._names(member):
                 if name in found:
                     dtype = member.param.sharded_param.dtype
                     local[name] = local_slice(member.param, found[name]).to(dtype, copy=True)
@@ -180,8 +196,8 @@ class PretrainedFolder(FirstValues):
         found: dict[str, torch.Tensor] = {}
         with closing(self._files.reader()) as reader:
             for name in private.persistent_buffers(model):
-                target = private.unwrapped_name(name)
-                if target in self._made_by:
+                target = self._base_name(name)
+                if target is not None and target in self._made_by:
                     value = self._converted(self._made_by[target], reader)[target]
                     found[name] = value.to(model.get_buffer(name).dtype, copy=True)
         return found
@@ -231,10 +247,6 @@ class _Misfit:
         if names.pretrained_model(model) is not None and not names.converts():
             advice += "; this version of transformers has no rules to convert checkpoints by, a newer one has"
         return advice
-
-
-def _names(member: Member) -> tuple[str, ...]:
-    return tuple(map(private.unwrapped_name, member.names))
 
 
 def _like(member: Member) -> torch.Tensor:

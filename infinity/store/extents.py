@@ -56,11 +56,11 @@ def spread(pages: Sequence[Page], shares: Sequence[float]) -> tuple[int, ...]:
 def respread(pages: Sequence[Page], paths: Sequence[int], shares: Sequence[float]) -> tuple[int, ...]:
     """Return new paths of pages so that bytes follow `shares`, role by role, and as few pages as possible move.
 
-    The pages that leave a path are spread evenly over those that it has.
+    The pages that leave a path are spread evenly over those that it has. Fixed pages stay, as they are never written.
     """
     moved = list(paths)
     for role in Role:
-        mine = [page for page in pages if page.role is role]
+        mine = [page for page in pages if page.role is role and not page.fixed]
         loads = [0.0] * len(shares)
         for page in mine:
             loads[paths[page.index]] += page.nbytes
@@ -96,7 +96,8 @@ class SlotClass:
 def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained: int) -> tuple[SlotClass, ...]:
     """Return the slots that hold the retained commits, one newer version of every page, and writes in flight.
 
-    Classes for another retained commit lie behind all others, so that a resumed run may retain more or fewer.
+    A fixed page has one slot, as all commits name the same version of it. Classes for another retained commit lie behind
+    all others, so that a resumed run may retain more or fewer.
 
     Args:
         pages: all pages of the rank.
@@ -104,8 +105,8 @@ def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained
         spare: writes that may be in flight at once; each needs one slot more.
         retained: commits that are kept.
     """
-    members, committed = _counted(pages, ((path,) for path in paths))
-    newest = {key: count + min(spare, count) for key, count in members.items()}
+    members, written, committed = _counted(pages, ((path,) for path in paths))
+    newest = {key: count + min(spare, written[key]) for key, count in members.items()}
     offsets = [0] * (max(paths, default=0) + 1)
     classes = []
     for counts in (newest, *[committed] * retained):
@@ -124,7 +125,11 @@ def file_sizes(classes: Iterable[SlotClass], paths: int) -> tuple[int, ...]:
 
 
 def needed_slots(
-    pages: Sequence[Page], paths: Sequence[Collection[int]], spare: int, retained: int
+    pages: Sequence[Page],
+    paths: Sequence[Collection[int]],
+    spare: int,
+    retained: int,
+    edited: Collection[int] = (),
 ) -> Counter[tuple[int, int]]:
     """Return how many slots there must be by (path, length), as `plan_slots`, where pages lie on several paths.
 
@@ -133,22 +138,30 @@ def needed_slots(
         paths: by page, all paths that a version of it lies on, or will.
         spare: writes that may be in flight at once.
         retained: commits that are kept.
+        edited: fixed pages that are written again all the same.
     """
-    members, committed = _counted(pages, paths)
-    return Counter({key: n + min(spare, n) + committed[key] * retained for key, n in members.items()})
+    members, written, committed = _counted(pages, paths, edited)
+    return Counter({key: n + min(spare, written[key]) + committed[key] * retained for key, n in members.items()})
 
 
 def _counted(
-    pages: Sequence[Page], paths: Iterable[Collection[int]]
-) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """Return how many pages are on each path, by (path, length): all, and those that commits name."""
+    pages: Sequence[Page], paths: Iterable[Collection[int]], edited: Collection[int] = ()
+) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+    """Return how many pages are on each path, by (path, length).
+
+    Returns:
+        All; those that are written again and again; those of them that commits have versions of their own of.
+    """
     members: Counter[tuple[int, int]] = Counter()
+    written: Counter[tuple[int, int]] = Counter()
     committed: Counter[tuple[int, int]] = Counter()
     for page, on in zip(pages, paths, strict=True):
+        changes = not page.fixed or page.index in edited
         for path in on:
             members[path, page.nbytes] += 1
-            committed[path, page.nbytes] += page.role is not Role.GRAD
-    return members, committed
+            written[path, page.nbytes] += changes
+            committed[path, page.nbytes] += changes and page.role is not Role.GRAD
+    return members, written, committed
 
 
 def missing_slots(

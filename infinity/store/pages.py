@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -150,9 +150,10 @@ class PageStore:
     nor named, whichever ends last.
 
     Threads: the pager calls `read`, `write`, `has` and `discard`, from any thread but under its own lock
-    (`Transfers.lock`); the training thread those about commits; a thread that balances the paths `slots_to_spread` and
-    `spread_anew`. Transfers end on the engine's thread, but reads on one of the verifiers', where there are any.
-    `_write` runs on the writer's. `_lock` guards what they share; nothing is waited for under it.
+    (`Transfers.lock`); the training thread those about commits; whoever makes the data files longer, one thread at a
+    time, `slots_to_spread` and `spread_anew`, `slots_to_edit` and `allow_edits`. Transfers end on the engine's thread,
+    but reads on one of the verifiers', where there are any. `_write` runs on the writer's. `_lock` guards what they
+    share; nothing is waited for under it.
     """
 
     def __init__(
@@ -215,7 +216,9 @@ class PageStore:
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         """Which slots are free; has a lock of its own."""
         self._slots = tuple(slots)
-        """All slots. Grows with `spread_anew`."""
+        """All slots. Grows with `spread_anew` and `allow_edits`."""
+        self._edited: set[int] = set()
+        """Fixed pages that may be written again. Grows with `allow_edits`."""
         self._lock = Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="infinity-writer")
         """Hashes and submits writes, one after the other."""
@@ -244,18 +247,38 @@ class PageStore:
 
     def slots_to_spread(self, paths: Sequence[int]) -> tuple[SlotClass, ...]:
         """Return the slots that are missing, behind those that there are, so that new versions can go to `paths`."""
+        return self._missing(paths, self._edited)
+
+    def slots_to_edit(self, pages: Collection[int]) -> tuple[SlotClass, ...]:
+        """Return the slots that are missing, behind those that there are, so that fixed pages can be written again."""
+        return self._missing(self._paths, self._edited.union(pages))
+
+    def allow_edits(self, pages: Collection[int], slots: Sequence[SlotClass]) -> None:
+        """From now on, `pages` may be written again.
+
+        Args:
+            pages: that are fixed.
+            slots: what `slots_to_edit` returned for them; the data files are long enough for them.
+        """
+        self._extents.add(slots)
+        self._slots = (*self._slots, *slots)
+        self._edited.update(pages)
+
+    def is_written_once(self, page: int) -> bool:
+        """Whether there is no slot for a second version of a page."""
+        return self._pages[page].fixed and page not in self._edited
+
+    def _missing(self, paths: Sequence[int], edited: Collection[int]) -> tuple[SlotClass, ...]:
         on = [{old, new} for old, new in zip(self._paths, paths, strict=True)]
         with self._lock:
             for versions in (self._current, *self._commits.values()):
                 for page, version in versions.items():
                     on[page].add(version.extent.path)
         retained = max(self.retained, len(self._commits))
-        return missing_slots(self._slots, needed_slots(self._pages, on, self._spare, retained))
+        return missing_slots(self._slots, needed_slots(self._pages, on, self._spare, retained, edited))
 
     def spread_anew(self, paths: Sequence[int], slots: Sequence[SlotClass]) -> None:
         """From now on, write new versions of pages to `paths`; they move as they are written.
-
-        One thread at a time calls this and `slots_to_spread`.
 
         Args:
             paths: by page.

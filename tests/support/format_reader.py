@@ -239,6 +239,7 @@ class Page:
     start: int
     count: int
     length: int
+    fixed: bool
 
 
 @dataclass
@@ -297,7 +298,7 @@ def build(units: list[Any], formats: dict[str, Any], page_bytes: int) -> list[Se
                 starts = join(pieces, int(page_bytes / size), even=not segment.cut_by_rows)
                 for start, stop in pairwise(starts):
                     length = ceil(int((stop - start) * size), 4096) * 4096
-                    segment.pages[number] = Page(role, start, stop - start, length)
+                    segment.pages[number] = Page(role, start, stop - start, length, not segment.format["grads"])
                     number += 1
     return segments
 
@@ -370,10 +371,13 @@ def paths_of(pages: list[Page], weights: list[float]) -> list[int]:
 def slots_of(pages: list[Page], paths: list[int], retained: int) -> set[tuple[int, int, int]]:
     """All slots of the data files: path, offset, length."""
     every = Counter((path, page.length) for path, page in zip(paths, pages, strict=True))
-    kept = Counter((path, page.length) for path, page in zip(paths, pages, strict=True) if page.role != "GRAD")
+    again = Counter((path, page.length) for path, page in zip(paths, pages, strict=True) if not page.fixed)
+    kept = Counter(
+        (path, page.length) for path, page in zip(paths, pages, strict=True) if page.role != "GRAD" and not page.fixed
+    )
     ends: Counter[int] = Counter()
     slots = set()
-    for counts in [{key: n + min(n, 16) for key, n in every.items()}, *[kept] * retained]:
+    for counts in [{key: n + min(again[key], 16) for key, n in every.items()}, *[kept] * retained]:
         for path, length in sorted(counts):
             slots |= {(path, ends[path] + slot * length, length) for slot in range(counts[path, length])}
             ends[path] += counts[path, length] * length

@@ -62,8 +62,9 @@ def export(
             raise ConfigError(f"--companions {str(companions)!r} is not a folder")
         from infinity.checkpoint.reader import CommitReader
         from infinity.content.views import torch_dtype
+        from infinity.formats.adapters import ADAPTER_CONFIG
         from infinity.formats.dcp import DcpExport
-        from infinity.formats.safetensors import export_safetensors
+        from infinity.formats.safetensors import export_bytes, export_safetensors
         from infinity.store.marker import passed_over
         from infinity_tools.runs import stored_runs
 
@@ -90,7 +91,7 @@ def export(
             total, write = export_dcp.nbytes, export_dcp.write
         else:
             chosen_dtype = torch_dtype(name) if name else None
-            total = sum(reader.nbytes(index, chosen_dtype) for index in range(len(reader.tensors)))
+            total = export_bytes(reader, chosen_dtype)
             write = partial(export_safetensors, reader, config=config, companions=companions, dtype=chosen_dtype)
         with byte_progress(f"exporting step {reader.step}", silent=json) as bar:
             task = bar.add_task("", total=total)
@@ -101,7 +102,7 @@ def export(
             return
         report = f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {len(written)} files"
         console.print(report, soft_wrap=True, markup=False)
-        if to == "safetensors" and out / "config.json" not in written:
+        if to == "safetensors" and not {out / "config.json", out / ADAPTER_CONFIG} & {*written}:
             console.print("no config.json: the commit has none; name one with --model-config", style="yellow")
 
 

@@ -1,0 +1,220 @@
+"""Adapters of peft: what of a model is theirs, and what of its base; how peft saves them.
+
+A `PeftModel` puts its base, and in it the layers that get an adapter, into modules of its own. So a tensor has another
+name in it than in the checkpoint of the base: ``base_model.model.lm_head.base_layer.weight`` is ``lm_head.weight``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.fsdp import private
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_AROUND = ("base_layer", "original_module", "token_adapter")
+"""What a module of peft calls the module that it has taken the place of, or another one around that."""
+_COPIES = "modules_to_save"
+"""What it calls copies of that, by adapter, which are trained in its place."""
+
+
+def peft_model(model: nn.Module) -> Any | None:
+    """Return the `PeftModel` that a module is, without modules around it; None where it is none."""
+    inner = private.unwrapped_module(model)
+    peft = sys.modules.get("peft")  # not imported: then it is none
+    return inner if peft is not None and isinstance(inner, peft.PeftModel) else None
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """Return the model to which adapters were added, without modules around it; the model itself without any."""
+    found = peft_model(model)
+    return private.unwrapped_module(model if found is None else found.get_base_model())
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a module is one of peft's, around a layer of the model."""
+    return hasattr(type(module), "adapter_layer_names") and hasattr(type(module), "get_base_layer")
+
+
+def _is_copied(module: nn.Module) -> bool:
+    """Whether a module is one of peft's, around a module that is trained as a copy, or in part."""
+    return hasattr(type(module), "adapter_layer_names") and "original_module" in {*dir(type(module)), *module._modules}
+
+
+def base_names(model: nn.Module) -> Callable[[str], str | None]:
+    """Return what gives the name in the checkpoint of the base of a parameter or buffer, by its name in a model.
+
+    None for what is an adapter's. A copy that peft trains in place of a module has the name of that module.
+    """
+    base = base_model(model)
+    inside = [private.unwrapped_name(f"{name}.") for name, module in model.named_modules() if module is base]
+    prefix = inside[0].removeprefix(".") if inside else ""
+
+    def name_of(name: str) -> str | None:
+        if not private.unwrapped_name(name).startswith(prefix):
+            return None
+        *path, key = name.split(".")
+        module: nn.Module = model
+        parts: list[str] = []
+        copy = False
+        for part in path:
+            around, module = module, module.get_submodule(part)
+            if copy or (_is_copied(around) and part == _COPIES):
+                copy = not copy
+            elif not (is_adapter(around) or _is_copied(around)):
+                parts.append(part)
+            elif part not in _AROUND:
+                return None
+        if is_adapter(module) or _is_copied(module):
+            return None
+        return private.unwrapped_name(".".join([*parts, key])).removeprefix(prefix)
+
+    return name_of
+
+
+# What is saved of an adapter #
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What `PeftModel.save_pretrained` writes of one adapter."""
+
+    name: str
+    """Of the adapter: that of its folder inside of the others', but for ``default``."""
+    config: Mapping[str, Any]
+    """Content of adapter_config.json."""
+    tensors: Mapping[str, str] | None
+    """Names in the model by names in adapter_model.safetensors; None where what is written is computed from several."""
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"name": self.name, "config": self.config, "tensors": self.tensors}
+
+
+def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
+    """Return the adapters of a model that is sharded, none where it has none of peft's; nothing is read of it."""
+    found = peft_model(model)
+    if found is None:
+        return ()
+    state = found.state_dict()
+    name_of = {id(value): private.unwrapped_name(name) for name, value in state.items()}
+    adapters = []
+    for name in found.peft_config:
+        if (prompt := _prompt(found, name)) is None:
+            with private.classes_of_before(found):
+                picked = _picked(found, state, name)
+            names = {key: name_of.get(id(value), "") for key, value in picked.items()}
+        else:
+            names = {"prompt_embeddings": prompt}
+        adapters.append(Adapter(name, _config(found, name), names if all(names.values()) else None))
+    return tuple(adapters)
+
+
+def _picked(model: Any, state: Mapping[str, Any], adapter: str) -> dict[str, Any]:
+    """Return what is saved of an adapter, out of the state of its model."""
+    from peft import get_peft_model_state_dict
+
+    # Whether embeddings were resized is told by the base's config.json, which is not looked for in the network here.
+    base = model.peft_config[adapter].base_model_name_or_path
+    embeddings = "auto" if not base or os.path.isdir(base) else False
+    picked: dict[str, Any] = get_peft_model_state_dict(
+        model, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=embeddings
+    )
+    return picked
+
+
+def _prompt(model: Any, adapter: str) -> str | None:
+    """Return the name of the parameter that learns a prompt; "" where it is computed from several, None without one."""
+    config = model.peft_config[adapter]
+    if not config.is_prompt_learning:
+        return None
+    plain = config.peft_type in ("PROMPT_TUNING", "PREFIX_TUNING") and not getattr(config, "prefix_projection", False)
+    return f"prompt_encoder.{adapter}.embedding.weight" if plain else ""
+
+
+def _config(model: Any, adapter: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json, for inference, as `save_pretrained` writes it."""
+    config = copy.copy(model.peft_config[adapter])
+    base = model.get_base_model()
+    config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or vars(base).get("name_or_path") or None
+    mapping = None
+    if config.task_type is None:
+        cls = private.original_class(base)
+        mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder, auto_mapping_dict=mapping)
+        with open(os.path.join(folder, ADAPTER_CONFIG), encoding="utf-8") as file:
+            tree: dict[str, Any] = json.load(file)
+    return tree
+
+
+def save_whole_adapters(model: nn.Module) -> Callable[[], None]:
+    """Let `save_pretrained` of a `PeftModel` save whole tensors, although they are sharded; return what ends that.
+
+    All ranks call it then, and rank 0 writes. Adapters are small; what else is saved (embeddings that were resized) is
+    loaded as any weight.
+    """
+    found = peft_model(model)
+    if found is None:
+        return lambda: None
+    found.__dict__["save_pretrained"] = partial(_save_whole, found)
+    return lambda: found.__dict__.pop("save_pretrained", None)
+
+
+def _save_whole(model: Any, save_directory: str | os.PathLike[str], **settings: Any) -> None:
+    given = settings.pop("state_dict", None)
+    state: dict[str, Any] = model.state_dict() if given is None else dict(given)
+    chosen = settings.get("selected_adapters") or list(model.peft_config)
+    wanted: set[int] = set()
+    with _whole_prompts(model, chosen), private.classes_of_before(model):
+        for adapter in chosen:
+            if not model.peft_config[adapter].is_prompt_learning:
+                wanted.update(map(id, _picked(model, state, adapter).values()))
+        state = {name: _whole(value) if id(value) in wanted else value for name, value in state.items()}
+        settings.setdefault("is_main_process", not dist.is_initialized() or dist.get_rank() == 0)
+        type(model).save_pretrained(model, os.fspath(save_directory), state_dict=state, **settings)
+    if dist.is_initialized():
+        dist.barrier()  # whoever reads it next finds it
+
+
+@contextmanager
+def _whole_prompts(model: Any, adapters: list[str]) -> Iterator[None]:
+    """Give the modules that compute prompts, meanwhile, parameters that are not sharded."""
+    encoders = [model.prompt_encoder[name] for name in adapters if model.peft_config[name].is_prompt_learning]
+    held = [
+        (module, key, param)
+        for encoder in encoders
+        for module in encoder.modules()
+        for key, param in module._parameters.items()
+        if param is not None
+    ]
+    try:
+        for module, key, param in held:
+            module._parameters[key] = nn.Parameter(_whole(param), requires_grad=False)
+        yield
+    finally:
+        for module, key, param in held:
+            module._parameters[key] = param
+
+
+def _whole(value: Any) -> Any:
+    """Return a tensor as every rank has it whole, on the CPU; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().to("cpu", copy=True)
