@@ -15,6 +15,7 @@ EXTRAS = {
     "daemon": ("typer", "prometheus_client"),
     "data": ("datasets", "pyarrow", "jinja2"),
     "hf": ("transformers", "tokenizers"),
+    "peft": ("peft",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
 }

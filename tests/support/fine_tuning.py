@@ -9,7 +9,21 @@ from pathlib import Path
 from typing import Any
 
 WORDS = (
-    "the a sea ship sails far home wind and storm calm star night day light dark deep blue old new over under".split()
+    "the",
+    "a",
+    "sea",
+    "ship",
+    "sails",
+    "far",
+    "home",
+    "wind",
+    "and",
+    "storm",
+    "calm",
+    "star",
+    "night",
+    "day",
+    "new",
 )
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -59,7 +73,10 @@ def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, show_progress=False, initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator([" ".join(WORDS)] * 50, trainer)
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|eos|>", pad_token="<|pad|>")
     made.chat_template = template

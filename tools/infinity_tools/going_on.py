@@ -34,7 +34,7 @@ _NO_MODEL = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "a
 
 _KEPT = (
     "model", "data", "split", "text_column", "loss_on", "tokenizer", "epochs", "eval_data", "eval_split", "eval_every",
-    "log", "batch_tokens", "micro_tokens", "seq", "dtype", "activation_checkpointing",
+    "log", "lora", "batch_tokens", "micro_tokens", "seq", "dtype", "activation_checkpointing",
 )  # fmt: skip
 """Options that commits have, so that a command that goes on need not say them again."""
 
@@ -68,6 +68,9 @@ def taken_up(options: TrainOptions, settings: Config, ranks: Ranks) -> TrainOpti
     held = ranks.agree(_kept_by_commit(settings, ranks))
     if "steps" in options.said:
         held = {**held, "epochs": None}
+    if options.said and "lora" in options.said and held and held.get("lora") != options.lora:
+        began = f"--lora {held['lora']}" if held.get("lora") else "all parameters, without --lora"
+        raise ConfigError(f"the run trains {began}, which --lora {options.lora} cannot go on from; leave --lora out")
     changes = {name: made(name, held[name]) for name in _KEPT if name in held and name not in options.said}
     return replace(options, **changes)
 

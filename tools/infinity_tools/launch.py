@@ -88,7 +88,7 @@ class _Processes:
             if os.getppid() != parent:
                 os._exit(1)
 
-        self._running.append(subprocess.Popen(command, env=environment, preexec_fn=tie))
+        self._running.append(subprocess.Popen(command, env=environment, preexec_fn=tie, process_group=0))
 
     def wait(self) -> int:
         """Wait for all to end; return the status of the first that failed, or 0."""
@@ -105,7 +105,7 @@ class _Processes:
         return status or self._first_status()
 
     def _first_status(self) -> int:
-        """Return the status of a rank that has failed; of several that of one that was killed, which is no consequence."""
+        """Return the status of a rank that has failed; of several that of one that was killed: the others follow."""
         failed = sorted(process.returncode for process in self._running if process.poll())
         return _shown(failed[0]) if failed else 0
 

@@ -30,6 +30,7 @@ from infinity.telemetry.page import Snapshot, StatsPageError, stats_page_files
 from infinity.units import format_size
 from infinity_tools.evaluation import Evaluation
 from infinity_tools.going_on import agreed_recipe, finished, kept_options, next_commands, taken_up
+from infinity_tools.lora import add_lora, named
 from infinity_tools.measure import KernelCounts, report
 from infinity_tools.options import TrainOptions, check_batch, check_clipping, check_options, micro_batches
 from infinity_tools.plot import write_picture
@@ -90,16 +91,20 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             view.say(f"metrics: http://{options.metrics_host or socket.gethostname()}:{server.port}/metrics")
         dtype = best_dtype() if options.dtype == "auto" else options.dtype
         model = on_meta(source)
+        architecture = type(model).__name__
+        if options.lora is not None:
+            model = add_lora(model, options.lora, named(options.model))
         parameters = count_parameters(model)
         sliced = options.micro_tokens is not None  # which recomputes activations, too
         shard(model, mesh, bf16=dtype == "bf16", checkpointing=options.activation_checkpointing and not sliced)
         if sliced:
             infinity.micro_batches(model, micro_batches(options, ranks))
         recipe = begun(options.given, options.steps)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
         view.doing(f"placing {short(parameters)} parameters on NVMe")
         paged = stack.enter_context(_offload(model, optimizer, settings, source, strict=options.strict))
-        source.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        source.config.architectures = [architecture]
         facts = {
             "data": data.facts,
             "computation": {"dtype": options.dtype, "state.format": settings.state.format},
@@ -121,7 +126,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             )
         training.commits_last = settings.run.keep != "never"
         pages.run_id = paged.run.folder.run_id
-        view.say(_heading(f"{source.name}, {dtype}", parameters, training, settings, data.said))
+        view.say(_heading(f"{source.name}, {dtype}", _counted(model), training, settings, data.said))
         names = options.log if ranks.rank == 0 else ()
         run_id, first = paged.run.folder.run_id, training.first_step
         trackers = ranks.together("opening what is logged to", lambda: Trackers(names, out, run_id, first, facts))
@@ -395,7 +400,14 @@ def _without_leftovers(made: Sequence[Path]) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _heading(name: str, parameters: int, training: Training, settings: Config, data: Sequence[str]) -> str:
+def _counted(model: nn.Module) -> str:
+    """Return how many parameters a model has, and how many of them are trained."""
+    total = count_parameters(model)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"{short(total)} parameters" + (f", {short(trained)} of them trained" if trained < total else "")
+
+
+def _heading(name: str, parameters: str, training: Training, settings: Config, data: Sequence[str]) -> str:
     run, layout = training.optimizer.run, training.optimizer.run.layout
     arena = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
     share = f" ({arena / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
@@ -408,7 +420,7 @@ def _heading(name: str, parameters: int, training: Training, settings: Config, d
         went_on = ", new: there was nothing to resume"
     return (
         f"run {run.folder.run_id}{went_on}\n"
-        f"{name}: {short(parameters)} parameters, {format_size(layout.state_bytes)} of state{each} on "
+        f"{name}: {parameters}, {format_size(layout.state_bytes)} of state{each} on "
         f"{', '.join(settings.storage.paths)}, {ranks} rank{'s' if ranks > 1 else ''}\n"
         f"host arena {format_size(arena)}{each}{share}, pages of {format_size(layout.page_bytes)}, "
         f"{run.stats.header.info['io_engine']}\n" + "\n".join(data)

@@ -36,6 +36,8 @@ class TrainOptions:
     """Of data sets: `completions`, what a completion or an assistant says, or `all`."""
     tokenizer: Path | None
     """Folder of the tokenizer; None: that of the model."""
+    lora: str | None
+    """See `Lora`; None: all parameters are trained."""
     epochs: float | None
     """How often every sequence of a data set is trained on, instead of `steps`."""
     eval_data: tuple[Path, ...]

@@ -39,6 +39,16 @@ def train(
             rich_help_panel=_MODEL,
         ),
     ] = "auto",
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="r=16",
+            help="Train adapters of this rank beside the matrices of the layers, and freeze the model: "
+            "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. What is not said: alpha 2 r, no dropout, all linear "
+            "layers but the head. `infinity export` writes an adapter of peft.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
     activation_checkpointing: Annotated[
         bool, typer.Option(help="Keep only the inputs of layers; compute them twice.", rich_help_panel=_MODEL)
     ] = False,
@@ -123,7 +133,7 @@ def train(
         typer.Option(
             min=2,
             help="Tokens per sequence. Texts of a data set are laid end to end and cut; of chats and completions as "
-            "many as fit are in a sequence, where they do not see each other, and what is longer is cut off at its end.",
+            "many as fit are in a sequence, where they do not see each other; what is longer is cut off at its end.",
             rich_help_panel=_DATA,
         ),
     ] = 256,
@@ -336,6 +346,7 @@ def train(
         from infinity.errors import ConfigError
         from infinity.store.marker import is_run_id
         from infinity_tools.loop import run_training
+        from infinity_tools.lora import check_lora
         from infinity_tools.options import TrainOptions
 
         if model == "list":
@@ -396,6 +407,7 @@ def train(
             text_column=text_column,
             loss_on=loss_on,
             tokenizer=tokenizer,
+            lora=check_lora(lora) if lora is not None else None,
             epochs=epochs,
             eval_data=tuple(eval_data or ()),
             eval_split=eval_split,

@@ -152,7 +152,11 @@ class Preparation:
             raise ConfigError(
                 f"{option}: none of its {self.done} rows has anything to train on"
                 + (f"; {packer.cut} are longer than --seq {self._recipe.length}" if packer.cut else "")
-                + ("; --loss-on all trains on all of their tokens" if self._recipe.loss_on != "all" else "")
+                + (
+                    "; --loss-on all trains on all of their tokens"
+                    if self._recipe.loss_on != "all" and not encoder.one_row
+                    else ""
+                )
             )
         return Facts(
             sequences=count,

@@ -161,7 +161,9 @@ def _read(path: Path, files: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
         yield from datasets.load_from_disk(str(folder))  # memory-mapped, with what select and shuffle made of it
         return
     extra = {"sep": "\t"} if _ending(files[0]) == ".tsv" else {}
-    names = [str(file) for file in files]
+    names = [str(file) for file in files if file.stat().st_size]
+    if not names:  # of which datasets cannot tell the columns
+        return
     yield from datasets.load_dataset(
         _FORMATS[_ending(files[0])], data_files={"train": names}, split="train", streaming=True, **extra
     )
