@@ -182,11 +182,11 @@ def test_ranks_draw_their_own_part_of_one_row_of_sequences(tmp_path: Path) -> No
 def test_samples_side_by_side_do_not_see_each_other(tmp_path: Path) -> None:
     """The logits of each are those that it has alone."""
     model = make_model(tmp_path / "m").eval()
-    batch = prepared(tmp_path, length=64).rows([0, 1, 2])
+    batch = prepared(tmp_path, length=128).rows([0, 1, 2])
     with torch.no_grad():
-        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         for row in range(3):
-            starts = [*(batch["position_ids"][row] == 0).nonzero().flatten().tolist(), 64]
+            starts = [*(batch["position_ids"][row] == 0).nonzero().flatten().tolist(), 128]
             assert len(starts) > 2
             for first, last in pairwise(starts):
                 alone = model(input_ids=batch["input_ids"][row : row + 1, first:last]).logits[0]

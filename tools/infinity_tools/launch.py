@@ -19,6 +19,7 @@ _LOOK_SECONDS = 0.05
 _GRACE, _PATIENCE = 5.0, 60.0
 """Seconds after which the other ranks, when one has failed, are told to end; and after which they are ended at once."""
 _PR_SET_PDEATHSIG = 1
+_PROGRAM = ("-m", "infinity_tools")
 
 
 def launch(count: int, words: Sequence[str]) -> int:
@@ -49,7 +50,7 @@ def launch(count: int, words: Sequence[str]) -> int:
     }
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun takes 1
         common["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
-    command = [sys.executable, "-m", "infinity_tools", *words]
+    command = [sys.executable, *_PROGRAM, *words]
     ranks = _Processes()
     with ranks:
         for rank in range(count):

@@ -83,7 +83,6 @@ def add_lora(model: nn.Module, text: str, name: str) -> nn.Module:
         lora_alpha=int(asked.alpha) if asked.alpha == int(asked.alpha) else asked.alpha,  # type: ignore[arg-type]
         lora_dropout=asked.dropout,
         target_modules=list(asked.targets) or _ALL,
-        base_model_name_or_path=name,
     )
     try:
         found: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
@@ -93,4 +92,5 @@ def add_lora(model: nn.Module, text: str, name: str) -> nn.Module:
             f"--lora {text}: the model has no module that ends in {', '.join(asked.targets) or 'a linear layer'}; "
             f"its linear layers: {', '.join(linear) or 'none'}"
         ) from error
+    found.peft_config["default"].base_model_name_or_path = name
     return found  # type: ignore[no-any-return]
