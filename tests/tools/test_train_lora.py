@@ -20,7 +20,9 @@ from support.command import run_here
 from support.fine_tuning import chats, make_model, write_jsonl
 
 TRAIN = ["train", "--model", "m", "--data", "d.jsonl", "--seq", "64", "--batch-tokens", "256", "--threads", "1"]
-TRAIN += ["--dtype", "fp32", "--lr", "1e-2", "--host-memory", "1MiB", "--lora", "r=4,alpha=16,targets=q_proj+v_proj"]
+TRAIN += ["--dtype", "fp32", "--lr", "1e-2", "--lora", "r=4,alpha=16,targets=q_proj+v_proj"]
+MEMORY = ["--host-memory", "512KiB"]
+TRAIN[1:1] = MEMORY
 
 
 def adapted(folder: Path) -> Any:
@@ -31,12 +33,12 @@ def adapted(folder: Path) -> Any:
 
 def test_an_adapter_is_trained_as_in_memory_goes_on_and_is_exported(tmp_path: Path) -> None:
     """Bit for bit; the base is never written, and the folder is one that peft loads."""
-    make_model(tmp_path / "m")
+    make_model(tmp_path / "m", layers=6)
     write_jsonl(tmp_path / "d.jsonl", chats(40))
     run_here(*TRAIN, "--lr", "0", "--steps", "1", "--out", "first")  # which leaves what the adapters begin with
     assert run_here("export", "first/nvme", "--out", "begin").status == 0
     begin = run_here(*TRAIN, "--steps", "3", "--lr-steps", "6", "--json", "--out", "o").summary
-    rest = run_here("train", "--resume", "--steps", "6", "--host-memory", "448KiB", "--out", "o", "--json").summary
+    rest = run_here("train", "--resume", "--steps", "6", *MEMORY, "--out", "o", "--json").summary
     assert rest["first_step"] == 4
     size = sum(file.stat().st_size for file in (tmp_path / "begin").glob("adapter_model.safetensors"))
     assert rest["nvme_read_bytes_per_step"] > 0
@@ -71,11 +73,11 @@ def test_an_adapter_is_trained_as_in_memory_goes_on_and_is_exported(tmp_path: Pa
 
 def test_a_run_goes_on_with_its_own_adapters_only(tmp_path: Path) -> None:
     """Other ones, or none where there were some, are refused before anything is opened."""
-    make_model(tmp_path / "m")
+    make_model(tmp_path / "m", layers=6)
     write_jsonl(tmp_path / "d.jsonl", chats(10))
     run_here(*TRAIN, "--steps", "1", "--out", "o")
     run_here(*TRAIN[:-2], "--steps", "1", "--out", "p")
-    again = ["train", "--resume", "--steps", "2", "--host-memory", "1MiB", "--lora", "r=8"]
+    again = ["train", "--resume", "--steps", "2", *MEMORY, "--lora", "r=8"]
     for out, reason in (
         (
             "o",
