@@ -15,7 +15,7 @@ EXTRAS = {
     "daemon": ("typer", "prometheus_client"),
     "data": ("datasets", "pyarrow", "jinja2"),
     "hf": ("transformers", "tokenizers"),
-    "peft": ("peft",),
+    "peft": ("peft", "transformers", "tokenizers"),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
 }

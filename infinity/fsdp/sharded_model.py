@@ -60,6 +60,7 @@ class ShardedModel:
                 "fully_shard(…, mesh=infinity.mesh()) of torch.distributed.fsdp on its layers and on itself"
             )
         private.require_names(model)
+        _refuse_quantised_modules(model)
         found = list(private.parameter_groups(model))
         if not found:
             raise UnsupportedError("the model is not sharded: call fully_shard on its layers and on itself first")
@@ -94,6 +95,9 @@ class ShardedModel:
             raise UnsupportedError(f"parameters outside of all units: {', '.join(left)}; call fully_shard(model) too")
         if any(isinstance(private.local_tensor(member.param), PagedShard) for unit in members for member in unit):
             raise UnsupportedError("the model is offloaded already; build it anew to offload it again")
+        for unit in members:
+            for member in unit:
+                _refuse_composed(member)
         devices = {member.param.sharded_param.device.type for unit in members for member in unit}
         return cls(
             model=model,
@@ -151,6 +155,43 @@ class ShardedModel:
                 )
             units.append(UnitSpec(name=name, shards=tuple(shards)))
         return units, formats
+
+
+_UNQUANTISED = (
+    "load the base without a quantization_config, in bfloat16: what is frozen is then read twice per step, 4 bytes per "
+    "parameter, and never written"
+)
+
+
+def _refuse_quantised_modules(model: nn.Module) -> None:
+    """Refuse modules of bitsandbytes, which keep what their weights are decoded with in memory, beside the parameter.
+
+    `fully_shard` puts a DTensor in the parameter's place and loses that.
+
+    Raises:
+        UnsupportedError: there is one; it is named.
+    """
+    for name, module in model.named_modules():
+        cls = private.original_class(module)
+        if cls.__module__.partition(".")[0] == "bitsandbytes" and any(True for _ in module.parameters(recurse=False)):
+            raise UnsupportedError(
+                f"{name} is quantised by bitsandbytes ({cls.__name__}), whose scales are no part of its parameters and "
+                f"are lost under fully_shard; {_UNQUANTISED}"
+            )
+
+
+def _refuse_composed(member: Member) -> None:
+    """Refuse a parameter that is made of several tensors, as quantised weights are: its bytes are not its elements.
+
+    Raises:
+        UnsupportedError: it is one; it is named.
+    """
+    local = private.local_tensor(member.param)
+    if hasattr(type(local), "__tensor_flatten__") and not isinstance(local, PagedShard):
+        raise UnsupportedError(
+            f"{member.names[0]} is of type {type(local).__name__}, a tensor that is made of several; pages hold plain "
+            f"elements: {_UNQUANTISED}"
+        )
 
 
 def check_gradient_dtype(name: str, param: nn.Parameter) -> None:

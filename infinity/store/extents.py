@@ -96,8 +96,8 @@ class SlotClass:
 def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained: int) -> tuple[SlotClass, ...]:
     """Return the slots that hold the retained commits, one newer version of every page, and writes in flight.
 
-    A fixed page has one slot, as all commits name the same version of it. Classes for another retained commit lie behind
-    all others, so that a resumed run may retain more or fewer.
+    A fixed page has one slot, as all commits name the same version of it. Classes for another retained commit lie
+    behind all others, so that a resumed run may retain more or fewer.
 
     Args:
         pages: all pages of the rank.

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from support.adapted import ADAPTED
 
 POLICIES = {
     "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
@@ -167,6 +168,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "loose": Loose,
     "buffered": Buffered,
     "frozen": frozen,
+    **ADAPTED,
 }
 
 
@@ -174,6 +176,8 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     """Return the layers that are sharded one by one."""
     if isinstance(model, Toy):
         return model.blocks
+    if hasattr(model, "peft_config"):
+        model = model.get_base_model()
     return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 

@@ -1,0 +1,393 @@
+"""Fine-tuning with peft: the base comes from its checkpoint and is never written again, the adapter goes out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import infinity
+from infinity.checkpoint.reader import CommitReader
+from infinity.content.format import Role
+from infinity.content.layout import Page
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.estimate.estimate import Workload, estimate
+from infinity.estimate.machine import UPDATE_SECONDS, Accelerator, Drives, Machine
+from infinity.estimate.model import with_lora
+from infinity.formats.safetensors import export_safetensors
+from infinity_tools.plan.shapes import shape_of
+from infinity_tools.presets import find_model
+from support import adapted, models
+from support.ranks import RankPool
+from support.traffic import STEADY, WARM, as_planned, quiet
+from support.train import PAGE, Outcome, Paging, Recipe, batch, host_bytes, settings, train
+
+RANK = 4
+FROZEN_BYTES = 2 * 2
+"""Of a frozen bf16 parameter, read in forward and in backward."""
+
+
+def base(layers: int = 4) -> Any:
+    """Return a base in bf16, its buffers as they are, as `from_pretrained` does."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = adapted.llama(layers=layers, width=128, vocabulary=256).config
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def with_adapter(make: Any) -> Any:
+    """Return a base with LoRA beside every matrix of its layers."""
+    import peft
+
+    config = peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(make(), config)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of what is trained."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, fused=True)
+
+
+def sharded(*, meta: bool = False, layers: int = 4) -> Any:
+    """Return a sharded base with adapters."""
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        model = with_adapter(lambda: base(layers))
+    return models.shard(model)
+
+
+def config(folder: Path, host: int | str = "2MiB", **run: Any) -> dict[str, Any]:
+    """Return settings with their folders under `folder`."""
+    return settings(folder, Paging(), host, run=run)  # type: ignore[arg-type]
+
+
+class Transfers:
+    """Counts transfers of pages of a store."""
+
+    def __init__(self, store: Any) -> None:
+        self.read: Counter[int] = Counter()
+        self.written: Counter[int] = Counter()
+        for name, counter in (("read", self.read), ("write", self.written)):
+            setattr(store, name, self._counting(getattr(store, name), counter))
+
+    @staticmethod
+    def _counting(function: Any, counter: Counter[int]) -> Any:
+        def counted(page: int, *arguments: Any) -> None:
+            counter[page] += 1
+            function(page, *arguments)
+
+        return counted
+
+    def bytes_of(self, counter: Counter[int], pages: list[Page]) -> int:
+        """Bytes of the transfers of some pages."""
+        return sum(counter[page.index] * page.nbytes for page in pages)
+
+
+def test_the_base_is_read_twice_per_step_and_never_written(tmp_path: Path) -> None:
+    """Four bytes for each of its parameters, with nothing cached; by the run's counters as planned; commits too."""
+    model = sharded(layers=12)
+    given = adamw(model)
+    with infinity.offload(
+        model, given, config(tmp_path, host_bytes(Paging(arena="least"), model, given, tmp_path))
+    ) as o:
+        recipe = Recipe(steps=WARM)
+        train(recipe, model, o, Outcome())
+        quiet(o)
+        seen, before = Transfers(o.run.store), o.run.ledger.total_bytes
+        for part in range(2):
+            steps = Recipe(steps=WARM + (part + 1) * STEADY // 2)
+            train(steps, model, o, Outcome(), first=WARM + part * STEADY // 2)
+            o.commit()
+        quiet(o)
+        layout = o.run.layout
+        fixed = [page for page in layout.pages if page.fixed]
+        counted = {op: value - before[op] for op, value in o.run.ledger.total_bytes.items()}
+        frozen = [shard for shard in layout.shards if not shard.spec.trainable]
+        # The root's weights stay gathered from forward to backward, so they are read once.
+        twice = sum(shard.spec.numel for shard in frozen if shard.unit != 0)
+        once = sum(shard.spec.numel for shard in frozen if shard.unit == 0)
+        expected = FROZEN_BYTES * twice + FROZEN_BYTES // 2 * once
+        found = seen.bytes_of(seen.read, fixed) / STEADY
+        assert 0.9 * expected <= found <= 1.01 * expected, "what is about to be used again when forward turns is kept"
+        assert all(seen.read[page.index] <= 2 * STEADY for page in fixed)
+        assert sum(seen.read[page.index] == 2 * STEADY for page in fixed) > 0.8 * len(fixed)
+        assert seen.bytes_of(seen.written, fixed) == 0
+        assert counted["write"] == seen.bytes_of(seen.written, list(layout.pages)) > 0
+        assert as_planned(counted["read"], STEADY * o.run.plan.traffic.read_bytes)
+        # Commits write what of the adapters is still in the arena, a second time if the next step changes it at once.
+        assert counted["write"] <= 1.01 * STEADY * o.run.plan.traffic.written_bytes + 2 * layout.state_bytes
+        assert {layout.segments[page.segment].format.param for page in fixed} == {"bfloat16"}
+        assert all(page.role is Role.PARAM for page in fixed), "what is in bf16 has no master"
+
+
+@pytest.mark.parametrize("retained", [1, 3])
+def test_the_base_takes_its_space_once(retained: int, tmp_path: Path) -> None:
+    """Each further commit takes what the adapters do."""
+    model = sharded()
+    with infinity.offload(model, adamw(model), config(tmp_path, retained_commits=retained)) as optimizer:
+        layout, store = optimizer.run.layout, optimizer.run.store
+        fixed = sum(page.nbytes for page in layout.pages if page.fixed)
+        others = layout.state_bytes - fixed
+        space = optimizer.run.stats.snapshot().value("tier_capacity_bytes", tier="nvme")
+        files = list(tmp_path.glob("nvme0/**/*.pages"))
+        assert sum(file.stat().st_size for file in files) == space
+        pages = [page.index for page in layout.pages if page.fixed]
+        optimizer.commit()
+        at_start = store.versions(pages)
+        for step in range(retained + 1):
+            train(Recipe(steps=step + 1), model, optimizer, Outcome(), first=step)
+            optimizer.commit()
+        assert sum(file.stat().st_size for file in files) == space
+        assert store.versions(pages) == at_start
+        gradients = layout.bytes_of(Role.GRAD)
+        assert space >= fixed + (1 + retained) * others + gradients
+        assert space <= fixed + (2 + retained) * others + 2 * gradients  # with slots for writes in flight
+
+
+def test_a_frozen_weight_that_is_edited(tmp_path: Path) -> None:
+    """There is room for it then; the commit before has the old value, the one behind it the new one."""
+    model = sharded()
+    name = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
+    with infinity.offload(model, adamw(model), config(tmp_path, retained_commits=2)) as optimizer:
+        train(Recipe(steps=1), model, optimizer, Outcome())
+        optimizer.commit()
+        param = model.get_parameter(name)
+        old = param.full_tensor().clone()
+        for number in range(4):  # more often than there are slots
+            with torch.no_grad():
+                param.mul_(2)
+            assert torch.equal(param.full_tensor(), old * 2 ** (number + 1))
+        train(Recipe(steps=2), model, optimizer, Outcome(), first=1)
+        optimizer.commit()
+        folder, losses = optimizer.run.folder, Outcome()
+        train(Recipe(steps=3), model, optimizer, losses, first=2)
+    for step, value in ((1, old), (2, old * 16)):
+        reader = CommitReader(folder, step)
+        index = next(i for i, spec in enumerate(reader.tensors) if name in spec.names)
+        assert torch.equal(reader.read(index), value)
+    again, resumed = sharded(meta=True), Outcome()
+    with infinity.offload(again, adamw(again), config(tmp_path, resume="latest", retained_commits=2)) as optimizer:
+        train(Recipe(steps=3), again, optimizer, resumed, first=2)
+    assert resumed.losses == losses.losses
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return what a model says in evaluation, on this rank's tokens."""
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=batch(model, 999)).logits
+
+
+def life(folder: Path) -> None:
+    """Begin with the base's checkpoint, train, save, resume, train, export; compare with memory at every point."""
+    import peft
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
+        torch.manual_seed(1)
+        base().save_pretrained(folder / "base")
+    infinity.mesh("cpu")
+    dist.barrier()
+    model = sharded(meta=True)
+    with infinity.offload(model, adamw(model), config(folder), weights=folder / "base") as optimizer:
+        model.save_pretrained(folder / "begun")
+        in_memory = loaded(folder, "begun", is_trainable=True)
+        names = [name for name, _ in in_memory.named_parameters()]
+        assert names == [name for name, _ in model.named_parameters()]
+        given, memory, nvme = adamw(in_memory), Outcome(), Outcome()
+        train(Recipe(steps=3), in_memory, given, memory)
+        train(Recipe(steps=3), model, optimizer, nvme)
+        assert nvme.losses == memory.losses
+        assert len(set(nvme.losses)) == 3
+        optimizer.commit()
+    model = sharded(meta=True)
+    with infinity.offload(model, adamw(model), config(folder, resume="latest")) as optimizer:
+        train(Recipe(steps=5), in_memory, given, memory, first=3)
+        train(Recipe(steps=5), model, optimizer, nvme, first=3)
+        assert nvme.losses == memory.losses
+        model.save_pretrained(str(folder / "saved"))
+        model.eval()
+        in_memory.eval()
+        assert torch.equal(logits(model), logits(in_memory))
+        optimizer.commit()
+        run = optimizer.run.folder
+    assert torch.equal(logits(loaded(folder, "saved")), logits(in_memory))
+    if rank == 0:
+        written = export_safetensors(CommitReader(run), folder / "exported", file_bytes=1 << 30)
+        assert {file.name for file in written} == {"adapter_model.safetensors", "adapter_config.json"}
+        found, saved = (load_file(folder / name / "adapter_model.safetensors") for name in ("exported", "saved"))
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
+        configs = [json.loads((folder / name / "adapter_config.json").read_text()) for name in ("exported", "saved")]
+        assert configs[0] == configs[1]
+        assert isinstance(peft.PeftConfig.from_pretrained(str(folder / "exported")), peft.LoraConfig)
+
+
+def loaded(folder: Path, adapter: str, **options: Any) -> Any:
+    """Return the base of a folder with an adapter, sharded, in memory."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
+    return models.shard(peft.PeftModel.from_pretrained(whole, folder / adapter, **options))
+
+
+def test_from_a_checkpoint_to_an_adapter(tmp_path: Path) -> None:
+    """One rank."""
+    life(tmp_path)
+
+
+def test_from_a_checkpoint_to_an_adapter_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    """Two ranks: all save together, one writes."""
+    pair.run(life, tmp_path)
+
+
+KINDS = (
+    "lora-all", "dora", "lora-saved-head", "lora-embeddings", "lora-bf16-base", "ia3", "prompt", "prefix", "oft",
+    "lora-tokens", "lora-two-adapters",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
+    """Of a live model and of a commit: the files are equal, and give the logits of the model that was trained."""
+    import peft
+
+    torch.manual_seed(0)
+    model: Any = models.shard(adapted.ADAPTED[kind]())
+    with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
+        train(Recipe(steps=2), model, optimizer, Outcome())
+        model.save_pretrained(tmp_path / "saved")
+        optimizer.commit()
+        expected, run = logits(model), optimizer.run.folder
+    export_safetensors(CommitReader(run), tmp_path / "exported", file_bytes=1 << 30)
+    names = sorted(str(file.relative_to(tmp_path / "exported")) for file in (tmp_path / "exported").rglob("*.*"))
+    assert len(names) == 2 * len(model.peft_config)
+    for name in names:
+        files = [tmp_path / folder / name for folder in ("exported", "saved")]
+        if name.endswith(".json"):
+            assert len({file.read_text().strip() for file in files}) == 1
+        else:
+            found, saved = map(load_file, files)
+            assert found.keys() == saved.keys()
+            assert all(torch.equal(found[key], saved[key]) for key in saved)
+    torch.manual_seed(0)
+    made: Any = adapted.ADAPTED[kind]()
+    plain = made.get_base_model() if made.active_peft_config.is_prompt_learning else made.unload()
+    again = models.shard(peft.PeftModel.from_pretrained(plain, tmp_path / "exported"))
+    assert torch.equal(logits(again), expected)
+
+
+def test_the_plan_of_an_adapter_is_what_is_measured(tmp_path: Path) -> None:
+    """`infinity plan --lora`, which has seen no model, and a run with peft's: bytes and space within 1 %."""
+    source_file = tmp_path / "config.json"
+    torch.manual_seed(0)
+    made = base(layers=6)
+    made.config.save_pretrained(tmp_path)
+    source = find_model(str(source_file))
+    model = models.shard(with_adapter(lambda: made))
+    dotted = {"memory.host_bytes": "1MiB", "memory.page_bytes": PAGE, "update.placement": "in_backward"}
+    chosen = infinity.Config().with_values(**{**dotted, "storage.paths": [str(tmp_path)], "run.keep": "never"})
+    with infinity.offload(model, adamw(model), chosen) as optimizer:
+        train(Recipe(steps=WARM), model, optimizer, Outcome())
+        quiet(optimizer)
+        before = optimizer.run.ledger.total_bytes
+        train(Recipe(steps=WARM + STEADY), model, optimizer, Outcome(), first=WARM)
+        quiet(optimizer)
+        measured = {op: value - before[op] for op, value in optimizer.run.ledger.total_bytes.items()}
+        space = optimizer.run.stats.snapshot().value("tier_capacity_bytes", tier="nvme")
+        machine = Machine(
+            drives=Drives(count=1, read=1e9, write=1e9),
+            device=Accelerator(name="", flops=1e12),
+            update_seconds=UPDATE_SECONDS,
+            update_cores=optimizer.run.update_cores,
+        )
+    work = Workload(
+        batch_tokens=48,
+        sequence=24,
+        world_size=1,
+        micro_batches=1,
+        layer_major=True,
+        clipping=False,
+        computed="bfloat16",
+    )
+    found = estimate(with_lora(shape_of(source), RANK, "bfloat16"), work, machine, chosen)
+    assert as_planned(measured["read"], STEADY * found.traffic.read_bytes)
+    assert as_planned(measured["write"], STEADY * found.traffic.written_bytes)
+    assert found.drive_bytes == pytest.approx(space, rel=0.01)
+
+
+def refused(folder: Path, model: nn.Module, what: str) -> None:
+    """Check that a model is refused with some words, and that nothing was written."""
+    with pytest.raises(UnsupportedError, match=what):
+        infinity.offload(model, adamw(model), config(folder))
+    assert not any((folder / "nvme0").iterdir())
+
+
+def test_parameters_made_of_several_tensors_are_refused(tmp_path: Path) -> None:
+    """As quantised weights are, of whatever package: here of torch's own."""
+    made = base()
+    weight = made.model.layers[0].mlp.up_proj.weight.detach()
+    made.model.layers[0].mlp.up_proj.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    made.requires_grad_(False)
+    made.lm_head.requires_grad_(True)
+    refused(tmp_path, models.shard(made), "layers.0.mlp.up_proj.weight is of type TwoTensor")
+
+
+@pytest.mark.wide
+def test_quantised_weights_of_torchao_are_refused(tmp_path: Path) -> None:
+    """Those that `fully_shard` takes: a parameter that is made of several tensors."""
+    from torchao.quantization import NF4Tensor
+
+    made = base()
+    for layer in made.model.layers:
+        for linear in (m for m in layer.modules() if isinstance(m, nn.Linear)):
+            linear.weight = nn.Parameter(NF4Tensor.from_tensor(linear.weight.detach(), 64, 16), requires_grad=False)
+    refused(
+        tmp_path, models.shard(with_adapter(lambda: made)), "q_proj.base_layer.weight is of type NF4Tensor.*bfloat16"
+    )
+
+
+def test_modules_of_bitsandbytes_are_refused(tmp_path: Path) -> None:
+    """Their scales lie beside the parameter."""
+    made = base()
+    layer = made.model.layers[1].mlp
+    cls = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+    layer.up_proj.__class__ = cls
+    made.requires_grad_(False)
+    made.lm_head.requires_grad_(True)
+    refused(tmp_path, models.shard(made), r"layers.1.mlp.up_proj is quantised by bitsandbytes \(Linear4bit\)")
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    """All that differs is listed, by its names in the base."""
+    base(layers=5).save_pretrained(tmp_path / "base")
+    model = sharded(meta=True)
+    with pytest.raises(ConfigError) as caught:
+        infinity.offload(model, adamw(model), config(tmp_path), weights=tmp_path / "base")
+    text = str(caught.value)
+    assert "not those of LlamaForCausalLM" in text
+    assert "unexpected  model.layers.4.mlp.up_proj.weight" in text
+    assert "lora" not in text
+    assert "missing  " not in text
+
+
+def test_an_adapter_that_begins_with_the_weights_of_its_base_is_refused_on_the_meta_device(tmp_path: Path) -> None:
+    """The magnitudes of DoRA; what peft computes there has no values."""
+    import peft
+
+    base().save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        model = peft.get_peft_model(base(), peft.LoraConfig(use_dora=True, target_modules=["q_proj"]))
+    models.shard(model)
+    with pytest.raises(UnsupportedError, match=r"lora_magnitude_vector.*init=function"):
+        infinity.offload(model, adamw(model), config(tmp_path), weights=tmp_path / "base")

@@ -1,0 +1,61 @@
+"""Models that are frozen in part, with adapters of peft and without, have the bits of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.adapted import ADAPTED
+from support.ranks import RankPool
+from support.tables import all_but, variants
+from support.train import Paging, Recipe, compare
+
+STEPS = 5
+SETTINGS = {name: {} for name in ADAPTED} | {
+    "norms": {"clip": 0.5},
+    "dora": {"clip": 0.5},
+    "biases": {"micro": 2},
+    "lora-all": {"evaluate": True},
+    "head": {"policy": "fp32"},
+    "ia3": {"policy": "fp32"},
+    "lora-dropout": {"checkpointing": True},
+}
+WIDE = (
+    "lora-rank-stabilised", "lora-transposed", "lora-embeddings", "lora-tokens", "loha", "oft", "prefix",
+    "prompt-encoder", "norms", "lower-layers", "single-matrix", "tied-trained",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", all_but(ADAPTED, *WIDE))
+def test_one_rank(name: str, tmp_path: Path) -> None:
+    """Losses, norms, parameters and moments; of what is frozen, the values that it had."""
+    assert compare(Recipe(model=name, steps=STEPS, **SETTINGS[name]), Paging(arena="least"), str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "paging"),
+    variants(
+        {name: Recipe(model=name, steps=STEPS) for name in ("lora", "lora-bf16-base", "lora-saved-head", "biases")},
+        {
+            "forward": Paging(arena="least", placement="in_forward"),
+            "after-middle": Paging(placement="after_backward"),
+            "all": Paging(arena="all"),
+            "paths-split": Paging(arena="least", paths=2, format="split"),
+        },
+    ),
+)
+def test_other_ways_to_page(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
+    """Wherever updates run, in arenas of other sizes, with a split master."""
+    assert compare(recipe, paging, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "name", all_but(("lora", "lora-all", "lora-bf16-base", "lora-saved-head", "lora-tied", "dora", "ia3", "prompt",
+                     "biases", "upper-layers", "tied-frozen"),
+                    "lora-all", "lora-saved-head", "lora-tied", "ia3", "upper-layers")
+)  # fmt: skip
+def test_two_ranks(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """Rows of small adapters are uneven, and some ranks have none of them."""
+    recipe = Recipe(model=name, steps=STEPS, clip=0.5 if name == "dora" else None)
+    assert pair.run(compare, recipe, Paging(arena="least"), str(tmp_path)) == [[], []]

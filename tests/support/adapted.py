@@ -1,0 +1,109 @@
+"""Models that are frozen in part: with adapters of peft, and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def llama(**settings: Any) -> nn.Module:
+    """Return a tiny Llama, with biases in its attention if asked for."""
+    from support import models
+
+    return models.llama(**settings)
+
+
+def gpt2() -> nn.Module:
+    """Return a tiny GPT-2 without dropout, whose matrices are transposed."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=64, n_layer=4, n_head=2, n_positions=64, vocab_size=301, bos_token_id=None, eos_token_id=None,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def adapted(kind: str, make: Callable[[], nn.Module] = llama, **settings: Any) -> nn.Module:
+    """Return a model with an adapter of peft.
+
+    Args:
+        kind: of it: the name of its class of settings, such as ``LoraConfig``.
+        make: makes the base.
+        settings: of the adapter.
+    """
+    import peft
+
+    standard: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    if kind == "LoraConfig":
+        standard |= {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    return peft.get_peft_model(make(), getattr(peft, kind)(**{**standard, **settings}))
+
+
+lora = partial(adapted, "LoraConfig")
+
+
+def _in_bf16() -> nn.Module:
+    """Return a base in bf16, with adapters that peft makes in fp32."""
+    return lora(lambda: llama().to(torch.bfloat16))
+
+
+def _two() -> nn.Module:
+    """Return a model with two adapters, of which one is trained."""
+    import peft
+
+    model: Any = lora()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+    return model
+
+
+def _reentrant() -> nn.Module:
+    """Return a model that checkpoints as users of peft have long had it: inputs that require gradients."""
+    model: Any = lora()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    return model
+
+
+def _trained(make: Callable[[], nn.Module], *parts: str) -> nn.Module:
+    """Return a model of which only parameters are trained that have one of `parts` in their names."""
+    model = make()
+    for name, param in model.named_parameters():
+        param.requires_grad_(any(part in name for part in parts))
+    return model
+
+
+ADAPTED: dict[str, Callable[[], nn.Module]] = {
+    "lora": lora,
+    "lora-all": partial(lora, target_modules="all-linear", bias="all"),
+    "lora-dropout": partial(lora, lora_dropout=0.1),
+    "lora-rank-stabilised": partial(lora, use_rslora=True, init_lora_weights="gaussian"),
+    "lora-bf16-base": _in_bf16,
+    "lora-two-adapters": _two,
+    "lora-reentrant": _reentrant,
+    "lora-tied": partial(lora, partial(llama, tied=True)),
+    "lora-transposed": partial(lora, gpt2, target_modules=["c_attn"], fan_in_fan_out=True),
+    "lora-saved-head": partial(lora, modules_to_save=["lm_head"]),
+    "lora-embeddings": partial(lora, target_modules=["q_proj", "embed_tokens", "lm_head"]),
+    "lora-tokens": partial(lora, trainable_token_indices={"embed_tokens": [3, 5]}),
+    "dora": partial(lora, use_dora=True),
+    "ia3": partial(adapted, "IA3Config"),
+    "loha": partial(adapted, "LoHaConfig", target_modules=["q_proj", "up_proj"]),
+    "oft": partial(adapted, "OFTConfig", target_modules=["q_proj"], oft_block_size=8),
+    "prompt": partial(adapted, "PromptTuningConfig", partial(llama, layers=8), num_virtual_tokens=5),
+    "prefix": partial(adapted, "PrefixTuningConfig", num_virtual_tokens=5),
+    "prompt-encoder": partial(adapted, "PromptEncoderConfig", num_virtual_tokens=5, encoder_hidden_size=16),
+    "biases": partial(_trained, gpt2, "bias"),
+    "norms": partial(_trained, llama, "norm"),
+    "head": partial(_trained, llama, "lm_head"),
+    "upper-layers": partial(_trained, llama, "layers.2", "lm_head", "model.norm"),
+    "lower-layers": partial(_trained, llama, "layers.0"),
+    "single-matrix": partial(_trained, llama, "layers.1.mlp.up_proj"),
+    "tied-frozen": partial(_trained, partial(llama, tied=True), "layers"),
+    "tied-trained": partial(_trained, partial(llama, tied=True), "embed_tokens"),
+}
+"""Makes each model, by name."""
