@@ -40,9 +40,10 @@ def test_an_adapter_is_trained_as_in_memory_goes_on_and_is_exported(tmp_path: Pa
     begin = run_here(*TRAIN, "--steps", "3", "--lr-steps", "6", "--json", "--out", "o").summary
     rest = run_here("train", "--resume", "--steps", "6", *MEMORY, "--out", "o", "--json").summary
     assert rest["first_step"] == 4
-    size = sum(file.stat().st_size for file in (tmp_path / "begin").glob("adapter_model.safetensors"))
-    assert rest["nvme_read_bytes_per_step"] > 0
-    assert rest["nvme_written_bytes_per_step"] <= 4 * size, "adapters with their moments, and nothing of the base"
+    assert rest["nvme_read_bytes_per_step"] > 4 * rest["parameters"], "the base is read"
+    assert rest["nvme_written_bytes_per_step"] < rest["parameters"], (
+        "and not written: its updates would be 12 bytes each"
+    )
     assert run_here("export", "o/nvme", "--out", "last").status == 0
     assert {file.name for file in (tmp_path / "last").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     config = json.loads((tmp_path / "last/adapter_config.json").read_text())
