@@ -121,6 +121,7 @@ FORMATS: dict[str, Any] = {
     "jsonl": lambda made, path: made.to_json(path / "d.jsonl"),
     "jsonl.gz": lambda made, path: made.to_json(path / "d.jsonl.gz", compression="gzip"),
     "json": lambda made, path: (path / "d.json").write_text(json.dumps(made.to_list())),
+    "csv.gz": lambda made, path: made.to_csv(path / "d.csv.gz", index=False, compression="gzip"),
     "csv": lambda made, path: made.to_csv(path / "d.csv", index=False),
     "parquet": lambda made, path: made.to_parquet(path / "d.parquet"),
     "two of parquet": lambda made, path: [

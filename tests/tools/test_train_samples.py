@@ -19,7 +19,7 @@ from infinity_tools.samples.order import Order
 from infinity_tools.samples.pack import IGNORED, Packed, Packer
 from infinity_tools.samples.prepared import Preparation, Recipe, Sequences, prepare
 from infinity_tools.samples.source import Rows
-from support.fine_tuning import MARKED, chats, make_model, make_tokenizer, write_jsonl
+from support.fine_tuning import MARKED, TEMPLATE, chats, make_model, make_tokenizer, write_jsonl
 
 STRIPPING = (
     "{% for message in messages %}{% if not loop.last and message['role'] == 'assistant' %}<|end|>{% else %}"
@@ -69,6 +69,15 @@ def test_what_of_a_row_is_trained(tmp_path: Path) -> None:
     assert encoded(tokenizer, talk) == (SAID[: SAID.index("<|user|>and")], "the ship<|end|>")
     assert encoded(tokenizer, {"text": "far home"}) == ("far home<|eos|>",) * 2
     assert encoded(tokenizer, {"id": 3, "story": "far home"}) == ("far home<|eos|>",) * 2
+
+
+def test_a_template_is_given_the_tools(tmp_path: Path) -> None:
+    """As a list, or as a text of JSON, which is how tables have them."""
+    tokenizer = make_tokenizer(
+        tmp_path, "{% for tool in tools or [] %}{{ tool['name'] }}<|end|>{% endfor %}" + TEMPLATE
+    )
+    for tools in ([{"name": "a ship"}], '[{"name": "a ship"}]'):
+        assert encoded(tokenizer, {**CHAT, "tools": tools}) == ("a ship<|end|>" + SAID, ANSWERS)
 
 
 def test_a_template_that_marks_answers_gives_the_same(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def _files(path: Path) -> list[Path]:
 
 def _ending(file: Path) -> str:
     """Return the end of a name that says what is in the file, without that of a compression."""
-    return Path(file.stem if file.suffix in (".gz", ".xz", ".bz2", ".zst") else file.name).suffix
+    return Path(file.stem if file.suffix == ".gz" else file.name).suffix
 
 
 def _read(path: Path, files: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
