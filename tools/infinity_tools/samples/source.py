@@ -38,7 +38,10 @@ def is_data_set(path: Path) -> bool:
     A folder is a data set if `save_to_disk` wrote it, or if all of its files are of one such kind, but for a README and
     the like.
     """
-    return bool(_saved(path) or _files(path))
+    try:
+        return bool(_saved(path) or _files(path))
+    except OSError:  # which is said when it is read
+        return False
 
 
 @dataclass(frozen=True)
