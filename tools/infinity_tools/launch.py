@@ -36,10 +36,10 @@ def launch(count: int, words: Sequence[str]) -> int:
             f"--nproc {count} starts the ranks itself, but this process is one of several already (RANK and WORLD_SIZE "
             "are set, as torchrun does); leave one of them out"
         )
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
 
     # The ranks meet here: a port that this process holds cannot be taken by somebody else in between.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),

@@ -127,9 +127,9 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         training.commits_last = settings.run.keep != "never"
         pages.run_id = paged.run.folder.run_id
         view.say(_heading(f"{source.name}, {dtype}", _counted(model), training, settings, data.said))
-        names = options.log if ranks.rank == 0 else ()
+        names, told = options.log if ranks.rank == 0 else (), {**facts, "recipe": kept(recipe)}
         run_id, first = paged.run.folder.run_id, training.first_step
-        trackers = ranks.together("opening what is logged to", lambda: Trackers(names, out, run_id, first, facts))
+        trackers = ranks.together("opening what is logged to", lambda: Trackers(names, out, run_id, first, told))
         training.trackers = stack.enter_context(trackers)
         training.train()
         summary = _summarise(training, source.name, dtype, parameters)

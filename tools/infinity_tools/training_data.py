@@ -115,7 +115,7 @@ def open_data(
         found, facts, said = opening.data_set(options.data, options.split, "--data", ("train",))
         batches: BatchSource = Drawn(found, **share)
         steps = steps_of(options.epochs, len(found), sequences) if options.epochs is not None else None
-        said += f", an epoch is {len(found) / sequences:.3g} steps"
+        said += f"; an epoch is {len(found) / sequences:.3g} steps"
     else:
         _refuse_for_text(options)
         corpus = Corpus.of(options.data) if options.data else Corpus.of_standard_library()
@@ -124,7 +124,8 @@ def open_data(
         batches = Batches(corpus, length=options.seq, encode=encode, **share)
         steps, facts = None, {"text_bytes": corpus.size}
         said = f"text: {short(corpus.size)} bytes in {corpus.files} files"
-    lines, held_out = [said], None
+    lines = [said]
+    held_out: Readable | None = None
     paths = options.eval_data or (options.data if options.eval_split else ())
     if paths and kinds[paths[0]]:
         held_out, _, said = opening.data_set(paths, options.eval_split, "--eval-data", _HELD_OUT)
@@ -132,8 +133,9 @@ def open_data(
     elif paths:
         if options.eval_split:
             raise ConfigError(f"--eval-split {options.eval_split} is for data sets; {paths[0]} is plain text")
-        held_out = Windows(Corpus.of(paths, "--eval-data"), options.seq, _encode(options, source))
-        lines.append(f"held out text: {len(held_out)} sequences")
+        windows = Windows(Corpus.of(paths, "--eval-data"), options.seq, _encode(options, source))
+        held_out = windows
+        lines.append(f"held out text: {len(windows)} sequences")
     facts |= {"seed": seed, "batch_tokens": options.batch_tokens, "seq": options.seq}
     return TrainingData(batches=batches, held_out=held_out, steps=steps, facts=facts, said=tuple(lines))
 
