@@ -43,9 +43,9 @@ def train(
         str | None,
         typer.Option(
             metavar="r=16",
-            help="Train adapters of this rank beside the matrices of the layers, and freeze the model: "
-            "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. What is not said: alpha 2 r, no dropout, all linear "
-            "layers but the head. `infinity export` writes an adapter of peft.",
+            help="Train adapters of this rank beside the matrices of the layers, and freeze the model; r=16 may be "
+            "followed by ,alpha=32 and ,dropout=0.05 and ,targets=q_proj+v_proj. What is not said: alpha 2 r, no "
+            "dropout, all linear layers but the head. `infinity export` writes an adapter of peft.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
