@@ -110,6 +110,9 @@ def open_data(
     if len({kinds[path] for path in options.data}) > 1:
         text = next(path for path in options.data if not kinds[path])
         raise ConfigError(f"--data {str(text)!r} is plain text, and the others are data sets; name one kind")
+    paths = options.eval_data or (options.data if options.eval_split else ())
+    if paths and kinds[paths[0]]:
+        Rows.of(paths, options.eval_split, "--eval-data", _HELD_OUT)  # said before hours are spent on the others
     opening = _Opening(options, source, ranks, folder, report)
     if options.data and kinds[options.data[0]]:
         found, facts, said = opening.data_set(options.data, options.split, "--data", ("train",))
@@ -126,7 +129,6 @@ def open_data(
         said = f"text: {short(corpus.size)} bytes in {corpus.files} files"
     lines = [said]
     held_out: Readable | None = None
-    paths = options.eval_data or (options.data if options.eval_split else ())
     if paths and kinds[paths[0]]:
         held_out, _, said = opening.data_set(paths, options.eval_split, "--eval-data", _HELD_OUT)
         lines.append(f"held out {said}")
