@@ -19,7 +19,7 @@ from infinity_tools.samples.order import Order
 from infinity_tools.samples.pack import IGNORED, Packed, Packer
 from infinity_tools.samples.prepared import Preparation, Recipe, Sequences, prepare
 from infinity_tools.samples.source import Rows
-from support.fine_tuning import MARKED, TEMPLATE, chats, make_model, make_tokenizer, write_jsonl
+from support.fine_tuning import MARKED, TEMPLATE, chats, make_model, make_tokenizer, texts, write_jsonl
 
 STRIPPING = (
     "{% for message in messages %}{% if not loop.last and message['role'] == 'assistant' %}<|end|>{% else %}"
@@ -85,6 +85,33 @@ def test_a_template_that_marks_answers_gives_the_same(tmp_path: Path) -> None:
     plain, marked = make_tokenizer(tmp_path / "a"), make_tokenizer(tmp_path / "b", MARKED)
     for row in chats(20):
         assert encoded(plain, row) == encoded(marked, row)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["chat", "pair", "talk", "text"])
+def test_tokens_and_labels_are_those_of_trl(kind: str, tmp_path: Path) -> None:
+    """Of its `SFTTrainer`, with loss on what the assistant says."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model = make_model(tmp_path / "m", template=MARKED)
+    rows = {
+        "chat": list(chats(20)),
+        "pair": [{"prompt": "a sea ", "completion": "and storm"}, {"prompt": "the", "completion": " ship sails"}],
+        "talk": [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in chats(20)],
+        "text": list(texts(20)),
+    }[kind]
+    config = SFTConfig(
+        str(tmp_path / "o"), use_cpu=True, bf16=False, report_to=[], max_length=None, assistant_only_loss=kind == "chat"
+    )
+    tokenizer = make_tokenizer(tmp_path / "m", MARKED)
+    expected = SFTTrainer(
+        model, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    ).train_dataset
+    encoder = Encoder(tokenizer, Columns.of(rows[0], "", "--data d"), "completions", "--data d")
+    for sample, row in zip(encoder.encode(rows), expected, strict=True):
+        assert list(sample.tokens) == row["input_ids"]
+        assert list(sample.trained) == [label != IGNORED for label in row["labels"]]
 
 
 def test_a_template_that_shows_answers_in_another_way_later_is_refused(tmp_path: Path) -> None:
