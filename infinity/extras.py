@@ -13,12 +13,15 @@ from infinity.errors import MissingPackageError
 EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "transformers", "tokenizers"),
     "daemon": ("typer", "prometheus_client"),
+    "data": ("datasets", "pyarrow", "jinja2"),
     "hf": ("transformers", "tokenizers"),
     "qlora": ("torchao", "peft", "transformers", "tokenizers"),
     "peft": ("peft", "transformers", "tokenizers"),
     "trainer": ("transformers", "tokenizers", "accelerate"),
     "accelerate": ("accelerate",),
     "lightning": ("lightning",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
 }
 """Import names by extra; the `pip install` of the extra brings them."""
 

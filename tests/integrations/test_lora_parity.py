@@ -60,7 +60,16 @@ ON_TWO = (
 @pytest.mark.parametrize(
     "name",
     all_but(
-        ON_TWO, "lora-all", "lora-saved-head", "lora-tied", "ia3", "prompt", "qlora-nf4", "upper-layers", "tied-frozen"
+        ON_TWO,
+        "lora-all",
+        "lora-saved-head",
+        "lora-tied",
+        "ia3",
+        "prompt",
+        "qlora-int8",
+        "qlora-nf4",
+        "upper-layers",
+        "tied-frozen",
     ),
 )
 def test_two_ranks(name: str, tmp_path: Path, pair: RankPool) -> None:

@@ -18,6 +18,8 @@ from support.ranks import RankPool
 from support.traffic import quiet
 from support.train import Outcome, Paging, Recipe, settings, train
 
+pytestmark = pytest.mark.wide  # torchao prints to stderr when transformers is imported, so `make test` goes without it
+
 
 def sharded(how: str, *, meta: bool = False) -> Any:
     """Return a sharded model: a quantised base, and adapters."""

@@ -72,10 +72,12 @@ def test_messages_name_the_extra_that_brings_the_package(extra: str) -> None:
     assert set(EXTRAS[extra]) - {"tokenizers"} == distributions(extra)
 
 
-def test_all_is_all() -> None:
-    """`[all]` has every extra of users, `[dev]` has `[all]`."""
-    assert distributions("all") == OPTIONAL - {"tokenizers"}
+def test_all_is_all_but_what_few_use() -> None:
+    """`[all]` has every extra of users but those of single frameworks; `[dev]` has these too, `[wide]` the rest."""
+    single = set().union(*(distributions(extra) for extra in ("accelerate", "lightning", "qlora", "trainer", "wandb")))
+    assert distributions("all") == (OPTIONAL - {"tokenizers"} - single) | {"peft", "transformers"}
     assert distributions("all") < distributions("dev")
+    assert distributions("dev") | distributions("wide") >= OPTIONAL - {"tokenizers"}
 
 
 def test_every_import_is_declared() -> None:

@@ -31,7 +31,7 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path):
 
     def at(step, *, seed=1, rank=0, world_size=1):
         batches = Batches(corpus, sequences=4, length=16, seed=seed, rank=rank, world_size=world_size)
-        return batches.at(step)
+        return batches.at(step)["input_ids"]
 
     assert at(3).shape == (4, 16)
     assert torch.equal(at(3), at(3))
@@ -46,7 +46,7 @@ def test_a_tokenizer_is_fed_until_it_has_given_enough(tmp_path):
     batches = Batches(
         corpus, sequences=1, length=20, seed=0, rank=0, world_size=1, encode=lambda text: [1] * (len(text) // 30)
     )
-    assert batches.at(0).tolist() == [[1] * 20]
+    assert batches.at(0)["input_ids"].tolist() == [[1] * 20]
 
 
 def test_a_tokenizer_that_knows_nothing_of_the_text(tmp_path):

@@ -162,7 +162,9 @@ def test_pretrained_folder_starts_where_the_model_in_memory_starts(tmp_path):
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "pretrained")
     (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
-    tokens = Batches(Corpus.of([tmp_path / "text"]), sequences=4, length=32, seed=7, rank=0, world_size=1).at(0)
+    tokens = Batches(Corpus.of([tmp_path / "text"]), sequences=4, length=32, seed=7, rank=0, world_size=1).at(0)[
+        "input_ids"
+    ]
     with torch.no_grad():
         expected = model(input_ids=tokens, labels=tokens).loss.item()
     options = ["--model", "pretrained", "--data", "text", "--seed", "7", "--dtype", "fp32", "--steps", "2"]

@@ -33,8 +33,8 @@ class Corpus:
         self._ends = list(accumulate(file.stat().st_size for file in files))  # bytes up to the end of each file
 
     @classmethod
-    def of(cls, names: Iterable[Path]) -> Corpus:
-        """Return the corpus of files, and of all files in folders, in the order of their names.
+    def of(cls, names: Iterable[Path], option: str = "--data") -> Corpus:
+        """Return the corpus of files, and of all files in folders, in the order of their names; `option` names them.
 
         Raises:
             ConfigError: one is missing or cannot be read, or there is nothing in them.
@@ -47,14 +47,14 @@ class Corpus:
                 elif name.is_file():
                     files.append(name)
                 else:
-                    raise ConfigError(f"--data {str(name)!r} is no file or folder")
+                    raise ConfigError(f"{option} {str(name)!r} is no file or folder")
             corpus = cls(files)
         except OSError as error:
-            raise ConfigError(f"--data: {error.filename} cannot be read: {error.strerror}") from error
+            raise ConfigError(f"{option}: {error.filename} cannot be read: {error.strerror}") from error
         if closed := [file for file in files if not os.access(file, os.R_OK, effective_ids=True)]:
-            raise ConfigError(f"--data: {closed[0]} cannot be read: you may not; leave it out or change its mode")
+            raise ConfigError(f"{option}: {closed[0]} cannot be read: you may not; leave it out or change its mode")
         if not corpus.size:
-            raise ConfigError(f"--data: there is no text in {', '.join(map(str, names)) or 'nothing'}")
+            raise ConfigError(f"{option}: there is no text in {', '.join(map(str, names)) or 'nothing'}")
         return corpus
 
     @classmethod
@@ -105,7 +105,7 @@ class Corpus:
 
 
 class Batches:
-    """The batches of one rank: int64 tensors of shape (sequences of this rank, sequence length)."""
+    """The batches of one rank: a pure function of seed and step."""
 
     def __init__(
         self,
@@ -127,11 +127,30 @@ class Batches:
                 f"--data has {format_size(corpus.size)} of text, too little for sequences of {length} tokens"
             )
 
-    def at(self, step: int) -> torch.Tensor:
-        """Return the batch of a step, counted from 0."""
+    @property
+    def span(self) -> int:
+        """Bytes of the text that give a sequence."""
+        return self._length * (_BYTES_PER_TOKEN if self._encode else 1)
+
+    def start(self, step: int, drawn: int) -> None:
+        """Steps draw at random: nothing depends on what was drawn before."""
+
+    def drawn(self, step: int) -> int:
+        """Return how many sequences the first `step` steps take."""
+        return step * self._sequences
+
+    def at(self, step: int) -> dict[str, torch.Tensor]:
+        """Return the batch of a step, counted from 0: arguments of the model, int64 of shape (sequences of this rank,
+        sequence length).
+        """
         generator = np.random.Generator(np.random.Philox(key=[self._seed, step]))
         starts = generator.integers(0, self._corpus.size, size=self._sequences)[self._mine]
-        return torch.stack([torch.tensor(np.asarray(self._tokens(int(s))), dtype=torch.int64) for s in starts])
+        tokens = self.from_places([int(start) for start in starts])
+        return {"input_ids": tokens, "labels": tokens}
+
+    def from_places(self, starts: Sequence[int]) -> torch.Tensor:
+        """Return the sequences that begin at some bytes of the text: int64 of shape (sequences, sequence length)."""
+        return torch.stack([torch.tensor(np.asarray(self._tokens(start)), dtype=torch.int64) for start in starts])
 
     def _tokens(self, start: int) -> _Tokens:
         if self._encode is None:

@@ -6,14 +6,13 @@ import json
 import logging
 import math
 import os
-import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,73 +22,30 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
 from infinity import Config, PagedOptimizer
-from infinity.checkpoint.commit import choose_run
-from infinity.checkpoint.manifest import Published, choose_commit, complete_commits, published_in
-from infinity.config import check_config, runtime_dir
+from infinity.config import runtime_dir
 from infinity.errors import ConfigError, InfinityError, is_lost_connection
 from infinity.ranks import Ranks
-from infinity.sources.reshard import folders_of
 from infinity.telemetry import read_stats_page
 from infinity.telemetry.page import Snapshot, StatsPageError, stats_page_files
 from infinity.units import format_size
-from infinity_tools.data import Batches, Corpus, tokenizer_of
+from infinity_tools.evaluation import Evaluation
+from infinity_tools.going_on import agreed_recipe, finished, kept_options, next_commands, taken_up
+from infinity_tools.lora import add_lora, named
 from infinity_tools.measure import KernelCounts, report
+from infinity_tools.options import TrainOptions, check_batch, check_clipping, check_options, micro_batches
 from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype, count_parameters, find_model, on_meta, shard
 from infinity_tools.progress import StepView, View, open_view, short
-from infinity_tools.recipe import Recipe, begun, kept, resumed
+from infinity_tools.recipe import Recipe, begun, kept
+from infinity_tools.samples.pack import IGNORED
 from infinity_tools.signals import SIGNALS, StopRequest
 from infinity_tools.summary import RunFacts, StepLog, check_log, result_lines, summarise, summary_table, write_summary
+from infinity_tools.tracking import Trackers
+from infinity_tools.training_data import BatchSource, open_data
 
 _log = logging.getLogger("infinity")
-_BYTE_VALUES = 256
-_LOG = "steps.jsonl"
-_NO_MODEL = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
-"""What a configuration says that is no matter of the model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """What to train and how; where the state lives is in `Config`."""
-
-    model: str
-    """Preset, or folder of a configuration or a pretrained model, see `find_model`."""
-    strict: bool
-    """Refuse a pretrained folder that lacks weights of the model, or has others."""
-    data: tuple[Path, ...]
-    """Files to train on, as bytes; none: the sources of Python's standard library."""
-    out: Path | None
-    """Folder of summary and log; None: `runs/` and the time."""
-    batch_tokens: int
-    """Tokens of a step, over all ranks."""
-    micro_tokens: int | None
-    """Tokens of a rank's forward pass; None: all of its tokens of a step."""
-    seq: int
-    """Tokens of a sequence."""
-    steps: int
-    """Step at which the run ends, counted from the very first."""
-    given: Mapping[str, Any]
-    """What the command line says of the recipe."""
-    override: bool
-    """Whether what is `given` replaces the recipe of a run that goes on."""
-    again: tuple[str, ...]
-    """The command line without what a run that goes on gets anew."""
-    commit_every: int
-    """Steps between commits; 0: only one, at the end."""
-    dtype: str
-    """What the model computes in: `bf16`, `fp32`, or `auto`: bf16 where the processor has it."""
-    activation_checkpointing: bool
-    """Whether blocks compute their forward again in backward."""
-    threads: int
-    """CPU threads of torch; 0: torch's default."""
-    metrics_port: int | None
-    """Where rank 0 serves its metrics; None: nowhere, 0: any free port."""
-    metrics_host: str
-    """Address that it listens on."""
-    metrics_linger: float
-    """Seconds that it still serves after the last step."""
-    json: bool
-    """Whether the summary goes to standard output as JSON, and nothing else."""
+_LOG, _DATA = "steps.jsonl", "data"
+"""In the folder of `--out`: the log, and the folder of data sets that are prepared."""
 
 
 def run_training(options: TrainOptions, settings: Config) -> int:
@@ -100,14 +56,15 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    _check(options, settings)
-    corpus = Corpus.of(options.data) if options.data else Corpus.of_standard_library()
-    source = find_model(options.model)
+    check_options(options, settings)
     mesh = infinity.mesh()
     ranks = Ranks.current()
+    if settings.run.resume:
+        options = taken_up(options, _with_paths(options.out, settings), ranks)
+    source = find_model(options.model)
     check_batch(options, source, ranks)
     out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
-    made = [folder for folder in (out / "nvme", out, *out.parents) if not os.path.lexists(folder)]
+    made = [folder for folder in (out / "nvme", out / _DATA, out, *out.parents) if not os.path.lexists(folder)]
     settings = ranks.together("making the output folder", lambda: _with_folders(out, settings, ranks))
     console = Console(stderr=True)
     _route_logs(console, ranks, quiet=options.json)
@@ -117,7 +74,10 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         stack.enter_context(_without_leftovers(made))
         stop = stack.enter_context(StopRequest())
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
-        if settings.run.resume and (ended := _finished(settings, options, ranks)):
+        data = open_data(options, source, ranks, settings.run.seed, out / _DATA, view.doing)
+        if data.steps is not None:
+            options = replace(options, steps=data.steps)
+        if settings.run.resume and (ended := finished(settings, options, ranks)):
             if ranks.rank == 0:
                 _show_finished(*ended, view, options)
             stack.close()
@@ -131,42 +91,51 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             view.say(f"metrics: http://{options.metrics_host or socket.gethostname()}:{server.port}/metrics")
         dtype = best_dtype() if options.dtype == "auto" else options.dtype
         model = on_meta(source)
+        architecture = type(model).__name__
+        if options.lora is not None:
+            model = add_lora(model, options.lora, named(options.model))
         parameters = count_parameters(model)
         sliced = options.micro_tokens is not None  # which recomputes activations, too
         shard(model, mesh, bf16=dtype == "bf16", checkpointing=options.activation_checkpointing and not sliced)
         if sliced:
-            infinity.micro_batches(model, _micro_batches(options, ranks))
+            infinity.micro_batches(model, micro_batches(options, ranks))
         recipe = begun(options.given, options.steps)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
         view.doing(f"placing {short(parameters)} parameters on NVMe")
         paged = stack.enter_context(_offload(model, optimizer, settings, source, strict=options.strict))
-        batches = Batches(
-            corpus,
-            sequences=options.batch_tokens // options.seq,
-            length=options.seq,
-            seed=settings.run.seed,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            encode=tokenizer_of(source.weights),
-        )
-        source.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        source.config.architectures = [architecture]
         facts = {
-            "data": _data_facts(options, settings, corpus),
+            "data": data.facts,
             "computation": {"dtype": options.dtype, "state.format": settings.state.format},
             "model_config": json.loads(source.config.to_json_string()),
+            "options": kept_options(options),
         }
-        recipe = _agreed_recipe(recipe, paged, facts, options, ranks)
+        recipe = agreed_recipe(recipe, paged, facts, options, ranks)
         if recipe.max_grad_norm is not None:
             check_clipping(f"the commit's --max-grad-norm {recipe.max_grad_norm:g}", settings)
-        training = Training(
-            model, paged, recipe, facts, batches, options, ranks, view, stop, torch.device(mesh.device_type), out
-        )
+        device = torch.device(mesh.device_type)
+        training = Training(model, paged, recipe, facts, data.batches, options, ranks, view, stop, device, out)
+        if data.held_out is not None:
+            training.evaluation = Evaluation(
+                data.held_out,
+                every=options.eval_every,
+                at_once=options.batch_tokens // options.seq // ranks.world_size,
+                ranks=ranks,
+                device=device,
+            )
         training.commits_last = settings.run.keep != "never"
         pages.run_id = paged.run.folder.run_id
-        view.say(_heading(f"{source.name}, {dtype}", parameters, training, settings, corpus))
+        view.say(_heading(f"{source.name}, {dtype}", _counted(model), training, settings, data.said))
+        names, told = options.log if ranks.rank == 0 else (), {**facts, "recipe": kept(recipe)}
+        run_id, first = paged.run.folder.run_id, training.first_step
+        trackers = ranks.together("opening what is logged to", lambda: Trackers(names, out, run_id, first, told))
+        training.trackers = stack.enter_context(trackers)
         training.train()
         summary = _summarise(training, source.name, dtype, parameters)
-        summary["next"] = _next_commands(training, settings, ranks)
+        summary["next"] = next_commands(
+            options, settings, ranks, paged.run.folder, training.committed, out, stopped=bool(training.stopped_by)
+        )
         if ranks.rank == 0:
             written = _write_results(out, summary)
         if ranks.local_rank == 0 and options.metrics_port is not None:
@@ -240,7 +209,7 @@ class Training:
         optimizer: PagedOptimizer,
         recipe: Recipe,
         facts: dict[str, Any],
-        batches: Batches,
+        batches: BatchSource,
         options: TrainOptions,
         ranks: Ranks,
         view: View,
@@ -258,6 +227,11 @@ class Training:
         self.stopped_by = 0  # number of the signal that ended training early; 0 if none did
         self.commits_last = True  # whether the end is committed
         self.committed = optimizer.steps  # step of the newest commit; 0: there is none
+        self.evaluation: Evaluation | None = None  # on data that are held out
+        self.eval_losses: list[tuple[int, float]] = []  # what it found, with the step after which
+        self.trackers: Trackers | None = None  # of rank 0, where there are any
+        self.gradient_norm: float | None = None  # of the step that was taken last, before clipping
+        batches.start(optimizer.steps, _drawn_before(optimizer, facts, batches))
         self._extra = {**facts, "recipe": kept(recipe)}  # what every commit is given besides the position in the data
         for group in optimizer.param_groups:
             group.update(lr=recipe.lr, initial_lr=recipe.lr, weight_decay=recipe.weight_decay)
@@ -277,8 +251,12 @@ class Training:
             while optimizer.steps < options.steps and not self.stopped_by:
                 self._step()
                 shown = self._shown()
+                if self.evaluation is not None and self.evaluation.is_due(optimizer.steps, options.steps):
+                    shown["eval_loss"] = self._evaluate(self.evaluation)
                 if log is not None:
                     log.write(shown)
+                if self.trackers is not None:
+                    self.trackers.log(shown)
                 if options.commit_every and optimizer.steps % options.commit_every == 0:
                     self._commit()
             if self.commits_last and self.committed != optimizer.steps:
@@ -286,23 +264,29 @@ class Training:
         optimizer.drain()
 
     def _step(self) -> None:
-        tokens = self.batches.at(self.optimizer.steps).to(self.device)
-        loss = self._loss(tokens)
+        inputs = {name: value.to(self.device) for name, value in self.batches.at(self.optimizer.steps).items()}
+        loss = self._loss(inputs)
         self._agree(loss.detach().float().item())
         loss.backward()
         if self.recipe.max_grad_norm is not None:
-            self.optimizer.clip_grad_norm_(self.recipe.max_grad_norm)
+            self.gradient_norm = float(self.optimizer.clip_grad_norm_(self.recipe.max_grad_norm))
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
-        self.optimizer.report(loss=self.losses[-1], tokens=tokens.numel())
+        self.optimizer.report(loss=self.losses[-1], tokens=inputs["input_ids"].numel())
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.kernel.end()
 
-    def _loss(self, tokens: torch.Tensor) -> Any:
-        """Compute the loss; a model that cannot compute is one that its config.json does not describe."""
+    def _loss(self, inputs: dict[str, torch.Tensor]) -> Any:
+        """Compute the loss; a model that cannot compute is one that its config.json does not describe.
+
+        Every token that counts counts alike, on whichever rank it is: gradients are means over the ranks.
+        """
+        if self.ranks.world_size > 1 and "position_ids" in inputs:
+            count = self._sum([float((inputs["labels"][:, 1:] != IGNORED).sum())])[0]
+            inputs["num_items_in_batch"] = torch.tensor(count / self.ranks.world_size, device=self.device)
         try:
-            return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            return self.model(**inputs, use_cache=False).loss
         except InfinityError:
             raise
         except Exception as error:
@@ -326,10 +310,18 @@ class Training:
         self.losses.append(mean)
         self.stopped_by = next((int(number) for number, wish in zip(SIGNALS, wishes, strict=True) if wish), 0)
 
+    def _evaluate(self, evaluation: Evaluation) -> float:
+        loss = evaluation.loss(self.model)
+        self.eval_losses.append((self.optimizer.steps, loss))
+        self.view.evaluated(self.optimizer.steps, loss)
+        self.optimizer.run.ledger.restart_step()  # the next step begins now
+        self.kernel.begin()
+        return loss
+
     def _shown(self) -> dict[str, Any]:
         record = self.optimizer.records[-1]
-        shares = [record.read_bytes, record.written_bytes, record.stall_seconds / record.seconds]
-        read, written, stalled = self._sum([float(value) for value in shares])
+        shares = [record.read_bytes, record.written_bytes, record.stall_seconds / record.seconds, record.stall_seconds]
+        read, written, stalled, stalled_seconds = self._sum([float(value) for value in shares])
         view = StepView(
             step=record.step,
             loss=self.losses[-1],
@@ -348,7 +340,9 @@ class Training:
             "nvme_read_bytes": int(read),
             "nvme_written_bytes": int(written),
             "stall_share": view.stall_share,
+            "stall_seconds": stalled_seconds / self.ranks.world_size,
             "lr": self.lr,
+            **({} if self.gradient_norm is None else {"grad_norm": self.gradient_norm}),
         }
 
     def _sum(self, values: list[float]) -> list[float]:
@@ -360,82 +354,9 @@ class Training:
         return [float(value) for value in total]
 
     def _commit(self) -> None:
-        self.optimizer.commit(self._extra)
+        self.optimizer.commit({**self._extra, "drawn": self.batches.drawn(self.optimizer.steps)})
         self.committed = self.optimizer.steps
         self.kernel.begin()
-
-
-def _check(options: TrainOptions, settings: Config) -> None:
-    check_sequences(options)
-    if "max_grad_norm" in options.given:
-        check_clipping("--max-grad-norm", settings)
-    if settings.storage.paths:
-        check_config(settings)
-    elif settings.run.resume and options.out is None:
-        raise ConfigError("--resume needs --nvme, or the --out of the run that is to go on")
-
-
-def check_clipping(by: str, settings: Config) -> None:
-    """Refuse clipping where updates run in backward; `by` asks for it. Raises `ConfigError`."""
-    if settings.update.placement == "in_backward":
-        raise ConfigError(
-            f"--update in_backward updates before the global norm is known, which {by} needs; "
-            "use --update in_forward or leave --update out"
-        )
-
-
-class Batch(Protocol):
-    """The tokens of a step, as `TrainOptions` names them."""
-
-    @property
-    def batch_tokens(self) -> int: ...
-
-    @property
-    def micro_tokens(self) -> int | None: ...
-
-    @property
-    def seq(self) -> int: ...
-
-
-def check_sequences(options: Batch) -> None:
-    """Refuse a batch that is no whole number of sequences. Raises `ConfigError`."""
-    if options.batch_tokens % options.seq:
-        near = max(1, round(options.batch_tokens / options.seq)) * options.seq
-        raise ConfigError(f"--batch-tokens {options.batch_tokens} is not a multiple of --seq {options.seq}; try {near}")
-
-
-def check_batch(options: Batch, source: ModelSource, ranks: Ranks) -> None:
-    """Refuse a batch that the ranks cannot share, or a model that cannot be trained on it. Raises `ConfigError`."""
-    sequences = options.batch_tokens // options.seq
-    if sequences % ranks.world_size:
-        raise ConfigError(
-            f"--batch-tokens {options.batch_tokens} makes {sequences} sequences of {options.seq} tokens, which "
-            f"{ranks.world_size} ranks cannot share equally; try {options.seq * ranks.world_size}"
-        )
-    if options.micro_tokens is not None and (
-        options.micro_tokens % options.seq or options.batch_tokens % (options.micro_tokens * ranks.world_size)
-    ):
-        each = sequences // ranks.world_size
-        possible = ", ".join(str(number * options.seq) for number in range(1, each + 1) if each % number == 0)
-        raise ConfigError(
-            f"--micro-tokens {options.micro_tokens} cannot share the {options.batch_tokens // ranks.world_size} tokens "
-            f"per rank equally in sequences of {options.seq}; possible: {possible}"
-        )
-    vocabulary = getattr(source.config, "vocab_size", None)
-    if not isinstance(vocabulary, int):
-        raise ConfigError(f"--model {source.name} is no language model: its configuration has no vocab_size")
-    if (layers := getattr(source.config, "num_hidden_layers", 1)) < 1:
-        raise ConfigError(f"--model {source.name} has {layers} layers (num_hidden_layers); it needs 1 or more")
-    if vocabulary < _BYTE_VALUES and tokenizer_of(source.weights) is None:
-        raise ConfigError(f"the model knows {vocabulary} tokens, but the text has {_BYTE_VALUES} different bytes")
-    longest = getattr(source.config, "max_position_embeddings", None)
-    if longest is not None and options.seq > longest:
-        raise ConfigError(f"--seq {options.seq} is above the {longest} positions of the model")
-
-
-def _micro_batches(options: TrainOptions, ranks: Ranks) -> int:
-    """Return the number of micro-batches of a rank in a step."""
-    return options.batch_tokens // (options.micro_tokens * ranks.world_size) if options.micro_tokens else 1
 
 
 def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
@@ -454,6 +375,20 @@ def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
 
 
+def _with_paths(out: Path | None, settings: Config) -> Config:
+    """Return settings that name the folder of the state: that of `--out` where none is named."""
+    return settings if settings.storage.paths else settings.with_values(**{"storage.paths": (str(out) + "/nvme",)})
+
+
+def _drawn_before(optimizer: PagedOptimizer, facts: Mapping[str, Any], batches: BatchSource) -> int:
+    """Return how many sequences the steps before have had of these data; 0 where they had others."""
+    found = optimizer.resumed_extra
+    if found.get("data", {}).get("content") != facts["data"].get("content"):
+        return 0
+    drawn = found.get("drawn")
+    return int(drawn) if isinstance(drawn, int) else batches.drawn(optimizer.steps)
+
+
 @contextmanager
 def _without_leftovers(made: Sequence[Path]) -> Iterator[None]:
     """Remove folders again that were made for a run, the innermost first, if they are empty at its end."""
@@ -465,47 +400,14 @@ def _without_leftovers(made: Sequence[Path]) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _agreed_recipe(
-    asked: Recipe, paged: PagedOptimizer, facts: dict[str, Any], options: TrainOptions, ranks: Ranks
-) -> Recipe:
-    """Return the recipe to train with; say what of the command line is not as it was in the run that goes on."""
-    found = paged.resumed_extra
-    if not paged.steps:
-        return asked
-    recipe, says = resumed(options.given, found.get("recipe"), options.steps, override=options.override)
-    before, now = found.get("data", {}), facts["data"]
-    if other := [
-        f"{name} {now[name]} (was {before[name]})" for name in now if now[name] != before.get(name, now[name])
-    ]:
-        says.append(
-            f"the command line holds, not the commit: {', '.join(other)}; batches are others than they would be"
-        )
-    before, now = found.get("computation", {}), facts["computation"]
-    if other := [f"{name} {now[name]} (was {before[name]})" for name in before if before[name] != now.get(name)]:
-        says.append(f"the command line holds, not the commit: {', '.join(other)}")
-    before, now = found.get("model_config", {}), facts["model_config"]
-    if other := [
-        f"{name} {now.get(name)} (was {before[name]})"
-        for name in before
-        if name not in _NO_MODEL and before[name] != now.get(name)
-    ]:
-        says.append(f"the model is another one than that of the commit: {', '.join(other)}")
-    if ranks.rank == 0:
-        for text in says:
-            _log.warning("%s", text)
-    return recipe
+def _counted(model: nn.Module) -> str:
+    """Return how many parameters a model has, and how many of them are trained."""
+    total = count_parameters(model)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"{short(total)} parameters" + (f", {short(trained)} of them trained" if trained < total else "")
 
 
-def _data_facts(options: TrainOptions, settings: Config, corpus: Corpus) -> dict[str, Any]:
-    return {
-        "seed": settings.run.seed,
-        "batch_tokens": options.batch_tokens,
-        "seq": options.seq,
-        "text_bytes": corpus.size,
-    }
-
-
-def _heading(name: str, parameters: int, training: Training, settings: Config, corpus: Corpus) -> str:
+def _heading(name: str, parameters: str, training: Training, settings: Config, data: Sequence[str]) -> str:
     run, layout = training.optimizer.run, training.optimizer.run.layout
     arena = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
     share = f" ({arena / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
@@ -518,11 +420,10 @@ def _heading(name: str, parameters: int, training: Training, settings: Config, c
         went_on = ", new: there was nothing to resume"
     return (
         f"run {run.folder.run_id}{went_on}\n"
-        f"{name}: {short(parameters)} parameters, {format_size(layout.state_bytes)} of state{each} on "
+        f"{name}: {parameters}, {format_size(layout.state_bytes)} of state{each} on "
         f"{', '.join(settings.storage.paths)}, {ranks} rank{'s' if ranks > 1 else ''}\n"
         f"host arena {format_size(arena)}{each}{share}, pages of {format_size(layout.page_bytes)}, "
-        f"{run.stats.header.info['io_engine']}\n"
-        f"text: {short(corpus.size)} bytes in {corpus.files} files"
+        f"{run.stats.header.info['io_engine']}\n" + "\n".join(data)
     )
 
 
@@ -538,7 +439,7 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
         world_size=ranks.world_size,
         first_step=training.first_step,
         tokens_per_step=training.options.batch_tokens,
-        micro_batches=_micro_batches(training.options, ranks),
+        micro_batches=micro_batches(training.options, ranks),
         sequence_length=training.options.seq,
         losses=tuple(training.losses),
         io_engine=optimizer.run.stats.header.info["io_engine"],
@@ -547,47 +448,9 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
         interrupted=bool(training.stopped_by),
         committed_step=training.committed or None,
         recipe=kept(training.recipe),
+        eval_losses=tuple(training.eval_losses),
     )
     return summarise(facts, [found for found in reports if found.node == mine])
-
-
-def _next_commands(training: Training, settings: Config, ranks: Ranks) -> dict[str, str]:
-    """Return the commands for what a run has left: to export it, to go on, and to free its space. None: {}.
-
-    They name the run: by the time that they are used, another one may be the newest in these folders.
-    """
-    if settings.run.keep == "never" or not training.committed:
-        return {}
-    options, run = training.options, training.optimizer.run.folder
-    folders = shlex.join(str(root.parent) for root in run.roots)
-    train = ["infinity", "train"]
-    if ranks.world_size > 1:
-        train = ["torchrun", "--nproc-per-node", str(ranks.local_world_size), "-m", "infinity_tools", "train"]
-    again = [*train, *options.again]
-    steps = options.steps if training.stopped_by else 2 * options.steps
-    out = training.out / f"step{training.committed}"
-    return {
-        "export": f"infinity export {folders} --run {run.run_id} --step {training.committed} "
-        f"--out {shlex.quote(str(out))}",
-        "resume": shlex.join([*again, "--out", str(training.out), "--resume", run.run_id, "--steps", str(steps)]),
-        "free": f"infinity store rm {folders} {run.run_id}",
-    }
-
-
-def _finished(settings: Config, options: TrainOptions, ranks: Ranks) -> tuple[str, int] | None:
-    """Return id and step of the run to resume if it has no step left to take. Nothing is opened of it or changed.
-
-    Raises:
-        CommitError: there is none.
-    """
-    paths = settings.run.resume_paths or settings.storage.paths
-    run_id = choose_run(paths, settings.run.resume, ranks)
-    if not run_id:
-        return None
-    folder = ranks.together("finding the run's folders", lambda: folders_of(paths, run_id, settings.storage.paths))
-    published = set[Published]().union(*ranks.collect(published_in(folder.commits)))
-    step = choose_commit(run_id, complete_commits(published), settings.run.resume_step).step
-    return (run_id, step) if step >= options.steps else None
 
 
 def _show_finished(run_id: str, step: int, view: View, options: TrainOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,19 @@ def write_picture(out: Path, summary: dict[str, Any]) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     first, records = summary["first_step"], summary["step_records"]
-    _loss(left, list(range(first, first + summary["steps"])), summary["losses"])
+    _loss(left, list(range(first, first + summary["steps"])), summary["losses"], summary["eval_losses"])
     _time(right, [record["step"] for record in records], records)  # of a long run, the last steps only
     figure.suptitle(f"{summary['model']} · {summary['parameters'] / 1e6:.4g} M parameters · run {summary['run_id']}")
     with replacing(out / "summary.png", 0o666) as file:
         figure.savefig(file, format="png", dpi=120)
 
 
-def _loss(axes: Axes, steps: list[int], losses: list[float]) -> None:
-    axes.plot(steps, losses, color="#4477aa", marker="o" if len(steps) <= 50 else "", markersize=4)
+def _loss(axes: Axes, steps: list[int], losses: list[float], held_out: Sequence[tuple[int, float]]) -> None:
+    mark = "o" if len(steps) <= 50 else ""
+    axes.plot(steps, losses, color="#4477aa", marker=mark, markersize=4, label="training")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), color="#ee6677", marker="s", markersize=4, label="held out")
+        axes.legend(frameon=False)
     axes.set_title("loss")
     axes.grid(alpha=0.3)
     axes.set_xlabel("step")

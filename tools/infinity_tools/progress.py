@@ -88,6 +88,9 @@ class View(Protocol):
     def stepped(self, view: StepView) -> None:
         """A step is complete."""
 
+    def evaluated(self, step: int, loss: float) -> None:
+        """The loss on held-out data is known after a step."""
+
 
 def open_view(console: Console, *, silent: bool) -> View:
     """Return the view that suits: nothing, a bar on a terminal, or lines."""
@@ -115,6 +118,9 @@ class _Silence:
     def stepped(self, view: StepView) -> None:
         pass
 
+    def evaluated(self, step: int, loss: float) -> None:
+        pass
+
 
 class _Lines(_Silence):
     def __init__(self, console: Console) -> None:
@@ -140,6 +146,9 @@ class _Lines(_Silence):
         if self._first or view.step == self._total or now - self._last >= _LINE_SECONDS:
             self._first, self._last = False, now
             self.say(f"step {view.step}/{self._total}  loss {view.loss:.4f}  {view.rates}")
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self.say(f"step {step}/{self._total}  held-out loss {loss:.4f}")
 
 
 class _Figures(RegexHighlighter):
@@ -197,6 +206,9 @@ class _Bar:
         beside = len(f"  step {view.step}/{self._total}  ") + _LEAST_BAR
         figures = view.figures(_clock(left), self._console.width - beside)
         self._steps.update(self._task, completed=view.step, figures=figures)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self.say(f"step {step}  held-out loss {loss:.4f}")
 
 
 def short(number: float) -> str:

@@ -63,6 +63,8 @@ class RunFacts:
     """Step of the newest commit; None: there is none."""
     recipe: Mapping[str, Any]
     """See `Recipe`."""
+    eval_losses: tuple[tuple[int, float], ...]
+    """Steps, and the loss on held-out data after each."""
 
 
 def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
@@ -236,11 +238,15 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     ended = [("ended", "early, by a signal")] if s["interrupted"] else []
     retries = s["nvme_retries_total"]
     retried = [("retried", f"{retries} transfers; look after the drives")] if retries else []
+    found = s["eval_losses"]
+    shown = [f"{loss:.4f} at step {step}" for step, loss in (found if len(found) < 2 else (found[0], found[-1]))]
+    held_out = [("held-out loss", ", ".join(shown))] if shown else []
     micro = s["micro_batches"]
     batch = [("batch", f"{s['tokens_per_step']} tokens, {micro} micro-batches per rank")] if micro > 1 else []
     return [
         *ended,
         ("loss", f"{losses[0]:.4f} at step {s['first_step']}, {losses[-1]:.4f} at step {last}"),
+        *held_out,
         *batch,
         ("step", f"{seconds:.3g} s, {short(s['tokens_per_second'])} tokens/s"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,17 +39,82 @@ def train(
             rich_help_panel=_MODEL,
         ),
     ] = "auto",
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="r=16",
+            help="Train adapters of this rank beside the matrices of the layers, and freeze the model; r=16 may be "
+            "followed by ,alpha=32 and ,dropout=0.05 and ,targets=q_proj+v_proj. What is not said: alpha 2 r, no "
+            "dropout, all linear layers but the head. `infinity export` writes an adapter of peft.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
     activation_checkpointing: Annotated[
         bool, typer.Option(help="Keep only the inputs of layers; compute them twice.", rich_help_panel=_MODEL)
     ] = False,
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text: a file, or a folder of files; repeatable. A token is a byte, except for pretrained folders "
-            "with a tokenizer.json. [default: the sources of Python's standard library]",
+            help="What to train on, repeatable. A data set: a parquet, jsonl, json, csv or arrow file, a folder of "
+            "such files, or one that save_to_disk of `datasets` wrote. Or plain text: a file, or a folder of files, "
+            "whose tokens are bytes unless the model has a tokenizer.json. [default: the sources of Python's standard "
+            "library]",
             rich_help_panel=_DATA,
         ),
     ] = None,
+    split: Annotated[
+        str,
+        typer.Option(
+            help="Of a data set that has several. [default: train, or the only one]",
+            rich_help_panel=_DATA,
+            show_default=False,
+        ),
+    ] = "",
+    text_column: Annotated[
+        str,
+        typer.Option(
+            help="Column of a data set to train on, of texts or chats. [default: messages; or prompt and completion; "
+            "or text; or the only column of text]",
+            rich_help_panel=_DATA,
+            show_default=False,
+        ),
+    ] = "",
+    loss_on: Annotated[
+        str,
+        typer.Option(
+            help="completions: of prompt and completion the completion, of a chat what the assistant says. all: every "
+            "token.",
+            rich_help_panel=_DATA,
+        ),
+    ] = "completions",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the tokenizer and its chat template. [default: --model's]", rich_help_panel=_DATA),
+    ] = None,
+    epochs: Annotated[
+        float | None,
+        typer.Option(
+            help="Train on every sequence of a data set so often, instead of --steps; each epoch in another order.",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    eval_data: Annotated[
+        list[Path] | None,
+        typer.Option(help="What is held out, to show the loss on it; as --data.", rich_help_panel=_DATA),
+    ] = None,
+    eval_split: Annotated[
+        str,
+        typer.Option(
+            help="Split that is held out, of --eval-data or else of --data. [default: of --eval-data validation, test, "
+            "or the only one]",
+            rich_help_panel=_DATA,
+            show_default=False,
+        ),
+    ] = "",
+    eval_every: Annotated[
+        int,
+        typer.Option(min=0, help="Evaluate every so many steps, not only after the last one.", rich_help_panel=_DATA),
+    ] = 0,
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens per step, over all ranks.", rich_help_panel=_DATA)
     ] = 512,
@@ -62,7 +128,15 @@ def train(
             rich_help_panel=_DATA,
         ),
     ] = None,
-    seq: Annotated[int, typer.Option(min=2, help="Tokens per sequence.", rich_help_panel=_DATA)] = 256,
+    seq: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            help="Tokens per sequence. Texts of a data set are laid end to end and cut; of chats and completions as "
+            "many as fit are in a sequence, where they do not see each other; what is longer is cut off at its end.",
+            rich_help_panel=_DATA,
+        ),
+    ] = 256,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -213,6 +287,10 @@ def train(
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(help="Log figures of steps also to tensorboard or wandb; repeatable.", rich_help_panel=_OUTPUT),
+    ] = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(
@@ -249,19 +327,28 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="Settings as TOML (docs/settings.md); options override it.")
     ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Start so many ranks on this machine, as torchrun does.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=0, max=4096, help="Threads that compute. 0: torch decides.")] = 0,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
     version: Version = False,
 ) -> None:
     """Train a causal language model whose parameters and optimizer state live on NVMe.
 
-    Also under torchrun: `torchrun --nproc-per-node 2 -m infinity_tools train …`.
+    On several GPUs or nodes: `--nproc 8`, or `torchrun --nproc-per-node 8 -m infinity_tools train …`.
     """
     with failures(debug=debug):
+        if nproc is not None:
+            from infinity_tools.launch import launch
+
+            raise typer.Exit(launch(nproc, ["train", *_words(context, without={"nproc"})]))
         from infinity import load_config
         from infinity.errors import ConfigError
         from infinity.store.marker import is_run_id
-        from infinity_tools.loop import TrainOptions, run_training
+        from infinity_tools.loop import run_training
+        from infinity_tools.lora import check_lora
+        from infinity_tools.options import TrainOptions
 
         if model == "list":
             _list_presets(json=json)
@@ -322,6 +409,16 @@ def train(
             model=model,
             strict=strict,
             data=tuple(data or ()),
+            split=split,
+            text_column=text_column,
+            loss_on=loss_on,
+            tokenizer=tokenizer,
+            lora=check_lora(lora) if lora is not None else None,
+            epochs=epochs,
+            eval_data=tuple(eval_data or ()),
+            eval_split=eval_split,
+            eval_every=eval_every,
+            log=tuple(log or ()),
             out=out,
             batch_tokens=batch_tokens,
             micro_tokens=micro_tokens,
@@ -329,7 +426,8 @@ def train(
             steps=steps,
             given={name: value for name, value in recipe.items() if value is not None},
             override=override,
-            again=_repeated(context),
+            said=_said(context),
+            again=_words(context, without=_ANEW),
             commit_every=commit_every,
             dtype=dtype,
             activation_checkpointing=activation_checkpointing,
@@ -359,25 +457,32 @@ app.command(cls=TrainCommand)(train)
 
 _ANEW = {
     "resume", "resume_path", "resume_step", "override", "steps", "out", "trace", "json", "debug",
-    "lr", "lr_steps", "warmup_steps", "weight_decay", "max_grad_norm",
+    "lr", "lr_steps", "warmup_steps", "weight_decay", "max_grad_norm", "epochs", "nproc",
 }  # fmt: skip
 """Options that a command that goes on does not repeat: it has its own, or the commit has them."""
 
 
-def _repeated(context: typer.Context) -> tuple[str, ...]:
-    """Return what the command line has said, as far as a run that goes on needs it again."""
-    said: list[str] = []
+def _said(context: typer.Context) -> frozenset[str]:
+    """Return the names of the options that the command line has said."""
+    names = [option.name or "" for option in context.command.params]
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
+def _words(context: typer.Context, *, without: Container[str]) -> tuple[str, ...]:
+    """Return what the command line has said, but for some options."""
+    words: list[str] = []
+    said = _said(context)
     for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        if option.name in _ANEW or source is None or source.name != "COMMANDLINE":
+        if option.name not in said or option.name in without:
             continue
         value = context.params[option.name or ""]
         if isinstance(value, bool):
-            said.append(option.opts[0] if value else option.secondary_opts[0])
+            words.append(option.opts[0] if value else option.secondary_opts[0])
         else:
             for item in value if isinstance(value, list | tuple) else [value]:
-                said += [option.opts[0], str(item)]
-    return tuple(said)
+                words += [option.opts[0], str(item)]
+    return tuple(words)
 
 
 def _list_presets(*, json: bool) -> None:

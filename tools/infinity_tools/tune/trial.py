@@ -52,7 +52,7 @@ class Trials:
 
         import infinity
         from infinity.ranks import Ranks
-        from infinity_tools.loop import check_batch
+        from infinity_tools.options import check_batch
         from infinity_tools.presets import best_dtype, find_model
 
         if workload.threads:

@@ -1,0 +1,97 @@
+"""`infinity train --log`: what TensorBoard and W&B get, of one rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.command import SMALL, run_here
+
+TRAIN = [*SMALL, "--data", "t.txt", "--eval-data", "t.txt", "--max-grad-norm", "1"]
+FIGURES = {"loss", "lr", "grad_norm", "tokens_per_second", "stall_seconds", "nvme_read_bytes", "nvme_written_bytes"}
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path) -> None:
+    """Write a text to train on."""
+    (tmp_path / "t.txt").write_text("far home and over the sea " * 50)
+
+
+def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
+    """With the values of steps.jsonl; a run that goes on from a commit replaces what is behind it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    few = [*TRAIN, "--log", "tensorboard", "--commit-every", "2", "--retained-commits", "2", "--out", "o"]
+    assert run_here(*few, "--steps", "4", "--lr-steps", "5").status == 0
+    assert run_here("train", "--resume", "--resume-step", "2", "--steps", "5", "--out", "o", *SMALL[-4:]).status == 0
+    (folder,) = (tmp_path / "o/tensorboard").iterdir()
+    found = EventAccumulator(str(folder)).Reload()
+    tags = found.Tags()["scalars"]
+    assert {f"train/{name}" for name in FIGURES} | {"eval/loss"} <= set(tags)
+    rows = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    for tag, key in (("train/loss", "loss"), ("train/lr", "lr"), ("train/grad_norm", "grad_norm")):
+        assert [event.value for event in found.Scalars(tag)] == pytest.approx([row[key] for row in rows])
+    evaluated = [row for row in rows if "eval_loss" in row]
+    assert found.Scalars("eval/loss")[-1].value == pytest.approx(evaluated[-1]["eval_loss"])
+
+
+def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder of results; what was logged is handed over under its names."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged: dict[int, dict[str, float]] = {}
+    log = wandb.Run.log
+
+    def noted(run: wandb.Run, data: dict[str, float], step: int) -> None:
+        logged[step] = data
+        log(run, data, step=step)
+
+    monkeypatch.setattr(wandb.Run, "log", noted)
+    assert run_here(*TRAIN, "--log", "wandb", "--steps", "2", "--out", "o").status == 0
+    assert list((tmp_path / "o/wandb").glob("offline-run-*/run-*.wandb"))
+    assert sorted(logged) == [1, 2]
+    assert {f"train/{name}" for name in FIGURES} <= set(logged[1])
+    assert "eval/loss" in logged[2]
+
+
+def test_wandb_without_an_account_says_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line; nothing is left of the run."""
+    import wandb
+
+    def refused(**_: object) -> None:
+        raise wandb.Error("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refused)
+    ended = run_here(*TRAIN, "--log", "wandb", "--steps", "2", "--out", "o")
+    assert ended.status == 2
+    said = " ".join(ended.errors.split())
+    assert "--log wandb: No API key configured.; WANDB_MODE=offline in the environment needs no account" in said
+    assert not list(tmp_path.glob("o/nvme/*/commits/*"))
+
+
+@pytest.mark.parametrize(
+    ("package", "options", "extra"),
+    [
+        ("tensorboard", ["--log", "tensorboard"], "tensorboard"),
+        ("wandb", ["--log", "wandb"], "wandb"),
+        ("peft", ["--lora", "r=4"], "peft"),
+        ("datasets", ["--data", "d.jsonl"], "data"),
+    ],
+)
+def test_what_is_not_installed(
+    package: str, options: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One line names the package and the extra; nothing was done."""
+    (tmp_path / "d.jsonl").write_text('{"text": "far home"}\n')
+    monkeypatch.setitem(sys.modules, package, None)
+    ended = run_here(*SMALL, *options, "--out", "o")
+    assert ended.status == 2
+    assert ended.errors.endswith(
+        f"needs the package {package}, which is not installed: pip install 'infinity-offload[{extra}]'\n"
+    )
+    assert not (tmp_path / "o").exists()

@@ -1,0 +1,121 @@
+"""`--nproc`: a command that is several ranks on this machine, each a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from infinity.errors import ConfigError
+from infinity_tools.signals import SIGNALS
+
+_LOOK_SECONDS = 0.05
+_GRACE, _PATIENCE = 5.0, 60.0
+"""Seconds after which the other ranks, when one has failed, are told to end; and after which they are ended at once."""
+_PR_SET_PDEATHSIG = 1
+_PROGRAM = ("-m", "infinity_tools")
+
+
+def launch(count: int, words: Sequence[str]) -> int:
+    """Run `infinity` with these words as so many ranks, and return the exit status: that of the rank that failed first.
+
+    Standard input and output are passed on, and so are signals. When one rank fails, the others, which would wait for
+    it, are ended. When this process is killed, so are they.
+
+    Raises:
+        ConfigError: this process is a rank itself.
+    """
+    if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        raise ConfigError(
+            f"--nproc {count} starts the ranks itself, but this process is one of several already (RANK and WORLD_SIZE "
+            "are set, as torchrun does); leave one of them out"
+        )
+    import torch.distributed as dist
+
+    # The ranks meet here: a port that this process holds cannot be taken by somebody else in between.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+    }
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun takes 1
+        common["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
+    command = [sys.executable, *_PROGRAM, *words]
+    ranks = _Processes()
+    with ranks:
+        for rank in range(count):
+            ranks.start(command, {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        return ranks.wait()
+
+
+class _Processes:
+    """The processes of all ranks, and the signals that they are to get."""
+
+    def __init__(self) -> None:
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Processes:
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        # In a group of its own: what a terminal sends to all of a group, a rank would get twice.
+        parent = os.getpid()
+        libc = ctypes.CDLL(None)
+
+        def tie() -> None:  # in the new process, before it becomes the command
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        self._running.append(subprocess.Popen(command, env=environment, preexec_fn=tie, process_group=0))
+
+    def wait(self) -> int:
+        """Wait for all to end; return the status of the first that failed, or 0."""
+        status, failed, told = 0, 0.0, False
+        while running := [process for process in self._running if process.poll() is None]:
+            if not status:
+                status, failed = self._first_status(), time.monotonic()
+            waited = time.monotonic() - failed if status else 0.0
+            if waited > _PATIENCE or (waited > _GRACE and not told):
+                told = True
+                for process in running:
+                    process.send_signal(signal.SIGKILL if waited > _PATIENCE else signal.SIGTERM)
+            time.sleep(_LOOK_SECONDS)
+        return status or self._first_status()
+
+    def _first_status(self) -> int:
+        """Return the status of a rank that has failed; of several that of one that was killed: the others follow."""
+        failed = sorted(process.returncode for process in self._running if process.poll())
+        return _shown(failed[0]) if failed else 0
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+def _shown(status: int) -> int:
+    """Return an exit status as a shell has it: 128 and the number for a process that a signal ended."""
+    return status if status >= 0 else 128 - status
