@@ -24,7 +24,7 @@ SETTINGS = {name: {} for name in ADAPTED} | {
 WIDE = (
     "lora-rank-stabilised", "lora-transposed", "lora-embeddings", "lora-tokens", "lora-reentrant", "loha", "oft",
     "prefix", "prompt-encoder", "head", "upper-layers", "tied-frozen", "norms", "lower-layers", "single-matrix",
-    "tied-trained",
+    "tied-trained", "qlora-int8", "qlora-nf4",
 )  # fmt: skip
 
 
