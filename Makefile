@@ -26,7 +26,7 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
   tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gpu gpu-test docs docs-pictures docs-site install clean
+.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gpu gpu-test docs docs-pictures docs-site install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -78,6 +78,10 @@ test-torch: install
 gpu-test: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),install)
 	PYTHONPATH=$(SOURCES) TORCH_CUDA_SANITIZER=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 \
 	  $(GPU_PYTHON) -m pytest -p support.gpu -m gpu $(GPU_TESTS) $(ARGS)
+
+# The programs in examples/, as a user starts them.
+examples: install
+	$(BIN)/pytest tests/examples $(ARGS)
 
 fuzz: install
 	$(BIN)/pytest tests/checkpoint/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)

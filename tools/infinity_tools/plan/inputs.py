@@ -350,7 +350,9 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
         f"computation: {device.flops / 1e12:.3g} TFLOP/s reached by each rank on {device.name} "
         f"({sources.get('computation') or _how_fast(asked)})",
         f"updates: {1e9 * machine.update(found.settings.state.format):.2g} ns per parameter"
-        + (f", on {cores} core{'s' * (cores > 1)} beside computation" if cores else ""),
+        + (f", on {cores} core{'s' * (cores > 1)} beside computation" if cores else "")
+        + "; on the device, as its link takes less"
+        * (found.updates_on_device and found.settings.update.device == "auto"),
     ]
     if device.link:
         lines.append(

@@ -163,17 +163,21 @@ def _facts(found: Estimate) -> Table:
         ("memory to compute in", f"about {format_size(found.working_bytes)}", where),
     ]
     if found.device_bytes:
-        rows.append(("memory for weights", format_size(found.device_bytes), _weights_there(found)))
+        rows.append(("memory beside that", format_size(found.device_bytes), _stays_there(found)))
     return table("in all", ("", "", ""), rows)
 
 
-def _weights_there(found: Estimate) -> str:
+def _stays_there(found: Estimate) -> str:
     """Return what the memory of the device is used for beside computation."""
     placed, units = found.placed, len(found.model.units)
-    if not placed.staged:
-        return "too little for those of two units: each is copied when it is due"
-    stay = f"those of {len(placed.kept)} of {units} stay from forward to backward" if placed.kept else ""
-    return ", ".join(filter(None, ("those of the next unit ahead of its gather", stay)))
+    parts = []
+    if placed.staged:
+        parts.append("weights of the next unit ahead of its gather")
+    if placed.kept:
+        parts.append(f"those of {len(placed.kept)} of {units} units stay from forward to backward")
+    if placed.at_home:
+        parts.append(f"{len(placed.at_home)} of {units} units live there with their state")
+    return ", ".join(parts) or "too little for the weights of two units: each is copied when it is due"
 
 
 def _commits(found: Estimate) -> str:
@@ -211,6 +215,7 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
             "bytes": found.device_bytes,
             "staged": found.placed.staged,
             "kept_units": len(found.placed.kept),
+            "units_at_home": len(found.placed.at_home),
             "to_device_bytes_per_step": found.link_traffic.to_device * linked,
             "from_device_bytes_per_step": found.link_traffic.from_device * linked,
         },
