@@ -74,6 +74,7 @@ class StepPlanner:
 
         Raises:
             InfinityError: the placement that is set is impossible.
+            BudgetError: steps will store gradients, and the drives have no room for them.
         """
         if self.recording:
             self.placed = placed(self._wanted, events, late=late, exchanges=self._exchanges)
@@ -89,6 +90,7 @@ class StepPlanner:
                 threaded=self._threaded, device_bytes=self.device_bytes, update_on_device=self.update_on_device,
                 exchanges=self._exchanges,
             )  # fmt: skip
+            self._pager.make_room(plan)  # before anything is updated: it may be that there is no room
             self._plans = {"pending": plan}
 
     def follow(self, events: tuple[Event, ...], *, pending: bool) -> None:
@@ -102,6 +104,10 @@ class StepPlanner:
             self.plan = self._plan_from("pending")
             self._pager.install(self.plan)
             self._ledger.predicted(self.plan.traffic.read_bytes, self.plan.traffic.written_bytes)
+        if self.plan is not None:
+            self._pager.make_room(
+                self.plan
+            )  # gives back what the gradients of the first steps took, once they are gone
         if self.placement.in_forward and not pending:
             self._pager.install(self._plan_from("nothing"))
         else:

@@ -196,7 +196,7 @@ class Run:
                 hashers=self.hashers,
             )
             self.undo.push(store.close)
-            store.reserve_gradients(stored=settings.update.placement in ("in_forward", "after_backward"))
+            store.expect_gradients(True)  # until the first step has shown whether they are stored
             folders = [str(Path(path).resolve()) for path in self.place.paths]
             pacing = Pacing(daemon, folder.run_id, folders, [str(file) for file in files], engine.pace)
             self.undo.push(pacing.close)

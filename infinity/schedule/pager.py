@@ -196,14 +196,16 @@ class Pager:
                 state.leases += 1
         return Lease(self, uses, cursor, access, behind=behind, threaded=threaded, copies=copies)
 
-    def install(self, plan: Plan | None) -> None:
-        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`.
+    def make_room(self, plan: Plan) -> None:
+        """Have room on the drives for gradients if steps that follow a plan store them, and give it back if not.
 
         Raises:
-            BudgetError: it stores gradients, for which the drives have no room.
+            BudgetError: there is no room. StorageError: a drive failed.
         """
-        if plan is not None:
-            self._store.expect_gradients(plan.traffic.written[Role.GRAD] > 0)
+        self._store.expect_gradients(plan.traffic.written[Role.GRAD] > 0)
+
+    def install(self, plan: Plan | None) -> None:
+        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`."""
         with self._transfers.lock:
             self._transfers.check()
             self._cache.drop_claims()

@@ -249,8 +249,6 @@ class ExtentAllocator:
         """Lock of `_free`; notified when a slot comes back."""
         self._free: dict[tuple[int, int], list[int]] = {}
         """Offsets in bytes of free slots by (path, length), the lowest last."""
-        self._lent: dict[tuple[int, int], int] = {}
-        """Lengths of slots that are lent, by (path, offset)."""
         self.add(classes, taken)
 
     def add(self, classes: Sequence[SlotClass], taken: _Used | None = None) -> None:
@@ -279,21 +277,10 @@ class ExtentAllocator:
             free = self._free.get((path, length))
             return Extent(path, free.pop(), length) if free else None
 
-    def lend(self, path: int, slot: int, length: int) -> Extent | None:
-        """Return the first `length` bytes of a free slot of `slot` bytes, or None where none is free."""
-        with self._freed:
-            free = self._free.get((path, slot))
-            if not free:
-                return None
-            offset = free.pop(0)  # the highest: those below are next in turn
-            self._lent[path, offset] = slot
-            return Extent(path, offset, length)
-
     def give(self, extent: Extent) -> None:
         """Take a slot back."""
         with self._freed:
-            length = self._lent.pop((extent.path, extent.offset), extent.length)
-            self._free.setdefault((extent.path, length), []).append(extent.offset)
+            self._free.setdefault((extent.path, extent.length), []).append(extent.offset)
             self._freed.notify_all()
 
     def drain(self, classes: Sequence[SlotClass]) -> bool:

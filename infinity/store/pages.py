@@ -243,7 +243,7 @@ class PageStore:
         self._edited: set[int] = set()
         """Fixed pages that may be written again. Grows with `allow_edits`."""
         self._lengths = lengths
-        self._gradients = GradientSpace(pages, spare, self._extents, lengths, lambda: self._slots)
+        self._gradients = GradientSpace(pages, spare, lengths, lambda: self._slots)
         """Where gradients lie."""
         self._lock = Lock()
         self._writers = ThreadPoolExecutor(max(1, hashers), thread_name_prefix="infinity-writer")
@@ -281,6 +281,7 @@ class PageStore:
         """
         with self._gradients.growing:
             self._make_room(paths, self._edited)
+            self._gradients.make_room(paths)
             self._paths = tuple(paths)
 
     def allow_edits(self, pages: Iterable[int]) -> None:
@@ -311,19 +312,8 @@ class PageStore:
         self._extents.add(slots)
         self._slots = (*self._slots, *slots)
 
-    def reserve_gradients(self, *, stored: bool) -> None:
-        """Have room for gradients before the first step: for all of them, or for those that no slot can be lent to.
-
-        Args:
-            stored: whether they surely are stored in every step.
-
-        Raises:
-            BudgetError: there is no room. StorageError: a drive failed.
-        """
-        self._gradients.reserve(self._paths, lending=self.retained > 0 and not stored)
-
     def expect_gradients(self, stored: bool) -> None:
-        """Have room for the gradients of all pages if they are stored in every step; if not, give it back.
+        """Have room for the gradients of all pages if they may be stored in a step; if not, give it back.
 
         Raises:
             BudgetError: there is no room. StorageError: a drive failed.
@@ -390,18 +380,8 @@ class PageStore:
     def _take(self, page: int) -> Extent:
         """Return a slot for a new version of a page."""
         if self._pages[page].role is Role.GRAD:
-            return self._gradients.take(self._pages[page], self._paths, self._lending(page), self._timeout)
+            return self._gradients.take(self._pages[page], self._paths, self._timeout)
         return self._extents.take(self._paths[page], self._pages[page].nbytes, self._timeout)
-
-    def _lending(self, page: int) -> Page | None:
-        """Return the host of a page of gradients, if its next slot may be lent now. [Note: what may be lent]"""
-        host = self._gradients.host(page)
-        if host is None or not self.retained:
-            return None
-        with self._lock:
-            version = self._current.get(host)
-            may = version is not None and (not self._named or self._named[version] > 0)
-        return self._pages[host] if may else None
 
     def _give(self, page: int, extent: Extent) -> None:
         """Take back the slot of a version that nobody needs."""
