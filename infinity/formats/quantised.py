@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.extras import needs
 from infinity.formats.transformers_names import Conversion
 
@@ -84,7 +84,7 @@ class QuantisedLinear(nn.Linear):
         parts = self._parts
         if any(part.is_meta or type(part) is not nn.Parameter for part in parts):
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=parts[0].device.type)
-        return self._dequantised(parts)
+        return self._dequantised(parts).as_subclass(_ToLookAt)
 
     def reset_parameters(self) -> None:
         """Do nothing: the weight has no first values of its own."""
@@ -93,6 +93,24 @@ class QuantisedLinear(nn.Linear):
         """Return `x` times the dequantised weight, plus the bias."""
         product: torch.Tensor = _Product.apply(x, self._dequantised, *self._parts)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias
+
+
+class _ToLookAt(torch.Tensor):
+    """A dequantised weight for others: a copy, so that what is set there would be lost without a word."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed with it is an ordinary tensor
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values; peft adds adapters to them that are merged."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise UnsupportedError(
+            "the weight of this layer is quantised, and nothing can be merged into it: save the adapter, and merge it "
+            "into the base as it was, by PeftModel.from_pretrained(base, folder).merge_and_unload()"
+        )
 
 
 class _Unflatten:

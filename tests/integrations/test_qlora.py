@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import infinity
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.quantised import QuantisedLinear, quantise_
 from support import adapted, models
 from support.ranks import RankPool
@@ -117,6 +117,20 @@ def test_bytes_of_a_step(how: str, most: float, tmp_path: Path) -> None:
             p for p in optimizer.run.layout.pages if p.fixed and optimizer.run.layout.units[p.unit].name != "root"
         ]
         assert 0 < 2 * sum(page.nbytes for page in layers) / elements <= most
+
+
+@pytest.mark.parametrize("how", ["int8", "nf4"])
+def test_adapters_are_not_merged_into_what_is_quantised(how: str) -> None:
+    """They would be lost without a word; the layer is as it was."""
+    with torch.device("cpu"):
+        base = adapted.llama(width=128).to(torch.bfloat16)
+    quantise_(base, adapted.quantisation(how))
+    model = adapted.lora(lambda: base)
+    before = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.clone()
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(UnsupportedError, match="nothing can be merged into it: save the adapter"):
+            merge()
+    assert torch.equal(model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight, before)
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
