@@ -98,12 +98,12 @@ class QuantisedLinear(nn.Linear):
 class _ToLookAt(torch.Tensor):
     """A dequantised weight for others: a copy, so that what is set there would be lost without a word."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed with it is an ordinary tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what is computed with it is an ordinary tensor
 
-    @property
+    @property  # type: ignore[override]
     def data(self) -> torch.Tensor:
         """The values; peft adds adapters to them that are merged."""
-        return torch.Tensor.data.__get__(self)
+        return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
