@@ -101,7 +101,8 @@ def build(options: argparse.Namespace, variant: str, folder: str, device_bytes: 
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     import infinity
-    from infinity_tools.presets import layers_of, on_meta
+    from infinity.models.sharding import layers_of
+    from infinity_tools.presets import on_meta
 
     model = on_meta(source_of(options))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

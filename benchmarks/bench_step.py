@@ -76,7 +76,8 @@ def build(
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     import infinity
-    from infinity_tools.presets import find_model, layers_of, on_meta
+    from infinity.models.sharding import layers_of
+    from infinity_tools.presets import find_model, on_meta
 
     source = find_model(options.model)
     model = on_meta(source)
@@ -331,7 +332,8 @@ def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 
 def largest_unit(options: argparse.Namespace) -> int:
     """Return the number of parameters of the largest unit."""
-    from infinity_tools.presets import find_model, layers_of, on_meta
+    from infinity.models.sharding import layers_of
+    from infinity_tools.presets import find_model, on_meta
 
     model = on_meta(find_model(options.model))
     layers = [sum(param.numel() for param in layer.parameters()) for layer in layers_of(model)]

@@ -56,7 +56,7 @@ class FileSpace:
         for number, size in enumerate(file_sizes(slots, len(self._files))):
             file = self._files[number]
             try:
-                if os.path.getsize(file) > size:
+                if file.exists() and os.path.getsize(file) > size:
                     os.truncate(file, size)
             except OSError as error:
                 raise StorageError("shorten", str(file), size, 0, error.errno) from error

@@ -9,6 +9,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -557,7 +558,12 @@ class PageStore:
             self._pending.pop(id(ticket), None)
 
     def close(self) -> None:
-        """Wait until writes that were handed in are submitted; the data files are closed with the engine."""
+        """Wait until writes that were handed in are submitted; the data files are closed with the engine.
+
+        What gradients took is given back: nobody needs them any more.
+        """
         self._writers.shutdown(wait=True)
         if self._verifiers is not None:
             self._verifiers.shutdown(wait=True)
+        with suppress(StorageError):  # the drive has failed: whatever is to be said of that has been
+            self._lengths.cut(self._slots)

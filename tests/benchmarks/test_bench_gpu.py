@@ -156,6 +156,6 @@ def test_what_is_planned_for_a_gpu(updates: str, monkeypatch: pytest.MonkeyPatch
     if updates == "cpu":
         assert resources["links"] == pytest.approx(max(plan["bytes"][way] for way in LINK) / 55e9)
     else:
-        assert [plan["bytes"][way] for way in LINK] == [None, None]
+        assert resources["updates"] <= max(plan["bytes"][way] for way in LINK) / 55e9
         assert resources["updates"] == pytest.approx(24 * shape.parameters / 55e9)
     assert plan["step_seconds"] >= max(resources.values())

@@ -34,7 +34,6 @@ REFUSED = {
     "Adafactor": (lambda p: torch.optim.Adafactor(p), "element-wise|slice"),
     "LBFGS": (lambda p: torch.optim.LBFGS(p), "element-wise|slice|closure"),
     "SparseAdam": (lambda p: torch.optim.SparseAdam(p), "dense|element-wise"),
-    "Muon": (lambda p: torch.optim.Muon(p), "element-wise|slice|2D"),
 }
 
 

@@ -21,7 +21,7 @@ LARGE = (
 )
 QUICK = (
     "plan --parameters 3e8 --layers 8 --hidden 1536 --vocabulary 16000 --host-memory 512MiB "
-    "--nvme-bandwidth 7e9/5e9 --gpu h100 --batch-tokens 8192"
+    "--nvme-bandwidth 7e9/5e9 --gpu h100 --update-cores 8 --batch-tokens 8192"
 )
 
 

@@ -337,7 +337,7 @@ PLANS = [
             "tflops": "0 -1 nan inf fast",
             "nvme-count": "0 x",
             "update-cores": "x 1.5",
-            "retained-commits": "0 x",
+            "retained-commits": "-1 x",
         }.items()
         for value in values.split()
     ),
@@ -416,7 +416,7 @@ SETTINGS = [
     toml("[run]\nseed = 99999999999999999999", "run.seed", "maximum"),
     toml("[run]\nresume = true", "run.resume = True", "a text"),
     toml("[run]\nresume_paths = ['c']", "run.resume_paths", "run.resume"),
-    toml("[run]\nretained_commits = 0", "run.retained_commits = 0", "minimum of 1"),
+    toml("[run]\nretained_commits = -1", "run.retained_commits = -1", "minimum of 0"),
     toml("[run]\nkeep = 'yes'", "'yes'", "'always'"),
     toml("[telemetry]\ntimeline_events = 0", "telemetry.timeline_events = 0", "minimum of 1"),
     toml("[telemetry]\ntimeline = 5", "telemetry.timeline = 5", "a text"),
