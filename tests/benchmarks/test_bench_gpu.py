@@ -137,7 +137,7 @@ def test_all_but_the_first_are_capped(variant: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("updates", ["cpu", "cuda"])
 def test_what_is_planned_for_a_gpu(updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links, checksums and Python have their seconds; bytes of the link are known for updates on the CPU."""
+    """Links, checksums and Python have their seconds; pages that are updated on the device take the link both ways."""
     monkeypatch.syspath_prepend(PROGRAM.parent)
     from bench_gpu import LINK, planned
 
@@ -157,5 +157,5 @@ def test_what_is_planned_for_a_gpu(updates: str, monkeypatch: pytest.MonkeyPatch
         assert resources["links"] == pytest.approx(max(plan["bytes"][way] for way in LINK) / 55e9)
     else:
         assert resources["updates"] <= max(plan["bytes"][way] for way in LINK) / 55e9
-        assert resources["updates"] == pytest.approx(24 * shape.parameters / 55e9)
+        assert 12 <= resources["updates"] * 55e9 / shape.parameters <= 14  # bytes the longer way: weights go back, too
     assert plan["step_seconds"] >= max(resources.values())
