@@ -26,6 +26,7 @@ from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.integrations.transformers import checkpoints, refusals
 from infinity.integrations.transformers.checkpoints import Checkpoint
+from infinity.integrations.transformers.exports import move_export
 from infinity.ranks import Ranks
 from infinity.run.offload import offload
 from infinity.run.optimizer import PagedOptimizer
@@ -291,9 +292,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
         def move() -> None:
             if ranks.rank == 0:
-                for file in apart.iterdir():
-                    file.replace(folder / file.name)
-                apart.rmdir()
+                move_export(apart, folder)
 
         if hasattr(self.model, "peft_config"):
             self._export_adapters(folder)
