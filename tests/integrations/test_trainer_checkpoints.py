@@ -14,6 +14,8 @@ import torch
 
 from infinity.checkpoint.manifest import complete_commits, published_in
 from infinity.errors import CommitError, InfinityError
+from infinity.integrations.transformers import checkpoints
+from infinity.run.optimizer import PagedOptimizer
 from support.tables import WIDE, all_but
 from support.trainers import Outcome, build, dataset, make, outcome_of
 
@@ -212,9 +214,50 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
     with pytest.raises(InfinityError, match="trained or evaluated already"):
         trainer.train(resume_from_checkpoint=str(out / "checkpoint-4"))
     close(trainer)
-    (out / "checkpoint-6" / "infinity.json").write_text('{"run_id": 1, "step": 2}')
+    torn = out / "checkpoint-6"
+    (torn / "infinity.json").write_text('{"run_id": 1, "step": 2}')
     with pytest.raises(CommitError, match="names no commit"):
-        make(out, build(), nvme=nvme, **SAVED).train(resume_from_checkpoint=True)
+        make(out, build(), nvme=nvme, **SAVED).train(resume_from_checkpoint=str(torn))
+
+
+def test_a_file_that_is_torn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the last checkpoint: the one before it is resumed from, bit for bit, and saving goes on."""
+    out, nvme = tmp_path / "out", tmp_path / "nvme"
+    whole = make(out, build(), nvme=nvme, **SAVED)
+    whole.train()
+    expected = outcome_of(whole)
+    close(whole)
+    (out / "checkpoint-6" / "infinity.json").write_text('{"run_id": "')
+    again = make(out, build("meta"), nvme=nvme, **SAVED)
+    again.train(resume_from_checkpoint=True)
+    outcome_of(again).equals(expected)
+    assert "checkpoint-6 is passed over, and stays" in caplog.text
+    assert names(out) == ["checkpoint-4", "checkpoint-6"]
+    assert committed(nvme) == [4, 6]
+    close(again)
+
+
+def test_durable_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of a checkpoint have been flushed when its commit is made; the one that names it was put as a whole."""
+    flushed: set[Path] = set()
+    put: list[Path] = []
+    own = (checkpoints.sync_file, checkpoints.write_durably, PagedOptimizer.commit)
+    monkeypatch.setattr(checkpoints, "sync_file", lambda file: (own[0](file), flushed.add(file)))
+    monkeypatch.setattr(checkpoints, "write_durably", lambda file, data: (own[1](file, data), put.append(file)))
+    folder = tmp_path / "out" / "checkpoint-6"
+
+    def commit(self: PagedOptimizer, *given: Any, **named: Any) -> None:
+        assert flushed == set(folder.iterdir())
+        assert put == [folder / "infinity.json"]
+        own[2](self, *given, **named)
+        put.clear()
+
+    monkeypatch.setattr(PagedOptimizer, "commit", commit)
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **SAVED | {"save_steps": 6})
+    trainer.train()
+    assert not put
+    assert names(tmp_path / "out") == ["checkpoint-6"]
+    close(trainer)
 
 
 @WIDE

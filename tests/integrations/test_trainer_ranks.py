@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support import trainer_ranks
+from support import trainer_ranks, trainers
 from support.ranks import RankPool
 from support.tables import all_but
 
@@ -40,6 +40,19 @@ def test_the_loop_written_by_hand(case: str, pool: RankPool, tmp_path: Path) -> 
         assert {name: value.tolist() for name, value in outcome.weights.items()} == {
             name: value.tolist() for name, value in wanted.weights.items()
         }
+
+
+def test_lengths_that_differ_on_one_rank(pool: RankPool, tmp_path: Path) -> None:
+    """Rank 1 has micro-batches of two lengths in every second step: then both ranks run the loop, else layer-major.
+
+    So weights are those of a training whose every second step is told to be a loop, on both ranks.
+    """
+    looped = pool.run(trainer_ranks.uneven, tmp_path / "uneven", True)
+    told = pool.run(trainer_ranks.uneven, tmp_path / "told", False)
+    for (losses, weights, joined), (expected, wanted, _) in zip(looped, told, strict=True):
+        assert joined == [0, 2] * (trainers.STEPS // 2)
+        assert losses == expected
+        assert weights == wanted
 
 
 def test_resumed_in_the_middle(pool: RankPool, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from infinity.integrations.transformers.exports import move_export
 from support.ranks import RankPool
 from support.tables import WIDE
 from support.trainer_ranks import adapters
@@ -37,6 +39,60 @@ def test_what_is_exported_loads(tmp_path: Path) -> None:
     with torch.no_grad():
         assert trainer.model(**batch).logits.equal(loaded.eval()(**batch).logits)
     trainer.end()
+
+
+def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
+    """Of one file, of several, of others, of one again: what is loaded is the last one, and no more lies there."""
+    from transformers import LlamaForCausalLM
+
+    out = tmp_path / "out"
+    trainer = make(out, build(), nvme=tmp_path / "nvme")
+    trainer.save_model()
+    (out / "model.txt").write_text("not a part of any")
+    trainer.train()
+    whole = trainer.optimizer.optimizer.save_pretrained
+    for size, last in (("64KiB", "model.safetensors.index.json"), ("160KiB", None), ("1GiB", "model.safetensors")):
+        trainer.optimizer.optimizer.save_pretrained = partial(whole, file_bytes=size)
+        trainer.save_model()
+        with torch.no_grad():
+            loaded = LlamaForCausalLM.from_pretrained(out)
+            for name, param in loaded.named_parameters():
+                found = trainer.model.get_parameter(name)
+                assert param.equal(found.full_tensor()), name
+                found.mul_(2)
+        whole(tmp_path / size, file_bytes=size)
+        named = {path.name for path in (tmp_path / size).iterdir() if ".safetensors" in path.name}
+        assert {path.name for path in out.iterdir() if ".safetensors" in path.name} == named
+        assert len(named) == 1 or "model.safetensors" not in named
+        assert last is None or last in named
+    assert (out / "model.txt").exists()
+    trainer.end()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_moving_that_is_cut_off(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old and new weights are never mixed: they are whole, or loading fails."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    model = build("plain")
+    model.save_pretrained(old, max_shard_size="200KB")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.model.embed_tokens.weight.zero_()
+    model.save_pretrained(new, max_shard_size="200KB")
+    assert len(list(old.glob("model-*"))) == len(list(new.glob("model-*"))) > 2
+    moved, move = [], Path.replace
+
+    def cut_off(self: Path, target: Path) -> Path:
+        if len(moved) == number:
+            raise OSError("cut off")
+        moved.append(target)
+        return move(self, target)
+
+    monkeypatch.setattr(Path, "replace", cut_off)
+    with pytest.raises(OSError, match="cut off"):
+        move_export(new, old)
+    with pytest.raises(OSError, match="no file named"):
+        type(model).from_pretrained(old)
 
 
 def test_save_only_model(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 import infinity
-from support.trainers import Outcome, build, by_hand, make, outcome_of, with_adapters
+from support.trainers import BATCH, LENGTH, Outcome, build, by_hand, dataset, make, outcome_of, with_adapters
 
 
 def as_torchrun() -> None:
@@ -37,6 +37,41 @@ def offloaded(folder: Path, policy: str, given: dict[str, Any], resume: bool = F
     outcome = outcome_of(trainer)
     trainer.optimizer.optimizer.close()
     return outcome, sorted(path.name for path in (folder / "out").glob("checkpoint-*"))
+
+
+def uneven(folder: Path, chosen: bool) -> tuple[list[float], dict[str, list[float]], list[int]]:
+    """Train on rows of which, in every second step, rank 1 has some that are shorter.
+
+    Args:
+        folder: of the run.
+        chosen: whether the Trainer chooses between layer-major and loop; else the loop is set for those steps.
+
+    Returns:
+        Losses (of rank 0), weights, and the micro-batches that each step ran as one.
+    """
+    as_torchrun()
+    folder.mkdir(exist_ok=True)
+    rows = dataset()
+    for batch in range(3, len(rows) // BATCH, 8):  # batches go to the ranks in turn, two of each make a step
+        for row in range(batch * BATCH, (batch + 1) * BATCH):
+            rows[row] = {name: value[: LENGTH - 4] for name, value in rows[row].items()}
+    given = {"train_dataset": rows, "gradient_accumulation_steps": 2}
+    trainer = make(folder / "out", build(), nvme=folder / "nvme", **given)
+    accumulation, joined = trainer._infinity.accumulation, []
+    begin = accumulation.begin
+
+    def noted(batches: Any, labels: Any) -> None:
+        if chosen:
+            begin(batches, labels)
+        else:
+            accumulation._held, accumulation._joined = [], 2 * (trainer.state.global_step % 2)
+        joined.append(accumulation._joined)
+
+    accumulation.begin = noted
+    trainer.train()
+    outcome = outcome_of(trainer)
+    trainer.optimizer.optimizer.close()
+    return outcome.losses, {name: value.tolist() for name, value in outcome.weights.items()}, joined
 
 
 def adapters(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ from transformers import Trainer
 from infinity.accumulation.causal_lm import is_causal_lm
 from infinity.accumulation.micro_batches import LayerMajor
 from infinity.errors import UnsupportedError
+from infinity.ranks import Ranks
 
 _log = logging.getLogger("infinity")
 
@@ -26,12 +27,22 @@ class Accumulation:
         self._held: list[Mapping[str, torch.Tensor]] = []
 
     def begin(self, batches: Sequence[Any], labels: Any) -> None:
-        """Begin a step; `labels` is how many its loss is divided by, None where each micro-batch has a mean of its own.
+        """Begin a step, all ranks together.
 
-        Micro-batches of several lengths run one by one: padding would change bits, and what is computed.
+        Micro-batches of several lengths run one by one: padding would change bits, and what is computed. If those of
+        one rank are such, all ranks run theirs one by one: weights are gathered as often on each of them.
+
+        Args:
+            batches: the micro-batches of this rank.
+            labels: how many the step's loss is divided by; None where each micro-batch has a mean of its own.
+
+        Raises:
+            LostRankError: another rank is gone.
         """
         self._held = []
-        self._joined = len(batches) if labels is not None and len(batches) > 1 and _alike(batches) else 0
+        joined = len(batches) if labels is not None and len(batches) > 1 and _alike(batches) else 0
+        found = set(Ranks.current().collect(joined))
+        self._joined = joined if len(found) == 1 else 0
 
     def run(self, inputs: Mapping[str, torch.Tensor], step: Callable[[Any], torch.Tensor]) -> torch.Tensor | None:
         """Run the step on what is due with a micro-batch; None where that is held back."""

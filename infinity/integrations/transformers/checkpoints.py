@@ -1,13 +1,14 @@
 """Checkpoint folders of a Trainer whose state is in commits: each names the commit that belongs to it.
 
 [Note: order of writing] A folder is complete before its commit is published, and a folder is removed when its commit is
-gone. So a process that is killed at any moment leaves a folder whose commit is there: the one of the commit before, or
-the new one. Folders without a commit are passed over, and removed with the next checkpoint.
+gone. So a process that is killed at any moment, or a host without power, leaves a folder whose commit is there: the one
+of the commit before, or the new one. Folders without a commit are passed over, and removed with the next checkpoint.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from infinity.access import read_regular
+from infinity.checkpoint.durable import sync_file, sync_folder, write_durably
 from infinity.checkpoint.manifest import Published, complete_commits, published_in
 from infinity.errors import CommitError
 from infinity.ranks import Ranks
 from infinity.store.marker import look_for_runs
 
+_log = logging.getLogger("infinity")
 NAME = "infinity.json"
 """The file in a checkpoint folder that names its commit."""
 _LIMIT = 1 << 16
@@ -39,9 +42,9 @@ class Checkpoint:
     """Of the optimizer, which is that of the commit; the Trainer's own may count from another train()."""
 
     def write(self) -> None:
-        """Make the folder, and name the commit in it. Raises `OSError`."""
+        """Make the folder, and name the commit in it: as a whole, or not at all. Raises `OSError`."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / NAME).write_text(json.dumps({"run_id": self.run_id, "step": self.step}) + "\n")
+        write_durably(self.folder / NAME, (json.dumps({"run_id": self.run_id, "step": self.step}) + "\n").encode())
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Checkpoint:
@@ -66,13 +69,29 @@ class Checkpoint:
         return cls(Path(folder), run_id, step)
 
 
+def make_durable(folder: Path) -> None:
+    """Flush what ranks have written into a checkpoint folder, as far as it is seen here. Raises `OSError`."""
+    if folder.is_dir():  # ranks of another host may have no such folder
+        for file in folder.iterdir():
+            if file.is_file():
+                sync_file(file)
+        sync_folder(folder)
+        sync_folder(folder.resolve().parent)
+
+
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the checkpoints in a Trainer's output folder that name a commit, in the order of their numbers."""
+    """Return the checkpoints in a Trainer's output folder that name a commit, in the order of their numbers.
+
+    Those whose file cannot be read are passed over with a warning: others may be resumed from. Raises `OSError`.
+    """
     found = []
     for child in Path(folder).iterdir() if Path(folder).is_dir() else ():
         number = _FOLDER.fullmatch(child.name)
         if number is not None and child.is_dir() and (child / NAME).is_file():
-            found.append((int(number[1]), Checkpoint.read(child)))
+            try:
+                found.append((int(number[1]), Checkpoint.read(child)))
+            except CommitError as error:
+                _log.warning("%s is passed over, and stays: %s", child, error)
     return [checkpoint for _, checkpoint in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -82,7 +101,7 @@ def newest(folder: str | os.PathLike[str], paths: Sequence[str], ranks: Ranks) -
     All ranks together, and the same on all of them: the folders are those that rank 0 sees.
 
     Raises:
-        CommitError: a folder cannot be read. OSError: a path cannot be.
+        OSError: a path cannot be read.
     """
     there = ranks.agree(ranks.together("looking for checkpoints", partial(checkpoints_in, folder)))
     committed = _committed(paths, ranks)

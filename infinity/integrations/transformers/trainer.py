@@ -26,6 +26,7 @@ from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.integrations.transformers import checkpoints, refusals
 from infinity.integrations.transformers.checkpoints import Checkpoint
+from infinity.integrations.transformers.exports import move_export
 from infinity.ranks import Ranks
 from infinity.run.offload import offload
 from infinity.run.optimizer import PagedOptimizer
@@ -243,10 +244,16 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             super()._save_checkpoint(model, trial)  # it would remove folders before there is a commit for this one
         finally:
             state.saving, args.save_total_limit = None, state.saving
+        ranks, run = Ranks.current(), paged.run
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        ranks.together("writing the checkpoint", partial(checkpoints.make_durable, folder))
         paged.commit(prefer=self._best_steps())
-        if args.should_save:
-            run = paged.run
-            checkpoints.remove_others(args.output_dir, run.folder.run_id, run.store.commits)
+
+        def remove() -> None:
+            if args.should_save:
+                checkpoints.remove_others(args.output_dir, run.folder.run_id, run.store.commits)
+
+        ranks.together("removing checkpoints", remove)
 
     def _best_steps(self) -> list[int]:
         """Return the step of the commit of the best checkpoint, if there is one; as rank 0 sees it."""
@@ -291,9 +298,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
         def move() -> None:
             if ranks.rank == 0:
-                for file in apart.iterdir():
-                    file.replace(folder / file.name)
-                apart.rmdir()
+                move_export(apart, folder)
 
         if hasattr(self.model, "peft_config"):
             self._export_adapters(folder)
