@@ -27,6 +27,7 @@ from infinity.formats.safetensors import FILE_BYTES
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.integrations.checkpoints import Checkpoints, Record
+from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
 from infinity.sources.initialise import InitFunction
 from infinity.units import MIB, format_size
@@ -80,13 +81,15 @@ def prepare(
         UnsupportedError: what the accelerator is to do besides cannot work, with the reason.
         ConfigError: the model is not sharded, does not compute in the accelerator's precision, or `resume_from` is no
             such folder.
+        CommitError: the commit of `resume_from` was replaced; nothing is changed.
         Exception: what `infinity.offload` raises.
     """
     _check(accelerator, optimizer, others)
     settings = load_config(config)
-    if resume_from is not None:
-        settings = Record.read(Path(resume_from)).resumed(settings)
     infinity.mesh(accelerator.device.type)
+    if resume_from is not None:
+        _, record = Record.of_commit(Path(resume_from).expanduser(), settings, Ranks.current())
+        settings = record.resumed(settings)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         _shard(accelerator, model, optimizer, fsdp_plugin)
     _check_precision(accelerator, model)
@@ -216,7 +219,8 @@ class _Served:
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **named: Any) -> Any:
         """Write what Accelerate keeps besides weights and optimizer into a folder, then commit; all ranks together.
 
-        Whenever it is cut off, the commit before and its folder belong together still.
+        Whenever it is cut off, the commit before and its folder belong together still, also if that is this folder: it
+        stays beside until the new commit is there. Not if Accelerate itself removes that folder (`total_limit=1`).
 
         Raises:
             InfinityError: gradients are pending (call it after `step`), or another rank failed.
@@ -227,7 +231,9 @@ class _Served:
             with self._apart():
                 return Path(self._save(output_dir, safe_serialization, **named))
 
-        return self._checkpoints.save("save_state", write)
+        new = self._accelerator.project_configuration.automatic_checkpoint_naming
+        folder = None if output_dir is None or new else Path(output_dir).expanduser()
+        return self._checkpoints.save("save_state", folder, write)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **named: Any) -> None:
         """Load what Accelerate keeps besides weights and optimizer, which the run must go on from already.
@@ -236,8 +242,7 @@ class _Served:
             ConfigError: the folder is none of `save_state`.
             CommitError: the run has not gone on from its commit, or has trained since; says what to do.
         """
-        folder = Path(input_dir if input_dir is not None else self._newest())
-        self._checkpoints.check(folder)
+        folder = self._checkpoints.check(Path(input_dir if input_dir is not None else self._newest()).expanduser())
         with self._apart():
             self._load(str(folder), load_kwargs, **named)
 
@@ -256,11 +261,14 @@ class _Served:
         max_shard_size: int | str = FILE_BYTES,
         safe_serialization: bool = True,
     ) -> list[Path]:
-        """Write the weights, streamed: `PagedOptimizer.save_pretrained`. Raises what that raises."""
+        """Write the weights, streamed, in place of those of before: `PagedOptimizer.save_pretrained`.
+
+        Raises what that raises; the folder is as it was then.
+        """
         if not safe_serialization:
             raise UnsupportedError("safe_serialization=False: pickles of a whole model are not written")
         self._check_model(model)
-        return self._paged.save_pretrained(save_directory, file_bytes=max_shard_size)
+        return self._checkpoints.export(Path(save_directory).expanduser(), file_bytes=max_shard_size)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole weights on rank 0, and nothing on others.

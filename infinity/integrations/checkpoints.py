@@ -9,13 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infinity.access import read_regular
 from infinity.checkpoint.durable import sync_file, sync_folder, write_durably
+from infinity.checkpoint.manifest import Published, complete_commits, published_in, read_manifest
 from infinity.config import Config
 from infinity.errors import CommitError, ConfigError
+from infinity.integrations.folders import before, exchange, finish, made_beside, put_back, remove, set_aside
+from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
+from infinity.store.marker import look_for_runs
 from infinity.units import MIB
 
 RECORD = "infinity.json"
@@ -43,13 +47,42 @@ class Record(NamedTuple):
                 f"{folder / RECORD} cannot be read: {reason}; name a folder that was saved with the state on NVMe"
             ) from error
 
+    @classmethod
+    def of_commit(cls, folder: Path, settings: Config, ranks: Ranks) -> tuple[Path, Record]:
+        """Return a folder whose commit is there, and its record; all ranks together, rank 0 reads.
+
+        That is the folder itself, or what was set aside to write it again. Nothing is changed.
+
+        Raises:
+            ConfigError: there is no record.
+            CommitError: another save has taken the place of its commit since.
+        """
+        there = ranks.agree(
+            ranks.together("reading the checkpoint", lambda: _records(folder) if not ranks.rank else [])
+        )
+        belongs = [_belongs(record, settings, ranks) for _, record in there]
+        for (place, record), found in zip(there, belongs, strict=True):
+            if found is not None and found.get("token") == record.token:
+                return place, record
+        place, record = there[0]
+        if belongs[0] is not None:
+            other = str(belongs[0].get("folder", "")) or "another one, which no folder belongs to"
+            raise CommitError(
+                f"{folder} belongs to a commit of step {record.step} of run {record.run_id} that was replaced: the one "
+                f"of this step is that of {other}; nothing was changed, name a folder whose commit is there"
+            )
+        return place, record  # `infinity.offload` says which commits are there
+
     def resumed(self, settings: Config) -> Config:
         """Return settings with which a run goes on from the commit."""
         return replace(settings, run=replace(settings.run, resume=self.run_id, resume_step=self.step))
 
 
 class Checkpoints:
-    """Saves folders and commits so that whenever it is cut off, the commit before and its folder are a pair still."""
+    """Saves folders and commits so that whenever it is cut off, a commit and its folder are a pair still.
+
+    A folder that is saved again stays beside until the new commit is there. [Note: a folder that is written again]
+    """
 
     def __init__(self, paged: PagedOptimizer, how: str) -> None:
         """Find which folder the run has gone on from.
@@ -62,13 +95,15 @@ class Checkpoints:
         belongs = found if isinstance(found, dict) else {}
         # Of the folder whose commit the run has gone on from, or has made last.
         self._token, self._folder = str(belongs.get("token", "")), str(belongs.get("folder", ""))
+        self._step = paged.steps  # of that commit
 
-    def save(self, what: str, write: Callable[[], Path]) -> Path:
+    def save(self, what: str, folder: Path | None, write: Callable[[], Path]) -> Path:
         """Let a framework write its folder, and commit; all ranks together.
 
         Args:
             what: names the call in messages.
-            write: writes the files of this rank into a folder, and returns that.
+            folder: which one that is; None if the framework makes a new one.
+            write: writes the files of this rank into the folder, and returns that.
 
         Raises:
             InfinityError: gradients are pending (call it after `step`), or another rank failed.
@@ -76,29 +111,140 @@ class Checkpoints:
         """
         self._paged.check_between(what)
         ranks, run = self._paged.run.ranks, self._paged.run
-        token = ranks.agree(secrets.token_hex(16))
-        folder = write()
+        # Of two folders of one step, the commit of the second replaces that of the first: it belongs to both.
+        again = bool(self._token) and self._step == self._paged.steps
+        token = self._token if again else ranks.agree(secrets.token_hex(16))
+        if folder is not None:
+            self._settle(what, folder)
+            ranks.together(what, partial(_set_aside, folder, ranks))
+        folder = ranks.together(what, write)
         record = Record(run.folder.run_id, self._paged.steps, token) if ranks.rank == 0 else None
         ranks.together(what, partial(_make_durable, folder, record))
         self._paged.commit({_KEY: {"token": token, "folder": os.path.abspath(folder)}})
-        self._token, self._folder = token, os.path.abspath(folder)
+        self._token, self._folder, self._step = token, os.path.abspath(folder), self._paged.steps
+        self._settle(what, folder)
         return folder
 
-    def check(self, folder: Path) -> None:
-        """Check that the run is where it was when a folder was saved.
+    def export(self, folder: Path, **named: Any) -> list[Path]:
+        """Write weights with `PagedOptimizer.save_pretrained`, in place of those that a folder has; all ranks together.
+
+        Other files of the folder stay.
+
+        Args:
+            folder: new, or what has weights already.
+            named: what else that takes.
+
+        Returns:
+            The files, on every rank.
+
+        Raises:
+            Exception: what `save_pretrained` raises; the folder is as it was then.
+        """
+        what, ranks = "save_pretrained", self._paged.run.ranks
+        self._settle(what, folder)
+        if not ranks.agree(ranks.together(what, lambda: not ranks.rank and folder.is_dir() and any(folder.iterdir()))):
+            return self._paged.save_pretrained(folder, **named)
+        beside = ranks.agree(made_beside(folder))
+        ranks.together(what, partial(remove, beside) if ranks.rank == 0 else _nothing)  # of an export that was cut off
+        written = self._paged.save_pretrained(beside, **named)
+        ranks.together(what, partial(exchange, folder, beside) if ranks.rank == 0 else _nothing)
+        return [folder / file.name for file in written]
+
+    def check(self, folder: Path) -> Path:
+        """Check that the run is where it was when a folder was saved; all ranks together.
+
+        Returns:
+            The folder to load: itself, or what was set aside to write it again.
 
         Raises:
             ConfigError: the folder is none of `save`.
             CommitError: the run has not gone on from its commit, or has trained since; says what to do.
         """
-        record = Record.read(folder)
-        if record.token != self._token or record.step != self._paged.steps:
-            behind = f" behind {self._folder}" if self._folder else ""
-            raise CommitError(
-                f"{folder} belongs to step {record.step} of run {record.run_id}, and this one is at step "
-                f"{self._paged.steps}{behind}: weights and optimizer are taken over when the run begins, "
-                f"{self._how.format(repr(str(folder)))}; older folders need run.retained_commits"
-            )
+        ranks = self._paged.run.ranks
+        there = ranks.agree(
+            ranks.together("reading the checkpoint", lambda: _records(folder) if not ranks.rank else [])
+        )
+        for place, record in there:
+            if record.token == self._token and record.step == self._paged.steps:
+                return place
+        record = there[0][1]
+        behind = f" behind {self._folder}" if self._folder else ""
+        raise CommitError(
+            f"{folder} belongs to step {record.step} of run {record.run_id}, and this one is at step "
+            f"{self._paged.steps}{behind}: weights and optimizer are taken over when the run begins, "
+            f"{self._how.format(repr(str(folder)))}; older folders need run.retained_commits"
+        )
+
+    def _settle(self, what: str, folder: Path) -> None:
+        """End what writing a folder again has left, or take up what was set aside if only that has its commit."""
+        ranks, settings = self._paged.run.ranks, self._paged.run.settings
+        if not ranks.agree(before(folder).is_dir()):
+            return
+        there = ranks.agree(ranks.together(what, lambda: _records(folder, strict=False) if not ranks.rank else []))
+        belongs = [(_belongs(record, settings, ranks) or {}).get("token") == record.token for _, record in there]
+        good = [place for (place, _), found in zip(there, belongs, strict=True) if found]
+
+        def settle() -> None:
+            lost = not folder.is_dir() or (folder not in good and bool(good))
+            (put_back if lost else finish)(folder)
+
+        ranks.together(what, settle if ranks.rank == 0 else _nothing)
+
+
+def _nothing() -> None:
+    """Do what other ranks do while rank 0 works."""
+
+
+def _records(folder: Path, *, strict: bool = True) -> list[tuple[Path, Record]]:
+    """Return the records of a folder and of what was set aside to write it again. If `strict`, raises `ConfigError`."""
+    found, wrong = [], None
+    for place in (folder, before(folder)):
+        try:
+            found.append((place, Record.read(place)))
+        except ConfigError as error:
+            wrong = wrong or error
+    if strict and not found and wrong is not None:
+        raise wrong
+    return found
+
+
+def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] | None:
+    """Return what the commit of a record's run and step says of its folder; None where there is no such commit.
+
+    All ranks together: nodes need not see each other's commits.
+
+    Raises:
+        CommitError: the commit cannot be read. OSError: a path cannot be.
+    """
+
+    def look() -> tuple[Path | None, list[Published]]:
+        paths = settings.run.resume_paths or settings.storage.paths
+        runs, _ = look_for_runs([path for path in paths if os.path.isdir(path)])
+        for run in runs:
+            if run.run_id == record.run_id and 0 in run.roots:
+                commits = run.roots[0] / "commits"
+                return commits, [name for name in published_in(commits) if name.step == record.step]
+        return None, []
+
+    commits, here = ranks.together("looking for the commit", look)
+    complete = complete_commits(set[Published]().union(*ranks.collect(here)))
+    if not complete:
+        return None
+
+    def read() -> dict[str, Any] | None:
+        mine = [name for name in here if name.commit == complete[-1]]
+        if commits is None or not mine or ranks.local_rank:
+            return None
+        found = read_manifest(commits / mine[0].file_name).extra.get(_KEY)
+        return found if isinstance(found, dict) else {}
+
+    told = ranks.collect(ranks.together("reading the commit", read))
+    return next((found for found in told if found is not None), None)
+
+
+def _set_aside(folder: Path, ranks: Ranks) -> None:
+    if ranks.rank == 0 and (folder / RECORD).exists():
+        set_aside(folder)
 
 
 def _make_durable(folder: Path, record: Record | None) -> None:

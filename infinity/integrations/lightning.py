@@ -14,11 +14,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import infinity
+from infinity.access import read_regular
 from infinity.checkpoint.durable import write_durably
 from infinity.config import Config, load_config
 from infinity.errors import UnsupportedError
 from infinity.extras import needs
 from infinity.integrations.checkpoints import Checkpoints, Record
+from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
 from infinity.sources.initialise import InitFunction
 
@@ -30,6 +32,7 @@ with needs("lightning", "infinity.integrations.lightning"):
 
 META = "meta.pt"
 """In the folder of a checkpoint: what Lightning keeps besides weights and optimizer."""
+_MOST_META = 1 << 30  # bytes of that
 
 
 class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
@@ -120,7 +123,8 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         settings, loaded = self._settings, self._loaded
         self._loaded = None
         if loaded is not None:
-            settings = Record.read(loaded).resumed(settings)
+            _, record = Record.of_commit(loaded, settings, Ranks.current())
+            settings = record.resumed(settings)
         if self._paged is not None:
             self._paged.close()
         self.setup_optimizers(trainer)
@@ -164,7 +168,7 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """Write what Lightning keeps into a folder, and commit; all ranks together.
 
         Without the states of optimizers (`save_weights_only=True`), the folder is one for `from_pretrained` instead,
-        and there is no commit.
+        and there is no commit. A folder of before is replaced, and stays until the new one is complete.
 
         Raises:
             InfinityError: gradients are pending, or another rank failed.
@@ -174,23 +178,20 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         if storage_options is not None:
             raise UnsupportedError("storage_options: checkpoints are folders on a local or shared file system")
         folder = Path(self.broadcast(filepath))
+        assert self._checkpoints is not None
         if "optimizer_states" not in checkpoint:
-            self.paged.save_pretrained(folder)
+            self._checkpoints.export(folder)
             return
         kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         kept |= {"state_dict": {}, "optimizer_states": []}  # Lightning looks whether they are there
-        assert self._checkpoints is not None
-        self._checkpoints.save("save_checkpoint", partial(self._write, folder, kept))
+        self._checkpoints.save("save_checkpoint", folder, partial(self._write, folder, kept))
 
     def _write(self, folder: Path, kept: dict[str, Any]) -> Path:
-        def write() -> None:
-            if self.global_rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                content = io.BytesIO()
-                torch.save(kept, content)
-                write_durably(folder / META, content.getvalue())
-
-        self.paged.run.ranks.together("save_checkpoint", write)
+        if self.global_rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            content = io.BytesIO()
+            torch.save(kept, content)
+            write_durably(folder / META, content.getvalue())
         return folder
 
     def load_checkpoint(
@@ -202,14 +203,19 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
             ConfigError: the folder is none of `save_checkpoint`.
             CommitError: the run is not at that commit; says what to do.
         """
-        folder = Path(self.broadcast(checkpoint_path))
-        Record.read(folder)
+        folder, ranks = Path(self.broadcast(checkpoint_path)), Ranks.current()
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            folder, _ = Record.of_commit(folder, self._settings, ranks)
             self._loaded = folder
         elif self._checkpoints is not None:
-            self._checkpoints.check(folder)
-        found: dict[str, Any] = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
+            folder = self._checkpoints.check(folder)
+
+        def read() -> bytes:
+            return read_regular(os.path.realpath(folder / META), _MOST_META) if ranks.rank == 0 else b""
+
+        content = io.BytesIO(ranks.agree(ranks.together("reading the checkpoint", read)))
+        found: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=weights_only)
         return found
 
 

@@ -20,9 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import infinity
+from infinity.config import load_config
 from infinity.errors import CommitError, ConfigError, InfinityError, UnsupportedError
 from infinity.integrations import accelerate as served
+from infinity.integrations import checkpoints
 from infinity.integrations.accelerate import prepare
+from infinity.integrations.checkpoints import Record
+from infinity.ranks import Ranks
 from support import models
 from support.ranks import RankPool
 from support.train import MIB
@@ -375,3 +379,118 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         parts_of(acc, sharded(policy=MixedPrecisionPolicy()), tmp_path)
     with accelerator(dynamo_backend="eager") as acc, pytest.raises(UnsupportedError, match="dynamo_backend"):
         refused(acc, tmp_path)
+
+
+def test_a_folder_whose_commit_was_replaced_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Going on from an older commit removes later ones: so what is refused is refused before."""
+    config = settings(tmp_path, retained_commits=2)
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), tmp_path, config=config)
+        with parts[1].optimizer as optimizer:
+            loop(acc, parts, last=1)
+            acc.save_state(str(tmp_path / "first"))
+            optimizer.commit()
+            loop(acc, parts, last=1)
+            acc.save_state(str(tmp_path / "second"))
+            commits = sorted(os.listdir(optimizer.run.folder.commits))
+            folder = optimizer.run.folder.commits
+    with accelerator() as acc:
+        with pytest.raises(CommitError, match=r"first belongs to a commit of step 1 .* was replaced: .* another one"):
+            parts_of(acc, sharded(), tmp_path, config=config, resume_from=tmp_path / "first")
+        assert {name for name in commits if name.endswith(".json")} <= set(os.listdir(folder))
+        parts = parts_of(acc, sharded(), tmp_path, config=config, resume_from=tmp_path / "second")
+        with parts[1].optimizer as optimizer:
+            acc.load_state(str(tmp_path / "second"))
+            assert optimizer.steps == 2
+
+
+@pytest.mark.parametrize("moment", ["written", "committed"])
+def test_one_folder_that_is_saved_again_and_cut_off(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its commit the folder of before is taken; behind it the new one. Files of others stay in it."""
+    last = tmp_path / "last"
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), tmp_path)
+        with parts[1].optimizer as optimizer:
+            loop(acc, parts, last=1)
+            acc.save_state(str(last))
+            (last / "notes.txt").write_text("mine")
+            loop(acc, parts, last=1)
+            with monkeypatch.context() as patch:
+                if moment == "written":
+                    patch.setattr(optimizer, "commit", lambda extra: 1 / 0)
+                else:
+                    patch.setattr(checkpoints, "finish", lambda folder: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    acc.save_state(str(last))
+    steps = 1 if moment == "written" else 2
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), tmp_path, resume_from=last)
+        with parts[1].optimizer as optimizer:
+            acc.load_state(str(last))
+            assert optimizer.steps == steps == parts[3].scheduler.last_epoch
+            loop(acc, parts, last=1)
+            acc.save_state(str(last))
+            assert Record.read(last).step == steps + 1
+    assert (last / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".last")] == []
+
+
+def test_save_model_into_a_folder_with_weights(tmp_path: Path) -> None:
+    """It replaces them, whatever their files were; what else is there stays."""
+    out = tmp_path / "out"
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), tmp_path)
+        with parts[1].optimizer:
+            acc.save_model(parts[0], out, max_shard_size="100KB")
+            acc.save_state(str(out))
+            loop(acc, parts, last=1)
+            files = acc.save_model(parts[0], out)
+            assert all(file.is_file() for file in files)
+            expected = whole(parts[0])
+    assert [file.name for file in out.glob("*.safetensors*")] == ["model.safetensors"]
+    assert Record.read(out).step == 0
+    loaded = type(bare()).from_pretrained(out)
+    assert all(torch.equal(loaded.get_parameter(name), value) for name, value in expected.items())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
+
+
+def read_where_rank_0_does(folder: str) -> int:
+    """Read the record of a folder that only rank 0 sees. Runs on every rank."""
+    place = Path(folder, "checkpoint" if dist.get_rank() == 0 else "elsewhere")
+    ranks = Ranks.current()
+    if ranks.rank == 0:
+        place.mkdir()
+        (place / "infinity.json").write_text('{"run_id": "20260131-142530-1a2b3c", "step": 7, "token": "x"}')
+    return Record.of_commit(place, load_config(settings(Path(folder))), ranks)[1].step
+
+
+def test_rank_0_reads_the_record(pair: RankPool, tmp_path: Path) -> None:
+    """It alone has written it; the others are told."""
+    assert pair.run(read_where_rank_0_does, str(tmp_path)) == [7, 7]
+
+
+def write_fails_on_rank_1(folder: str) -> str:
+    """Return what a rank is told. Runs on every rank."""
+    with accelerator() as acc:
+        parts = parts_of(acc, sharded(), Path(folder))
+        with parts[1].optimizer as optimizer:
+
+            def write() -> Path:
+                if dist.get_rank() == 1:
+                    raise OSError("full")
+                return Path(folder)
+
+            try:
+                checkpoints.Checkpoints(optimizer, "{}").save("save_state", None, write)
+            except (InfinityError, OSError) as error:
+                return str(error)
+    return "nothing"
+
+
+@pytest.mark.wide
+def test_a_folder_that_one_rank_cannot_write(pair: RankPool, tmp_path: Path) -> None:
+    """The others do not wait for it."""
+    told = pair.run(write_fails_on_rank_1, str(tmp_path))
+    assert told == ["save_state failed on rank 1: OSError: full", "full"]

@@ -249,6 +249,37 @@ def test_model_checkpoint(tmp_path: Path) -> None:
             )
 
 
+def test_two_folders_of_one_step(tmp_path: Path) -> None:
+    """`save_last` writes a second folder at once: the run goes on from either."""
+    saves = ModelCheckpoint(tmp_path / "saves", every_n_train_steps=HALF, save_top_k=-1, save_last=True)
+    first = Llama()
+    run = trainer(tmp_path, HALF, enable_checkpointing=True, callbacks=[saves])
+    run.fit(first, loader())
+    run.strategy.paged.close()
+    names = sorted(path.name for path in (tmp_path / "saves").iterdir())
+    assert names == ["epoch=0-step=4.ckpt", "last.ckpt"]
+    expected, _, _ = in_memory()
+    for name in names:  # no commit is made meanwhile
+        module, run = Llama(), trainer(tmp_path)
+        run.fit(module, loader(HALF), ckpt_path=tmp_path / "saves" / name)
+        run.strategy.paged.close()
+        assert first.losses + module.losses == expected
+
+
+def test_weights_that_are_saved_again(tmp_path: Path) -> None:
+    """`last.ckpt` is replaced at every save, as Lightning does it."""
+    saves = ModelCheckpoint(
+        tmp_path / "saves", every_n_train_steps=3, save_top_k=0, save_last=True, save_weights_only=True
+    )
+    run = trainer(tmp_path, 6, enable_checkpointing=True, callbacks=[saves])
+    module = Llama()
+    run.fit(module, loader())
+    with run.strategy.paged:
+        assert [path.name for path in (tmp_path / "saves").iterdir()] == ["last.ckpt"]
+        loaded = type(make()).from_pretrained(tmp_path / "saves" / "last.ckpt")
+        assert all(torch.equal(loaded.get_parameter(name), value) for name, value in whole(module.net).items())
+
+
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     """With the reason."""
 
