@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,14 @@ from infinity_tools.going_on import (
 )
 from infinity_tools.lora import add_lora, named
 from infinity_tools.measure import KernelCounts, report
-from infinity_tools.options import TrainOptions, check_batch, check_clipping, check_options, micro_batches
+from infinity_tools.options import (
+    TrainOptions,
+    check_batch,
+    check_clipping,
+    check_options,
+    check_settings,
+    micro_batches,
+)
 from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype, count_parameters, find_model, on_meta, shard
 from infinity_tools.progress import StepView, View, open_view, short
@@ -64,11 +71,12 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    check_options(options, settings)
+    check_settings(options, settings)
     mesh = infinity.mesh()
     ranks = Ranks.current()
     if settings.run.resume:
         options = taken_up(options, _with_paths(options.out, settings), ranks)
+    check_options(options)
     source = find_model(options.model)
     check_batch(options, source, ranks)
     out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
