@@ -98,6 +98,24 @@ def test_a_run_goes_on_at_the_next_sample(tmp_path: Path) -> None:
     assert "finished" in ended.errors, "the commit has --epochs 3"
 
 
+def test_epochs_end_where_they_do_with_other_batches_and_other_data(tmp_path: Path) -> None:
+    """Sequences count that were drawn, not steps: a run that goes on with larger batches draws more in each."""
+    make_model(tmp_path / "m")
+    write_jsonl(tmp_path / "d.jsonl", chats(30))
+    write_jsonl(tmp_path / "e.jsonl", chats(12, seed=4))
+    train = [*TRAIN, "--data", "d.jsonl", "--out", "o", "--json"]
+    run_here(*train, "--steps", "2")
+    sequences = len(prepared(tmp_path / "o"))
+    again = ["train", "--resume", "--out", "o", "--host-memory", "1MiB", "--threads", "1"]
+    resumed = run_here(*again, "--epochs", "3", "--batch-tokens", "512", "--json").summary
+    assert resumed["committed_step"] == 2 + -(-(3 * sequences - 2 * 4) // 8)
+    assert "finished" in run_here(*again).errors
+    before = {*(tmp_path / "o/data").glob("*.arrow")}
+    other = run_here(*again, "--data", "e.jsonl", "--override", "--json").summary
+    (file,) = {*(tmp_path / "o/data").glob("*.arrow")} - before
+    assert other["committed_step"] == resumed["committed_step"] + -(-3 * len(Sequences(file)) // 8)
+
+
 def test_what_the_data_were_is_not_changed_unasked(tmp_path: Path) -> None:
     """Other data, another length and other labels are refused; --override begins with them."""
     make_model(tmp_path / "m")

@@ -55,6 +55,20 @@ def test_override_takes_the_command_line(tmp_path: Path) -> None:
     assert "--override needs --resume" in run_here(*SMALL, "--override").errors
 
 
+def test_options_of_the_commit_and_of_the_command_line_are_checked_together(tmp_path: Path) -> None:
+    """Each is fine alone. The run is not touched: it goes on as it was."""
+    run_here(*SMALL, "--steps", "1", "--out", "o")
+    again = ["train", "--resume", "--out", "o", *SMALL[-4:], "--steps", "2"]
+    ended = run_here(*again, "--seq", "48")
+    assert ended.status == 2
+    assert "--batch-tokens 128 is not a multiple of --seq 48; try 144" in said(ended)
+    ended = run_here(*again, "--batch-tokens", "16")
+    assert "--batch-tokens 16 is not a multiple of --seq 32; try 32" in said(ended)
+    ended = run_here(*again, "--batch-tokens", "8192", "--seq", "4096", "--eval-every", "1")
+    assert "--eval-every 1 needs --eval-data or --eval-split" in said(ended)
+    assert "resumed at step 1" in run_here(*again, "--seq", "64").errors
+
+
 def test_other_batches_and_another_model_of_the_same_shape_are_said(tmp_path: Path) -> None:
     """The command line holds there."""
     config = json.loads(find_model("tiny").config.to_json_string())

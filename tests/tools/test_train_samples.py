@@ -179,6 +179,7 @@ def test_an_epoch_is_an_order_of_its_own() -> None:
     assert 100 < stayed < 300, "of a random order 190"
     assert steps_of(2, 9, 4) == 5
     assert steps_of(0.1, 9, 4) == 1
+    assert [steps_of(2, 9, 4, drawn) for drawn in (1, 16, 18, 30)] == [5, 1, 0, 0]
 
 
 def prepared(folder: Path, *, length: int = 32) -> Sequences:

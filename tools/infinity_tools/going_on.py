@@ -27,6 +27,8 @@ from infinity.store.folder import RunFolder
 from infinity_tools.options import TrainOptions
 from infinity_tools.presets import PRESETS
 from infinity_tools.recipe import Recipe, resumed
+from infinity_tools.samples.batches import steps_of
+from infinity_tools.training_data import BatchSource, TrainingData
 
 _log = logging.getLogger("infinity")
 _NO_MODEL = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
@@ -65,7 +67,8 @@ def taken_up(options: TrainOptions, settings: Config, ranks: Ranks) -> TrainOpti
     paths = settings.run.resume_paths or settings.storage.paths
     if not all(ranks.collect(all(map(os.path.isdir, paths)))):
         return options  # there is nothing to go on from, which is said later
-    held = ranks.agree(_kept_by_commit(settings, ranks))
+    held = ranks.agree(_extra_of(commit_of(settings, ranks))).get("options", {})
+    held = held if isinstance(held, dict) else {}
     if "steps" in options.said:
         held = {**held, "epochs": None}
     if options.said and "lora" in options.said and held and held.get("lora") != options.lora:
@@ -75,12 +78,42 @@ def taken_up(options: TrainOptions, settings: Config, ranks: Ranks) -> TrainOpti
     return replace(options, **changes)
 
 
-def _kept_by_commit(settings: Config, ranks: Ranks) -> Mapping[str, Any]:
-    """Return the options that the commit has; none where there is no such commit, or it cannot be read.
+def last_step(options: TrainOptions, settings: Config, data: TrainingData, ranks: Ranks) -> int:
+    """Return the step at which `--epochs` are over, or `--steps`.
+
+    A run that goes on has had some of the sequences already, maybe with other batches: its steps do not tell how many.
+    """
+    if options.epochs is None:
+        return options.steps
+    sequences = options.batch_tokens // options.seq
+    found = commit_of(settings, ranks) if settings.run.resume else None
+    if found is None:
+        return steps_of(options.epochs, data.epoch, sequences)
+    step = found[1].step
+    drawn = drawn_before(step, ranks.agree(_extra_of(found)), data.facts, data.batches)
+    return step + steps_of(options.epochs, data.epoch, sequences, drawn)
+
+
+def drawn_before(step: int, extra: Mapping[str, Any], facts: Mapping[str, Any], batches: BatchSource) -> int:
+    """Return how many sequences of these data the steps before a commit have had; 0 where they had others.
+
+    Args:
+        step: of the commit.
+        extra: what it keeps.
+        facts: of the data now.
+        batches: that are drawn from them, counted from the first step.
+    """
+    if extra.get("data", {}).get("content") != facts.get("content"):
+        return 0
+    drawn = extra.get("drawn")
+    return int(drawn) if isinstance(drawn, int) else batches.drawn(step)
+
+
+def _extra_of(found: tuple[RunFolder, CommitName] | None) -> Mapping[str, Any]:
+    """Return what the commit keeps besides the state; {} where there is no such commit, or it cannot be read.
 
     What is wrong with it is said by whoever takes it up.
     """
-    found = commit_of(settings, ranks)
     if found is None:
         return {}
     folder, commit = found
@@ -88,10 +121,9 @@ def _kept_by_commit(settings: Config, ranks: Ranks) -> Mapping[str, Any]:
         file = folder.commits / commit.of(rank).file_name
         if file.is_file():
             try:
-                options = read_manifest(file).extra.get("options", {})
+                return read_manifest(file).extra
             except CommitError:
                 return {}
-            return options if isinstance(options, dict) else {}
     return {}
 
 

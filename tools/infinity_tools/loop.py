@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +29,25 @@ from infinity.telemetry import read_stats_page
 from infinity.telemetry.page import Snapshot, StatsPageError, stats_page_files
 from infinity.units import format_size
 from infinity_tools.evaluation import Evaluation
-from infinity_tools.going_on import agreed_recipe, finished, kept_options, next_commands, taken_up
+from infinity_tools.going_on import (
+    agreed_recipe,
+    drawn_before,
+    finished,
+    kept_options,
+    last_step,
+    next_commands,
+    taken_up,
+)
 from infinity_tools.lora import add_lora, named
 from infinity_tools.measure import KernelCounts, report
-from infinity_tools.options import TrainOptions, check_batch, check_clipping, check_options, micro_batches
+from infinity_tools.options import (
+    TrainOptions,
+    check_batch,
+    check_clipping,
+    check_options,
+    check_settings,
+    micro_batches,
+)
 from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype, count_parameters, find_model, on_meta, shard
 from infinity_tools.progress import StepView, View, open_view, short
@@ -56,11 +71,12 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    check_options(options, settings)
+    check_settings(options, settings)
     mesh = infinity.mesh()
     ranks = Ranks.current()
     if settings.run.resume:
         options = taken_up(options, _with_paths(options.out, settings), ranks)
+    check_options(options)
     source = find_model(options.model)
     check_batch(options, source, ranks)
     out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
@@ -75,8 +91,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         stop = stack.enter_context(StopRequest())
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
         data = open_data(options, source, ranks, settings.run.seed, out / _DATA, view.doing)
-        if data.steps is not None:
-            options = replace(options, steps=data.steps)
+        options = replace(options, steps=last_step(options, settings, data, ranks))
         if settings.run.resume and (ended := finished(settings, options, ranks)):
             if ranks.rank == 0:
                 _show_finished(*ended, view, options)
@@ -231,7 +246,8 @@ class Training:
         self.eval_losses: list[tuple[int, float]] = []  # what it found, with the step after which
         self.trackers: Trackers | None = None  # of rank 0, where there are any
         self.gradient_norm: float | None = None  # of the step that was taken last, before clipping
-        batches.start(optimizer.steps, _drawn_before(optimizer, facts, batches))
+        drawn = drawn_before(optimizer.steps, optimizer.resumed_extra, facts["data"], batches)
+        batches.start(optimizer.steps, drawn)
         self._extra = {**facts, "recipe": kept(recipe)}  # what every commit is given besides the position in the data
         for group in optimizer.param_groups:
             group.update(lr=recipe.lr, initial_lr=recipe.lr, weight_decay=recipe.weight_decay)
@@ -378,15 +394,6 @@ def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
 def _with_paths(out: Path | None, settings: Config) -> Config:
     """Return settings that name the folder of the state: that of `--out` where none is named."""
     return settings if settings.storage.paths else settings.with_values(**{"storage.paths": (str(out) + "/nvme",)})
-
-
-def _drawn_before(optimizer: PagedOptimizer, facts: Mapping[str, Any], batches: BatchSource) -> int:
-    """Return how many sequences the steps before have had of these data; 0 where they had others."""
-    found = optimizer.resumed_extra
-    if found.get("data", {}).get("content") != facts["data"].get("content"):
-        return 0
-    drawn = found.get("drawn")
-    return int(drawn) if isinstance(drawn, int) else batches.drawn(optimizer.steps)
 
 
 @contextmanager

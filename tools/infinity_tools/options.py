@@ -84,8 +84,21 @@ class TrainOptions:
     """Whether the summary goes to standard output as JSON, and nothing else."""
 
 
-def check_options(options: TrainOptions, settings: Config) -> None:
-    """Refuse options that do not go together. Raises `ConfigError`, `MissingPackageError`."""
+def check_settings(options: TrainOptions, settings: Config) -> None:
+    """Refuse settings that do not go together, or not with the options. Raises `ConfigError`."""
+    if "max_grad_norm" in options.given:
+        check_clipping("--max-grad-norm", settings)
+    if settings.storage.paths:
+        check_config(settings)
+    elif settings.run.resume and options.out is None:
+        raise ConfigError("--resume needs --nvme, or the --out of the run that is to go on")
+
+
+def check_options(options: TrainOptions) -> None:
+    """Refuse options that do not go together, once those of a commit are taken up.
+
+    Raises `ConfigError`, `MissingPackageError`.
+    """
     check_sequences(options)
     if options.loss_on not in LOSS_ON:
         raise ConfigError(f"--loss-on {options.loss_on!r} is not one of {', '.join(LOSS_ON)}")
@@ -96,12 +109,6 @@ def check_options(options: TrainOptions, settings: Config) -> None:
     if options.eval_every and not (options.eval_data or options.eval_split):
         raise ConfigError(f"--eval-every {options.eval_every} needs --eval-data or --eval-split")
     check_trackers(options.log)
-    if "max_grad_norm" in options.given:
-        check_clipping("--max-grad-norm", settings)
-    if settings.storage.paths:
-        check_config(settings)
-    elif settings.run.resume and options.out is None:
-        raise ConfigError("--resume needs --nvme, or the --out of the run that is to go on")
 
 
 def check_clipping(by: str, settings: Config) -> None:

@@ -14,7 +14,7 @@ from infinity.ranks import Ranks
 from infinity_tools.data import Batches, Corpus, tokenizer_of
 from infinity_tools.presets import ModelSource
 from infinity_tools.progress import short
-from infinity_tools.samples.batches import Drawn, Readable, steps_of
+from infinity_tools.samples.batches import Drawn, Readable
 from infinity_tools.samples.prepared import Facts, Preparation, Recipe, Sequences, prepare
 from infinity_tools.samples.source import Rows, is_data_set
 from infinity_tools.samples.tokenizer import check_vocabulary, load_tokenizer, padding_of
@@ -80,8 +80,8 @@ class TrainingData:
     """Of this rank."""
     held_out: Readable | None
     """To evaluate with; None: nothing is evaluated."""
-    steps: int | None
-    """Of `--epochs`; None where the options name none."""
+    epoch: int
+    """Sequences of a data set; 0: plain text, which has no epochs."""
     facts: dict[str, Any]
     """What tells them from other data; commits keep it."""
     said: tuple[str, ...]
@@ -117,7 +117,7 @@ def open_data(
     if options.data and kinds[options.data[0]]:
         found, facts, said = opening.data_set(options.data, options.split, "--data", ("train",))
         batches: BatchSource = Drawn(found, **share)
-        steps = steps_of(options.epochs, len(found), sequences) if options.epochs is not None else None
+        epoch = len(found)
         said += f"; an epoch is {len(found) / sequences:.3g} steps"
     else:
         _refuse_for_text(options)
@@ -125,7 +125,7 @@ def open_data(
         encode = _encode(options, source)
         check_bytes(source, encode)
         batches = Batches(corpus, length=options.seq, encode=encode, **share)
-        steps, facts = None, {"text_bytes": corpus.size}
+        epoch, facts = 0, {"text_bytes": corpus.size}
         said = f"text: {short(corpus.size)} bytes in {corpus.files} files"
     lines = [said]
     held_out: Readable | None = None
@@ -139,7 +139,7 @@ def open_data(
         held_out = windows
         lines.append(f"held out text: {len(windows)} sequences")
     facts |= {"seed": seed, "batch_tokens": options.batch_tokens, "seq": options.seq}
-    return TrainingData(batches=batches, held_out=held_out, steps=steps, facts=facts, said=tuple(lines))
+    return TrainingData(batches=batches, held_out=held_out, epoch=epoch, facts=facts, said=tuple(lines))
 
 
 def _encode(options: DataOptions, source: ModelSource) -> Callable[[str], list[int]] | None:

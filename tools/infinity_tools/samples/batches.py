@@ -53,6 +53,6 @@ class Drawn:
         return self._orders[epoch].at(place)
 
 
-def steps_of(epochs: float, sequences: int, per_step: int) -> int:
-    """Return the steps in which every one of so many sequences is trained on `epochs` times."""
-    return max(1, -int(-epochs * sequences // per_step))
+def steps_of(epochs: float, sequences: int, per_step: int, drawn: int = 0) -> int:
+    """Return the steps in which every one of so many sequences is trained on `epochs` times, `drawn` of them before."""
+    return max(0 if drawn else 1, -int(-(epochs * sequences - drawn) // per_step))
