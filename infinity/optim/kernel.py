@@ -338,14 +338,15 @@ class UpdateKernel:
             if key in group:
                 group[key] = copied(group[key])
         runner.param_groups[:] = [group]
-        if method:
-            getattr(self._runner, method)()
-        else:
-            self._step()
-        after = {piece.shard: self._take(piece, param, states) for piece, param, states in given}
-        runner.state.clear()
-        runner.param_groups.clear()
-        return after
+        try:
+            if method:
+                getattr(self._runner, method)()
+            else:
+                self._step()
+            return {piece.shard: self._take(piece, param, states) for piece, param, states in given}
+        finally:
+            runner.state.clear()
+            runner.param_groups.clear()
 
     def _take(self, piece: Piece, param: nn.Parameter, states: Mapping[str, torch.Tensor]) -> Scalars:
         """Copy into the page what the optimizer has put elsewhere; return the scalars."""

@@ -63,8 +63,11 @@ class Optimizers(torch.optim.Optimizer):
         for number, inner in enumerate(self.optimizers):
             inner.param_groups = [group for group in self.param_groups if group[OWNER] == number]
             inner.state = self.state
-            if inner.param_groups:
-                private.unhooked_step(inner)(*([] if closure is None else [lambda: loss]))
+            try:
+                if inner.param_groups:
+                    private.unhooked_step(inner)(*([] if closure is None else [lambda: loss]))
+            finally:
+                inner.param_groups = []  # what was updated may be views of frames, which nobody is to keep
         return loss
 
 

@@ -35,7 +35,7 @@ from infinity.optim.kernel import Scalars
 from infinity.optim.planning import StepPlanner
 from infinity.optim.update import Opened, Update
 from infinity.optim.whole import WholeParameters
-from infinity.optim.worker import UpdateWorker
+from infinity.optim.worker import UpdateWorker, telling
 from infinity.schedule.pager import Lease, Pager
 from infinity.schedule.trace import Event, range_access, update_order
 from infinity.telemetry.ledger import Ledger
@@ -218,29 +218,36 @@ class Updates:
 
     def switch(self, method: str) -> None:
         """Run a method of the optimizer over all pages, one of `MODES`, when nothing waits; between two steps."""
+        with telling(self._pager.fail):  # some pages in the one mode and some in the other are nothing to go on from
+            for unit in range(len(self._layout.units)):
+                self._switch_unit(unit, method)
+            self._given.kernel.switch(method)
+
+    def _switch_unit(self, unit: int, method: str) -> None:
         there = self._device_pages
-        for unit, ranges in enumerate(self._layout.unit_ranges):
-            self._staging.drop(unit)
-            accesses = [(segment, position, range_access(segment, position)) for segment, position in ranges]
-            shards = [
-                shard for segment in self._layout.unit_segments[unit] for shard in self._layout.segments[segment].shards
-            ]
-            update = Update(
-                self._layout, self._given.kernel, self._given.settings_of(shards), self.scalars, self.step,
-                own=self._given.kernel.own(), whole=self._whole, method=method,
-            )  # fmt: skip
-            copies = there.mark if there is not None else None
-            with there.on_stream() if there is not None else nullcontext(), torch.no_grad():
-                if there is not None:
-                    there.begin(None, (), [access for _, _, access in accesses])
-                for segment, position, access in accesses:
-                    with self._pager.access(access, planned=False, copies=copies) as contents:
-                        found = there.bring(access, contents) if there is not None else contents
-                        update.run([Opened(self._layout, segment, segment.ranges[position], access, found, None)])
-                        if there is not None:
-                            there.leave()
-            self.scalars.update({shard: now for shard, now in update.after.items() if shard in self.scalars})
-        self._given.kernel.switch(method)
+        self._staging.drop(unit)
+        accesses = [
+            (segment, position, range_access(segment, position)) for segment, position in self._layout.unit_ranges[unit]
+        ]
+        shards = [
+            shard for segment in self._layout.unit_segments[unit] for shard in self._layout.segments[segment].shards
+        ]
+        update = Update(
+            self._layout, self._given.kernel, self._given.settings_of(shards), self.scalars, self.step,
+            own=self._given.kernel.own(), whole=self._whole, method=method,
+        )  # fmt: skip
+        copies = there.mark if there is not None else None
+        with there.on_stream() if there is not None else nullcontext(), torch.no_grad():
+            if there is not None:
+                there.begin(None, (), [access for _, _, access in accesses])
+            for segment, position, access in accesses:
+                # What fails is known before the pages are released: nobody is to use them.
+                with self._pager.access(access, planned=False, copies=copies) as contents, telling(self._pager.fail):
+                    found = there.bring(access, contents) if there is not None else contents
+                    update.run([Opened(self._layout, segment, segment.ranges[position], access, found, None)])
+                    if there is not None:
+                        there.leave()
+        self.scalars.update({shard: now for shard, now in update.after.items() if shard in self.scalars})
 
     # One of them #
 
@@ -288,7 +295,7 @@ class Updates:
                 grads = fetcher.take()  # before pages are held, which others may want
             with ExitStack() as held:
                 contents: Sequence[Content] | None = held.enter_context(ranges[0].lease)
-                try:
+                with telling(self._pager.fail):  # before the leases are returned: nobody is to use these pages
                     opened: list[Opened] = []
                     while contents is not None:
                         segment, item, lease = ranges.popleft()
@@ -304,8 +311,5 @@ class Updates:
                     update.run(opened)
                     if there is not None:
                         there.leave()
-                except Exception as error:
-                    self._pager.fail(error)  # before the leases are returned: nobody is to use these pages
-                    raise
             if fetcher is not None:
                 fetcher.release()

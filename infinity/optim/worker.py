@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import torch
 
 from infinity.errors import InfinityError
+
+
+@contextmanager
+def telling(failed: Callable[[Exception], None]) -> Iterator[None]:
+    """Tell `failed` what keeps the body from its end, an interrupt too: what is done in part must not be committed."""
+    try:
+        yield
+    except BaseException as error:
+        what = f"an update was interrupted by {type(error).__name__}; resume from the last commit"
+        failed(error if isinstance(error, Exception) else InfinityError(what))
+        raise
 
 
 class UpdateWorker:
@@ -47,13 +59,8 @@ class UpdateWorker:
         return self._last
 
     def _run(self, job: Callable[[], None]) -> None:
-        try:
-            with torch.no_grad():
-                job()
-        except BaseException as error:  # an interrupt too: a unit that was updated in part must not be committed
-            what = f"an update was interrupted by {type(error).__name__}; resume from the last commit"
-            self._failed(error if isinstance(error, Exception) else InfinityError(what))
-            raise
+        with telling(self._failed), torch.no_grad():
+            job()
 
     def drain(self) -> None:
         """Wait until all jobs have run; a failure is raised by whoever looks at a page next."""

@@ -12,7 +12,9 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError, UnsupportedError
+from infinity.optim.kernel import UpdateKernel
 from infinity.optim.probe import make_kernel
+from infinity.optim.update import Update
 from support import models
 from support.optimizers import build, groups_of
 from support.ranks import RankPool
@@ -103,6 +105,39 @@ def test_a_step_in_the_wrong_mode_is_refused_before_anything_is_updated(tmp_path
         optimizer.zero_grad()
         assert same(before, [local(param) for param in model.parameters()])
         train(model, optimizer, 2, 4)
+
+
+@pytest.mark.parametrize("where", ["behind some pages", "behind all"])
+def test_a_change_of_mode_that_is_interrupted_is_never_committed(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some weights would be those that are evaluated, and the mode would say that all are those that are trained."""
+    model = build()
+    with infinity.offload(model, MAKES["adamw"](groups_of(model)), settings(tmp_path, Paging(), 4 << 20)) as optimizer:
+        train(model, optimizer, 0, 1)
+        optimizer.commit()
+        calls: list[int] = []
+        run = Update.run
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        def interrupted(self: Any, opened: Any) -> None:
+            run(self, opened)
+            calls.append(len(opened))
+            if len(calls) == 2:
+                interrupt()
+
+        if where == "behind all":
+            monkeypatch.setattr(UpdateKernel, "switch", lambda *_: interrupt())
+        else:
+            monkeypatch.setattr(Update, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.eval()
+        monkeypatch.undo()
+        for look in (optimizer.commit, optimizer.eval, lambda: evaluate(model)):
+            with pytest.raises(InfinityError, match="interrupted by KeyboardInterrupt; resume from the last commit"):
+                look()
 
 
 def test_two_ranks(tmp_path: Path, pair: RankPool) -> None:

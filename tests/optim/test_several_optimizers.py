@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,32 @@ def test_what_several_cannot_be_is_refused(tmp_path: Path) -> None:
         models.loss_of(model, batch(model, 0)).backward()
         with pytest.raises(UnsupportedError, match=r"an attribute of one of the optimizers \(SettingOnSelf\+SGD\)"):
             optimizer.step()
+
+
+SEEN: list[weakref.ref[torch.Tensor]] = []
+"""What `Noting` was given, as long as it lives."""
+
+
+class Noting(torch.optim.SGD):
+    """Notes the parameters that it updates."""
+
+    def step(self, closure: Any = None) -> Any:
+        SEEN.extend(weakref.ref(param) for group in self.param_groups for param in group["params"])
+        return super().step(closure)
+
+
+def test_nothing_is_kept_of_an_update(tmp_path: Path) -> None:
+    """What optimizers are given are views of the arena, which is unmapped when the last of them is gone."""
+    model = build()
+    given = [Noting(params, lr=0.1) for params in divided(model)]
+    with infinity.offload(model, given, config(tmp_path)) as optimizer:
+        models.loss_of(model, batch(model, 0)).backward()
+        SEEN.clear()
+        optimizer.step()
+        optimizer.commit()  # all updates have run
+        gc.collect()
+        assert SEEN
+        assert [seen for seen in SEEN if seen() is not None] == []
 
 
 class Wrapping(torch.optim.Optimizer):
