@@ -133,7 +133,7 @@ def train(
         typer.Option(
             min=2,
             help="Tokens per sequence. Texts of a data set are laid end to end and cut; of chats and completions as "
-            "many as fit are in a sequence, where they do not see each other; what is longer is cut off at its end.",
+            "many as fit are in a sequence; what is longer is cut off at its end.",
             rich_help_panel=_DATA,
         ),
     ] = 256,
