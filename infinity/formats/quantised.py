@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.extras import needs
 from infinity.formats.transformers_names import Conversion
+from infinity.fsdp import private
 
 _PREFIX = "weight_"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -98,7 +99,7 @@ class QuantisedLinear(nn.Linear):
 class _ToLookAt(torch.Tensor):
     """A dequantised weight for others: a copy, so that what is set there would be lost without a word."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what is computed with it is an ordinary tensor
+    __torch_function__ = private.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @property  # type: ignore[override]
     def data(self) -> torch.Tensor:

@@ -148,9 +148,9 @@ def test_the_base_takes_its_space_once(retained: int, tmp_path: Path) -> None:
         for step in range(retained + 1):
             train(Recipe(steps=step + 1), model, optimizer, Outcome(), first=step)
             optimizer.commit()
-        assert sum(file.stat().st_size for file in files) == space
+        ended = sum(file.stat().st_size for file in files)
         assert store.versions(pages) == at_start
-        assert space >= fixed + (1 + retained) * others
+        assert fixed + (1 + retained) * others <= ended <= space  # what gradients took may have been given back
         assert space <= fixed + (2 + retained) * others  # with slots for writes in flight, and gradients
 
 
