@@ -88,8 +88,8 @@ def bare(place: Path, wheel: Path, described: Message) -> Environment:
 def whole(bare: Environment, described: Message) -> Environment:
     """The same environment, later, with what the extra `all` brings."""
     extras = described.get_all("Provides-Extra", ())
-    assert set(extras) == {"all", "cli", "daemon", "dev", "hf", "wide"}
-    bare.link(described.get_all("Requires-Dist", ()), ("cli", "daemon", "hf"))
+    assert set(extras) == {*EXTRAS, "all", "dev", "wide"}
+    bare.link(described.get_all("Requires-Dist", ()), ("cli", "daemon", "data", "hf", "peft", "tensorboard"))
     return bare
 
 
