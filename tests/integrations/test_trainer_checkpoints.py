@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 from infinity.checkpoint.manifest import complete_commits, published_in
+from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, InfinityError
 from infinity.integrations.transformers import checkpoints
 from infinity.run.optimizer import PagedOptimizer
 from support.tables import WIDE, all_but
-from support.trainers import Outcome, build, dataset, make, outcome_of
+from support.trainers import Outcome, build, dataset, make, outcome_of, with_adapters
 
 SHUFFLED = {"train_sampling_strategy": "random", "max_steps": 8, "lr_scheduler_type": "cosine", "warmup_steps": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
@@ -118,6 +120,34 @@ def test_the_best_model_at_the_end(limit: int, tmp_path: Path) -> None:
     assert names(tmp_path / "out") == names(tmp_path / "memory")
     outcome_of(trainer).equals(outcome_of(ordinary))
     assert trainer.evaluate()["eval_loss"] == ordinary.evaluate()["eval_loss"] == trainer.state.best_metric
+    close(trainer)
+
+
+def test_the_best_adapters_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read from the best commit; of the base, which is frozen, nothing is, and nothing is written."""
+    pytest.importorskip("peft")
+    read: list[str] = []
+    own = CommitReader.read
+
+    def noted(self: CommitReader, index: int, *given: Any, **named: Any) -> torch.Tensor:
+        read.extend(self.tensors[index].names)
+        return own(self, index, *given, **named)
+
+    monkeypatch.setattr(CommitReader, "read", noted)
+    given = {
+        **SAVED, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "quality",
+        "greater_is_better": True, "load_best_model_at_end": True,
+    }  # fmt: skip
+    outcomes = []
+    for name, where, nvme in (("memory", "plain", None), ("out", "cpu", tmp_path / "nvme")):
+        quality = iter([0.1, 0.9, 0.2])
+        metrics = partial(lambda left, _: {"quality": next(left)}, quality)
+        trainer = make(tmp_path / name, with_adapters(where), nvme=nvme, compute_metrics=metrics, **given)
+        trainer.train()
+        assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4"
+        outcomes.append(outcome_of(trainer))
+    assert sorted(read) == sorted(name for name, param in trainer.model.named_parameters() if param.requires_grad)
+    outcomes[1].equals(outcomes[0])
     close(trainer)
 
 

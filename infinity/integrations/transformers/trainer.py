@@ -385,14 +385,19 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             )  # fmt: skip
             return
         _log.info("the best weights are those of %s (%s)", best.folder, self.state.best_metric)
-        reader = CommitReader(folder, best.step)
-        here = reader.manifest(Ranks.current().rank).description.tensors
-        with torch.no_grad():
-            for index, spec in enumerate(here):
+        Ranks.current().together("reading the best weights", partial(self._take_over, best.step))
+
+    @torch.no_grad()
+    def _take_over(self, step: int) -> None:
+        """Copy what is trained, and the buffers, from a commit; what is frozen is the same in it, and not written."""
+        run = self._begin().run
+        reader, layout = CommitReader(run.folder, step), run.layout
+        for index, spec in enumerate(reader.manifest(Ranks.current().rank).description.tensors):
+            if layout.shards[index].spec.trainable:
                 local = self.model.get_parameter(spec.names[0]).to_local()
                 local.copy_(reader.read(index, rows=spec.slice_of(spec.shard_rank)).view(local.shape))
-            for name, value in reader.buffers():
-                self.model.get_buffer(name).copy_(value)
+        for name, value in reader.buffers():
+            self.model.get_buffer(name).copy_(value)
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
