@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.fsdp import private
+from infinity.ranks import Ranks
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _AROUND = ("base_layer", "original_module", "token_adapter")
@@ -176,20 +177,44 @@ def save_whole_adapters(model: nn.Module) -> Callable[[], None]:
     return lambda: found.__dict__.pop("save_pretrained", None)
 
 
-def _save_whole(model: Any, save_directory: str | os.PathLike[str], **settings: Any) -> None:
+def _save_whole(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    selected_adapters: list[str] | None = None,
+    save_embedding_layers: bool | str = "auto",
+    is_main_process: bool | None = None,
+    path_initial_model_for_weight_conversion: str | None = None,
+    **settings: Any,
+) -> None:
+    """Save as peft does, with its arguments; all ranks together, of which rank 0 writes.
+
+    Raises:
+        InfinityError: another rank failed, such as rank 0, which writes.
+    """
     given = settings.pop("state_dict", None)
+    ranks = Ranks.current() if dist.is_initialized() else Ranks(0, 0, 1)
     state: dict[str, Any] = model.state_dict() if given is None else dict(given)
-    chosen = settings.get("selected_adapters") or list(model.peft_config)
+    chosen = selected_adapters or list(model.peft_config)
     wanted: set[int] = set()
     with _whole_prompts(model, chosen), private.classes_of_before(model):
         for adapter in chosen:
             if not model.peft_config[adapter].is_prompt_learning:
                 wanted.update(map(id, _picked(model, state, adapter).values()))
         state = {name: _whole(value) if id(value) in wanted else value for name, value in state.items()}
-        settings.setdefault("is_main_process", not dist.is_initialized() or dist.get_rank() == 0)
-        type(model).save_pretrained(model, os.fspath(save_directory), state_dict=state, **settings)
-    if dist.is_initialized():
-        dist.barrier()  # whoever reads it next finds it
+        save = partial(
+            type(model).save_pretrained,
+            model,
+            os.fspath(save_directory),
+            safe_serialization,
+            selected_adapters,
+            save_embedding_layers,
+            ranks.rank == 0 if is_main_process is None else is_main_process,
+            path_initial_model_for_weight_conversion,
+            state_dict=state,
+            **settings,
+        )
+        ranks.together("save_pretrained", save)  # whoever reads it next finds it
 
 
 @contextmanager

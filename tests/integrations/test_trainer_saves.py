@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from infinity.integrations.transformers.exports import move_export
 from support.ranks import RankPool
 from support.tables import WIDE
-from support.trainer_ranks import adapters
+from support.trainer_ranks import adapters, adapters_nowhere
 from support.trainers import build, make, outcome_of, with_adapters
 
 
@@ -138,3 +138,17 @@ def test_adapters_of_two_ranks(tmp_path: Path) -> None:
         pool.close()
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert {name: tuple(value.shape) for name, value in found.items()} == shapes
+
+
+@WIDE
+def test_adapters_that_cannot_be_written(tmp_path: Path) -> None:
+    """Both ranks are told, with rank 0's reason; none waits for it."""
+    pytest.importorskip("peft")
+    pool = RankPool(2)
+    try:
+        first, second = pool.run(adapters_nowhere, tmp_path)
+    finally:
+        pool.close()
+    assert "should be a directory, not a file" in first
+    assert "save_pretrained failed on rank 0" in second
+    assert "should be a directory, not a file" in second

@@ -83,3 +83,19 @@ def adapters(folder: Path) -> dict[str, tuple[int, ...]]:
     trainer.optimizer.optimizer.close()
     trained = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
     return {name.replace(".default", ""): tuple(param.shape) for name, param in trained.items()}
+
+
+def adapters_nowhere(folder: Path) -> str:
+    """Save adapters where rank 0 cannot write; return what this rank is told."""
+    as_torchrun()
+    trainer = make(folder / "out", with_adapters(), nvme=folder / "nvme", max_steps=2)
+    trainer.train()
+    (folder / "file").write_text("")
+    target = folder / "file" if dist.get_rank() == 0 else folder / "saved"
+    try:
+        trainer.model.save_pretrained(str(target), True)  # arguments as peft has them
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        trainer.optimizer.optimizer.close()
+    return "nothing"

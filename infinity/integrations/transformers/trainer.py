@@ -21,6 +21,7 @@ from infinity.checkpoint.reader import CommitReader
 from infinity.config import Config, check_config, load_config
 from infinity.errors import CommitError, ConfigError, InfinityError, UnsupportedError
 from infinity.extras import needs
+from infinity.formats.adapters import peft_model
 from infinity.formats.companions import CONFIG, Companions
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
@@ -300,21 +301,13 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             if ranks.rank == 0:
                 move_export(apart, folder)
 
-        if hasattr(self.model, "peft_config"):
-            self._export_adapters(folder)
+        if peft_model(self.model) is not None:  # peft saves the adapters, which are small
+            self._begin()
+            self.model.save_pretrained(folder)
             return
         ranks.together("making the folder of the export", clear)
         self._begin().save_pretrained(apart)
         ranks.together("moving the export", move)
-
-    def _export_adapters(self, folder: Path) -> None:
-        """Save what peft saves of its models: the adapters that are trained, which are small."""
-        self._begin()
-        state = {
-            name: param.detach().full_tensor().clone() if param.requires_grad else param
-            for name, param in self.model.named_parameters()
-        }
-        self.model.save_pretrained(str(folder), state_dict=state, is_main_process=self.args.should_save)
 
     def _write_config(self, folder: Path) -> None:
         config = Companions.of_run(self._begin().run.folder.commits).config
