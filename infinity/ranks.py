@@ -43,7 +43,7 @@ class Ranks:
         if self.world_size == 1:
             return value
         box = [value]
-        with _naming_loss():
+        with naming_loss():
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
@@ -52,7 +52,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with _naming_loss():
+        with naming_loss():
             dist.all_gather_object(values, value)
         return values
 
@@ -63,12 +63,12 @@ class Ranks:
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send a contiguous tensor to a rank, which must `receive` it. Raises `LostRankError`."""
-        with _naming_loss():
+        with naming_loss():
             dist.send(tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         """Fill a contiguous tensor with what a rank sends. Raises `LostRankError`."""
-        with _naming_loss():
+        with naming_loss():
             dist.recv(tensor, rank)
 
     def together(self, what: str, action: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
@@ -105,9 +105,27 @@ class Ranks:
                 raise elsewhere
         return result  # type: ignore[return-value]
 
+    def on_first(self, what: str, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0, and return its result on every rank; if it fails, raise on all, with the reason.
+
+        Args:
+            what: names the action in messages.
+            action: its result can be pickled.
+
+        Raises:
+            InfinityError: it failed on rank 0, whose own error is raised there.
+        """
+        result: T = self.agree(self.together(what, action if self.rank == 0 else _nothing))
+        return result
+
+
+def _nothing() -> Any:
+    """Do what the other ranks do while rank 0 works."""
+
 
 @contextmanager
-def _naming_loss() -> Iterator[None]:
+def naming_loss() -> Iterator[None]:
+    """Raise `LostRankError` where a collective fails as another rank has ended."""
     try:
         yield
     except RuntimeError as error:

@@ -6,20 +6,28 @@ import json
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.access import read_regular
-from infinity.checkpoint.durable import sync_file, sync_folder, write_durably
+from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.manifest import Published, complete_commits, published_in, read_manifest
 from infinity.config import Config
 from infinity.errors import CommitError, ConfigError
-from infinity.integrations.folders import before, exchange, finish, made_beside, put_back, remove, set_aside
+from infinity.integrations.commits import commit_folders, going_on
+from infinity.integrations.folders import (
+    before,
+    exchange,
+    finish,
+    made_beside,
+    make_durable,
+    put_back,
+    remove,
+    set_aside,
+)
 from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
-from infinity.store.marker import look_for_runs
 from infinity.units import MIB
 
 RECORD = "infinity.json"
@@ -57,9 +65,7 @@ class Record(NamedTuple):
             ConfigError: there is no record.
             CommitError: another save has taken the place of its commit since.
         """
-        there = ranks.agree(
-            ranks.together("reading the checkpoint", lambda: _records(folder) if not ranks.rank else [])
-        )
+        there = ranks.on_first("reading the checkpoint", partial(_records, folder))
         belongs = [_belongs(record, settings, ranks) for _, record in there]
         for (place, record), found in zip(there, belongs, strict=True):
             if found is not None and found.get("token") == record.token:
@@ -75,7 +81,7 @@ class Record(NamedTuple):
 
     def resumed(self, settings: Config) -> Config:
         """Return settings with which a run goes on from the commit."""
-        return replace(settings, run=replace(settings.run, resume=self.run_id, resume_step=self.step))
+        return going_on(settings, self.run_id, self.step)
 
 
 class Checkpoints:
@@ -116,7 +122,7 @@ class Checkpoints:
         token = self._token if again else ranks.agree(secrets.token_hex(16))
         if folder is not None:
             self._settle(what, folder)
-            ranks.together(what, partial(_set_aside, folder, ranks))
+            ranks.on_first(what, partial(_set_aside, folder))
         folder = ranks.together(what, write)
         record = Record(run.folder.run_id, self._paged.steps, token) if ranks.rank == 0 else None
         ranks.together(what, partial(_make_durable, folder, record))
@@ -142,12 +148,12 @@ class Checkpoints:
         """
         what, ranks = "save_pretrained", self._paged.run.ranks
         self._settle(what, folder)
-        if not ranks.agree(ranks.together(what, lambda: not ranks.rank and folder.is_dir() and any(folder.iterdir()))):
+        if not ranks.on_first(what, lambda: folder.is_dir() and any(folder.iterdir())):
             return self._paged.save_pretrained(folder, **named)
         beside = ranks.agree(made_beside(folder))
-        ranks.together(what, partial(remove, beside) if ranks.rank == 0 else _nothing)  # of an export that was cut off
+        ranks.on_first(what, partial(remove, beside))  # of an export that was cut off
         written = self._paged.save_pretrained(beside, **named)
-        ranks.together(what, partial(exchange, folder, beside) if ranks.rank == 0 else _nothing)
+        ranks.on_first(what, partial(exchange, folder, beside))
         return [folder / file.name for file in written]
 
     def check(self, folder: Path) -> Path:
@@ -161,9 +167,7 @@ class Checkpoints:
             CommitError: the run has not gone on from its commit, or has trained since; says what to do.
         """
         ranks = self._paged.run.ranks
-        there = ranks.agree(
-            ranks.together("reading the checkpoint", lambda: _records(folder) if not ranks.rank else [])
-        )
+        there = ranks.on_first("reading the checkpoint", partial(_records, folder))
         for place, record in there:
             if record.token == self._token and record.step == self._paged.steps:
                 return place
@@ -180,7 +184,7 @@ class Checkpoints:
         ranks, settings = self._paged.run.ranks, self._paged.run.settings
         if not ranks.agree(before(folder).is_dir()):
             return
-        there = ranks.agree(ranks.together(what, lambda: _records(folder, strict=False) if not ranks.rank else []))
+        there = ranks.on_first(what, partial(_records, folder, strict=False))
         belongs = [(_belongs(record, settings, ranks) or {}).get("token") == record.token for _, record in there]
         good = [place for (place, _), found in zip(there, belongs, strict=True) if found]
 
@@ -188,11 +192,7 @@ class Checkpoints:
             lost = not folder.is_dir() or (folder not in good and bool(good))
             (put_back if lost else finish)(folder)
 
-        ranks.together(what, settle if ranks.rank == 0 else _nothing)
-
-
-def _nothing() -> None:
-    """Do what other ranks do while rank 0 works."""
+        ranks.on_first(what, settle)
 
 
 def _records(folder: Path, *, strict: bool = True) -> list[tuple[Path, Record]]:
@@ -219,12 +219,9 @@ def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] |
 
     def look() -> tuple[Path | None, list[Published]]:
         paths = settings.run.resume_paths or settings.storage.paths
-        runs, _ = look_for_runs([path for path in paths if os.path.isdir(path)])
-        for run in runs:
-            if run.run_id == record.run_id and 0 in run.roots:
-                commits = run.roots[0] / "commits"
-                return commits, [name for name in published_in(commits) if name.step == record.step]
-        return None, []
+        commits = commit_folders(paths).get(record.run_id)
+        found = [] if commits is None else [name for name in published_in(commits) if name.step == record.step]
+        return commits, found
 
     commits, here = ranks.together("looking for the commit", look)
     complete = complete_commits(set[Published]().union(*ranks.collect(here)))
@@ -242,17 +239,13 @@ def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] |
     return next((found for found in told if found is not None), None)
 
 
-def _set_aside(folder: Path, ranks: Ranks) -> None:
-    if ranks.rank == 0 and (folder / RECORD).exists():
+def _set_aside(folder: Path) -> None:
+    if (folder / RECORD).exists():
         set_aside(folder)
 
 
 def _make_durable(folder: Path, record: Record | None) -> None:
     """Flush what this rank and others have written into a folder, and note the commit to come."""
-    for file in folder.iterdir():
-        if file.is_file():
-            sync_file(file)
+    make_durable(folder)
     if record is not None:
         write_durably(folder / RECORD, json.dumps(record._asdict()).encode())
-    sync_folder(folder)
-    sync_folder(folder.resolve().parent)

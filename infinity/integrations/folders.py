@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from infinity.checkpoint.durable import sync_folder
+from infinity.checkpoint.durable import sync_file, sync_folder
 
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model.safetensors")
 """Files of an export: those of one before are no part of it."""
@@ -35,6 +35,15 @@ def remove(folder: Path) -> None:
     """Remove a folder, if it is there. Raises `OSError`."""
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def make_durable(folder: Path) -> None:
+    """Flush the files of a folder, whoever has written them, and what is in it. Raises `OSError`."""
+    for file in folder.iterdir():
+        if file.is_file():
+            sync_file(file)
+    sync_folder(folder)
+    sync_folder(folder.resolve().parent)
 
 
 def set_aside(folder: Path) -> None:

@@ -212,9 +212,9 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
             folder = self._checkpoints.check(folder)
 
         def read() -> bytes:
-            return read_regular(os.path.realpath(folder / META), _MOST_META) if ranks.rank == 0 else b""
+            return read_regular(os.path.realpath(folder / META), _MOST_META)
 
-        content = io.BytesIO(ranks.agree(ranks.together("reading the checkpoint", read)))
+        content = io.BytesIO(ranks.on_first("reading the checkpoint", read))
         found: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=weights_only)
         return found
 

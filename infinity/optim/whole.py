@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from infinity.content.layout import Layout
-from infinity.errors import InfinityError, LostRankError, StallError, is_lost_connection
-from infinity.ranks import Ranks
+from infinity.errors import InfinityError, LostRankError, StallError
+from infinity.ranks import Ranks, naming_loss
 
 _SHORTEST, _LONGEST = 50e-6, 5e-3
 """Seconds between two looks whether an exchange has ended."""
@@ -112,12 +112,10 @@ class WholeParameters:
     def _gather(self, into: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
         """Put what the ranks of a group have one behind the other."""
         try:
-            self._wait(dist.all_gather([*torch.split(into, len(mine))], mine, group, async_op=True))
-        except RuntimeError as error:
-            if not is_lost_connection(error):
-                raise
-            lost = LostRankError(f"the connection to another rank was lost; its own message says why ({error})")
-            raise self._failure() or lost from error
+            with naming_loss():
+                self._wait(dist.all_gather([*torch.split(into, len(mine))], mine, group, async_op=True))
+        except LostRankError as lost:
+            raise self._failure() or lost from lost.__cause__
 
     def _wait(self, work: Any) -> None:
         seconds, began = _SHORTEST, time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from operator import attrgetter
 
 import torch
@@ -16,7 +17,7 @@ from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, Reach, ShardedModel
 from infinity.memory.device import open_device
 from infinity.memory.limits import default_arena
-from infinity.optim.kernel import UpdateKernel
+from infinity.optim.kernel import StateSpec, UpdateKernel
 from infinity.optim.probe import view_shape
 from infinity.optim.several import owner
 from infinity.ranks import Ranks
@@ -86,6 +87,12 @@ def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
                 )
 
 
+def _discovering(kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], StateSpec]:
+    """Return what says what is known of a parameter of the optimizer."""
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    return lambda param: kernel.discover(param, group_of[id(param)])
+
+
 def plan_memory(
     settings: Config, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel, ranks: Ranks
 ) -> Budget:
@@ -95,14 +102,14 @@ def plan_memory(
         BudgetError: the arena is too small.
         ConfigError: `state.format` would change nothing. UnsupportedError: pages cannot be cut as the optimizer needs.
     """
-    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    discover = _discovering(kernel, optimizer)
 
     def kinds_of(param: nn.Parameter) -> tuple[tuple[str, str], ...]:
-        return kernel.discover(param, group_of[id(param)]).kinds
+        return discover(param).kinds
 
     def reach_of(member: Member) -> Reach:
         param = member.param.sharded_param
-        slices = kernel.discover(param, group_of[id(param)]).slices
+        slices = discover(param).slices
         if slices not in ("rows", "whole"):
             return Reach()
         why, whole = "", slices == "whole"
@@ -142,12 +149,12 @@ def shared_slices(
     kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer
 ) -> dict[int, tuple[tuple[int, ...], int]]:
     """Return, of shards that are updated whole and that other ranks have slices of, those ranks, and which this is."""
-    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    discover = _discovering(kernel, optimizer)
     found = {}
     for shard, member in enumerate(sharded.shards):
         param = member.param.sharded_param
         at, size = private.shard_rank_and_size(member.param)
-        if size > 1 and param.requires_grad and kernel.discover(param, group_of[id(param)]).slices == "whole":
+        if size > 1 and param.requires_grad and discover(param).slices == "whole":
             found[shard] = private.shard_ranks(member.param), at
     return found
 
@@ -170,11 +177,11 @@ def check_exchange(settings: Config, kernel: UpdateKernel) -> None:
 
 def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Tell the kernel the shape of slices, by shard, where the optimizer needs another than (n,)."""
-    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    discover = _discovering(kernel, optimizer)
     for shard, member in enumerate(sharded.shards):
         param = member.param.sharded_param
         if param.requires_grad:
-            slices = kernel.discover(param, group_of[id(param)]).slices
+            slices = discover(param).slices
             whole = slices == "whole"
             of = private.full_shape(member.param) if whole else private.local_tensor(member.param).shape
             shape = view_shape(slices, of)

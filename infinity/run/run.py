@@ -163,7 +163,7 @@ class Run:
             folder.create()
             retained = settings.run.retained_commits
             committed = {commit.step: commit.pages for commit in commits}
-            homes, slots = lay_out(layout.pages, self.place.shares, committed, SPARE_SLOTS, retained)
+            paths, slots = lay_out(layout.pages, self.place.shares, committed, SPARE_SLOTS, retained)
             files = [folder.data_file(index, self.ranks.rank) for index in range(len(folder.roots))]
             daemon = NodeDaemon(runtime_dir(settings.telemetry))
             space = FileSpace(daemon, folder.run_id, files)
@@ -181,7 +181,7 @@ class Run:
             engine.register(arena.memory)
             store = PageStore(
                 layout.pages,
-                homes,
+                paths,
                 files,
                 slots,
                 engine,

@@ -140,7 +140,7 @@ class Cache:
                 state.dirty = True  # not before: until here the content was changing, and pinned
             elif use.mode is Mode.CONSUME:
                 state.dirty = False
-                self._store.discard(use.page)  # it may still be being written: see `PageStore._current`
+                self._store.discard(use.page)  # it may still be being written: see `PageStore._writing`
         if pending is not None:
             self.copies.add(pending, uses)
 

@@ -87,8 +87,9 @@ def _stored_gradients(events: Sequence[Event], layout: Layout, placement: Placem
     """Return what gradients move to the device and from it that are stored: they come back to be added to."""
     there = back = 0
     stored: set[int] = set()
+    not_stored = placement.in_backward | placement.at_home
     for event in events:
-        if event.kind is not EventKind.GRADIENTS or event.unit in placement.in_backward | placement.at_home:
+        if event.kind is not EventKind.GRADIENTS or event.unit in not_stored:
             continue
         shards = [layout.shards[index] for index in layout.unit_shards[event.unit]]
         for shard in (shard for shard in shards if shard.spec.trainable):

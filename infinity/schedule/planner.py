@@ -471,10 +471,15 @@ def _by_benefit(moves: Moves, turn: Turn) -> list[int]:
     return found
 
 
+def evenly(number: int) -> float:
+    """Return a place between 0 and 1 for a number: those of the first n numbers are spread evenly for every n.
+
+    The multiples of the golden ratio, taken modulo 1 (Knuth, TAOCP 3, section 6.4).
+    """
+    return number * _GOLDEN_RATIO % 1
+
+
 @lru_cache(maxsize=16)
 def _spread(number: int) -> list[int]:
-    """Return the numbers up to one, in an order in which the first n are spread evenly for every n.
-
-    The multiples of the golden ratio, taken modulo 1, are spread so (Knuth, TAOCP 3, section 6.4).
-    """
-    return sorted(range(number), key=lambda n: n * _GOLDEN_RATIO % 1)
+    """Return the numbers up to one, in an order in which the first n are spread evenly for every n."""
+    return sorted(range(number), key=evenly)

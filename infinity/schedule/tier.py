@@ -21,7 +21,7 @@ behind the computation of every unit.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -29,6 +29,7 @@ from typing import Final
 from infinity.content.format import ITEMSIZE, Role
 from infinity.content.layout import Layout, Page
 from infinity.schedule.placement import Placement
+from infinity.schedule.planner import evenly
 from infinity.schedule.trace import Event, EventKind, stored_components
 from infinity.units import align_up
 
@@ -36,8 +37,6 @@ SLOTS: Final = 2
 """Units whose weights are staged at once: one is copied to the device while the other is copied out of its slot."""
 _STAGED_ALIGNMENT: Final = 256
 """Bytes; kernels read aligned vectors."""
-_GOLDEN_RATIO: Final = (5**0.5 - 1) / 2
-"""The multiples of it, modulo 1, are spread evenly however many there are."""
 
 
 def shard_bytes(layout: Layout, shard: int) -> int:
@@ -64,12 +63,6 @@ def staged_units(events: Sequence[Event], placement: Placement) -> tuple[int, ..
 def lives_at_home(layout: Layout, page: Page) -> bool:
     """Whether a page is on the device where its unit is at home: not what steps do not use, masters that are frozen."""
     return page.role is Role.PARAM or layout.segments[page.segment].trainable
-
-
-def home_bytes(layout: Layout, unit: int) -> int:
-    """Return the bytes of the weights and the state of a unit, as far as steps use them."""
-    weights, state, _ = _bytes_by_role(layout, unit, 0)
-    return weights + state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +128,10 @@ def _choices(
     weights, states = layout.bytes_of(Role.PARAM), layout.bytes_of(Role.UPDATE)
     of_weights = 1 + _lacking(weights, host_bytes)
     of_others = 1 + _lacking(states, host_bytes - weights)
+    of_unit: dict[int, list[Page]] = defaultdict(list)
+    for page in layout.pages:
+        if lives_at_home(layout, page):
+            of_unit[page.unit].append(page)
     found = []
     for position, unit in enumerate(dict.fromkeys(event.unit for event in events if event.kind is not EventKind.STEP)):
         if later[unit] > 1:
@@ -143,11 +140,10 @@ def _choices(
             found.append(_Choice(unit=unit, at_home=False, nbytes=kept, saved=saved, order=-position))
         if layout.unit_segments[unit] and not update_on_device:
             continue
-        w, s, g = _bytes_by_role(layout, unit, 0 if unit in placement.in_backward else components.get(unit, 0))
+        w, s, g = _bytes_by_role(of_unit[unit], 0 if unit in placement.in_backward else components.get(unit, 0))
         updates = min(arrivals[unit], 1)
         saved = (gathers[unit] + updates) * w * of_weights + 2 * (updates * s + arrivals[unit] * g) * of_others
-        order = position * _GOLDEN_RATIO % 1
-        found.append(_Choice(unit=unit, at_home=True, nbytes=w + s + g, saved=saved, order=order))
+        found.append(_Choice(unit=unit, at_home=True, nbytes=w + s + g, saved=saved, order=evenly(position)))
     return found
 
 
@@ -156,10 +152,9 @@ def _lacking(nbytes: int, room: int) -> float:
     return 1 - min(1.0, max(0, room) / nbytes) if nbytes else 0.0
 
 
-def _bytes_by_role(layout: Layout, unit: int, components: int) -> tuple[int, int, int]:
-    """Return the bytes of a unit's weights, of its state, and of so many components of its gradients."""
+def _bytes_by_role(pages: Iterable[Page], components: int) -> tuple[int, int, int]:
+    """Return the bytes of weights, of the state, and of so many components of gradients, of a unit's pages."""
     found = dict.fromkeys(Role, 0)
-    for page in layout.pages:
-        if page.unit == unit and lives_at_home(layout, page):
-            found[page.role] += page.nbytes if page.role is not Role.GRAD or page.component < components else 0
+    for page in pages:
+        found[page.role] += page.nbytes if page.role is not Role.GRAD or page.component < components else 0
     return found[Role.PARAM], found[Role.UPDATE], found[Role.GRAD]

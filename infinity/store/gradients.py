@@ -67,8 +67,7 @@ class GradientSpace:
         """
         if stored:
             self._make_area(paths)
-            return
-        if self.area:
+        elif self.area:
             with self.growing:
                 if self._own.drain(self.area):
                     self._files.cut(self._slots())
@@ -98,9 +97,10 @@ class GradientSpace:
         self._own.give(extent)
 
     def _make_area(self, paths: Sequence[int]) -> None:
-        """Have as many slots as all gradients need on their paths."""
-        with self.growing:
-            self._add_missing(paths)
+        """Have an area, if there is none. One that there is has all slots: `make_room` adds to it what others need."""
+        if not self.area:  # every step asks, and large models have many pages
+            with self.growing:
+                self._add_missing(paths)
 
     def make_room(self, paths: Sequence[int]) -> None:
         """Where there is an area, have as many slots as gradients need on other paths; `growing` is held.

@@ -171,9 +171,9 @@ class PageStore:
 
     Threads: the pager calls `read`, `write`, `has` and `discard`, from any thread but under its own lock
     (`Transfers.lock`); the training thread those about commits; whoever edits what is not trained `allow_edits`; a
-    thread that balances the paths `spread_anew`. Transfers end on the engine's thread,
-    but reads on one of the verifiers', where there are any. `_write` runs on the writer's. `_lock` guards what they
-    share; nothing is waited for under it.
+    thread that balances the paths `spread_anew`. Transfers end on the engine's thread, but reads on one of the
+    verifiers', where there are any. `_write` runs on one of the writers'. `_lock` guards what they share; nothing is
+    waited for under it.
     """
 
     def __init__(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from infinity.schedule.tier import home_bytes
 from support import models
 from support.device.simulation import KINDS, simulation
+from support.layouts import home_bytes
 from support.tables import one_of, variants
 from support.train import Paging, Recipe, batch, in_memory, offloaded
 

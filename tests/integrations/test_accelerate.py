@@ -27,17 +27,12 @@ from infinity.integrations import checkpoints
 from infinity.integrations.accelerate import prepare
 from infinity.integrations.checkpoints import Record
 from infinity.ranks import Ranks
-from support import models
+from support import by_hand, models
+from support.by_hand import BATCHES, CLIP, HALF, data, scheduler_of, whole
 from support.ranks import RankPool
 from support.train import MIB
 
-BATCHES, HALF, CLIP = 8, 4, 0.5
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-
-def data() -> torch.Tensor:
-    """Return all sequences, shape (16, 24)."""
-    return torch.randint(0, 256, (2 * BATCHES, 24), generator=torch.Generator().manual_seed(5))
 
 
 def bare(name: str = "llama", *, meta: bool = False) -> nn.Module:
@@ -69,11 +64,6 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     vectors = [param for param in model.parameters() if param.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=3e-3, fused=True)
-
-
-def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a schedule that changes every step."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
 @contextmanager
@@ -108,28 +98,10 @@ def settings(folder: Path, **run: Any) -> dict[str, Any]:
     }
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of all weights, whole."""
-    found = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in model.named_parameters()}
-    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for n, v in found.items()}
-
-
 def in_memory(model: nn.Module, accumulation: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train with plain torch: the loop that Accelerate's is written for."""
-    optimizer = optimizer_of(model)
-    scheduler, losses = scheduler_of(optimizer), []
-    rank, size = dist.get_rank(), dist.get_world_size()
-    batches = data().split(2)
-    for number, batch in enumerate(batches[rank::size], 1):
-        loss = models.loss_of(model, batch)
-        (loss / accumulation).backward()
-        losses.append(loss.item())
-        if number % accumulation == 0:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    return losses, whole(model)
+    batches = data().split(2)[dist.get_rank() :: dist.get_world_size()]
+    return by_hand.train(model, optimizer_of(model), batches, accumulation), whole(model)
 
 
 def loop(accelerator: Accelerator, parts: tuple[Any, ...], first: int = 0, last: int = BATCHES) -> list[float]:

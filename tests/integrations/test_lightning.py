@@ -14,23 +14,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import infinity
 from infinity.errors import CommitError, ConfigError, UnsupportedError
 from infinity.integrations.lightning import PagedStrategy
-from support import models
+from support import by_hand, models
+from support.by_hand import CLIP, HALF, data, scheduler_of, whole
 from support.ranks import RankPool
 from support.train import MIB
 
-BATCHES, HALF, CLIP = 8, 4, 0.5
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-
-def data() -> torch.Tensor:
-    """Return all sequences, shape (16, 24)."""
-    return torch.randint(0, 256, (2 * BATCHES, 24), generator=torch.Generator().manual_seed(5))
 
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:
@@ -49,10 +43,6 @@ def make() -> nn.Module:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
-
-
-def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
 class Llama(LightningModule):
@@ -146,28 +136,11 @@ def loader(first: int = 0) -> DataLoader[torch.Tensor]:
     return DataLoader(data()[dist.get_rank() :: dist.get_world_size()][2 * first :], batch_size=2)
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of all weights, whole."""
-    found = model.named_parameters()
-    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for n, v in found}
-
-
 def in_memory(accumulation: int = 1) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train with plain torch; return losses, those of an evaluation at the end, and weights."""
     model = shard(make(), infinity.mesh("cpu"))
-    optimizer = optimizer_of(model)
-    scheduler, losses = scheduler_of(optimizer), []
-    rank, size = dist.get_rank(), dist.get_world_size()
-    batches = data()[rank::size].split(2)
-    for number, batch in enumerate(batches, 1):
-        loss = models.loss_of(model, batch)
-        (loss / accumulation).backward()
-        losses.append(loss.item())
-        if number % accumulation == 0:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+    batches = data()[dist.get_rank() :: dist.get_world_size()].split(2)
+    losses = by_hand.train(model, optimizer_of(model), batches, accumulation)
     with torch.no_grad():
         evaluations = [models.loss_of(model, batch).item() for batch in batches]
     return losses, evaluations, whole(model)

@@ -16,6 +16,7 @@ import torch
 from infinity.checkpoint.manifest import complete_commits, published_in
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import CommitError, InfinityError
+from infinity.integrations import folders
 from infinity.integrations.transformers import checkpoints
 from infinity.run.optimizer import PagedOptimizer
 from support.tables import WIDE, all_but
@@ -185,6 +186,7 @@ def test_early_stopping(tmp_path: Path) -> None:
 LIFE = """
 import os, sys
 from pathlib import Path
+from infinity.integrations import folders
 from infinity.integrations.transformers import checkpoints
 from infinity.run.optimizer import PagedOptimizer
 from support.trainers import build, make
@@ -271,8 +273,8 @@ def test_durable_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """All files of a checkpoint have been flushed when its commit is made; the one that names it was put as a whole."""
     flushed: set[Path] = set()
     put: list[Path] = []
-    own = (checkpoints.sync_file, checkpoints.write_durably, PagedOptimizer.commit)
-    monkeypatch.setattr(checkpoints, "sync_file", lambda file: (own[0](file), flushed.add(file)))
+    own = (folders.sync_file, checkpoints.write_durably, PagedOptimizer.commit)
+    monkeypatch.setattr(folders, "sync_file", lambda file: (own[0](file), flushed.add(file)))
     monkeypatch.setattr(checkpoints, "write_durably", lambda file, data: (own[1](file, data), put.append(file)))
     folder = tmp_path / "out" / "checkpoint-6"
 

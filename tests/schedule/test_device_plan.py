@@ -18,10 +18,10 @@ from infinity.schedule.choice import choose_plan
 from infinity.schedule.link import link_traffic
 from infinity.schedule.placement import Placement, expand, expand_pending, next_gather
 from infinity.schedule.planner import prepend
-from infinity.schedule.tier import SLOTS, home_bytes, unit_bytes, with_device
+from infinity.schedule.tier import SLOTS, unit_bytes, with_device
 from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event, EventKind, Mode
-from support.layouts import FORMATS, layouts, placements, steps, transformer, transformer_step
+from support.layouts import FORMATS, home_bytes, layouts, placements, steps, transformer, transformer_step
 
 LAYERS = 5
 LAYOUT = transformer(LAYERS, 3 * 4096, 64 << 10)

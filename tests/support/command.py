@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,22 @@ def run_process(
         check=False,
     )
     return Finished(status=done.returncode, output=done.stdout, errors=done.stderr)
+
+
+@contextmanager
+def training(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Run `infinity` in a folder, and yield its process once it has taken a step; it is killed at the end."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "infinity_tools", *words],
+        cwd=folder,
+        env=environment(folder / "tmp"),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            while "step 1/" not in process.stderr.readline():
+                assert process.poll() is None
+            yield process
+        finally:
+            process.kill()

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from infinity.content.format import HALVES, StateFormat
+from infinity.content.format import HALVES, Role, StateFormat
 from infinity.content.layout import Layout, ShardSpec, UnitSpec, build_layout
 from infinity.schedule.placement import Placement
+from infinity.schedule.tier import lives_at_home
 from infinity.schedule.trace import Event, EventKind
 
 ADAM = (("exp_avg", "float32"), ("exp_avg_sq", "float32"))
@@ -96,3 +97,9 @@ def transformer_step(layers: int) -> tuple[Event, ...]:
         for event in (Event(EventKind.GATHER, unit), Event(EventKind.GRADIENTS, unit))
     ]
     return (*forward, *backward, Event(EventKind.STEP))
+
+
+def home_bytes(layout: Layout, unit: int) -> int:
+    """Return the bytes of the weights and the state of a unit that lives on the device, as far as steps use them."""
+    pages = [page for page in layout.pages if page.unit == unit and page.role is not Role.GRAD]
+    return sum(page.nbytes for page in pages if lives_at_home(layout, page))

@@ -119,7 +119,9 @@ def vocabulary_of(model: nn.Module) -> int:
     return model.vocabulary if isinstance(model, Toy) else model.config.vocab_size
 
 
-def llama(*, width: int = 64, layers: int = 3, vocabulary: int = 256, tied: bool = False) -> nn.Module:
+def llama(
+    *, width: int = 64, layers: int = 3, vocabulary: int = 256, tied: bool = False, dropout: float = 0.0
+) -> nn.Module:
     """Return a tiny Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM  # here, so that other processes start without it
 
@@ -132,6 +134,7 @@ def llama(*, width: int = 64, layers: int = 3, vocabulary: int = 256, tied: bool
         vocab_size=vocabulary,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
+        attention_dropout=dropout,
         bos_token_id=None,
         eos_token_id=None,
     )

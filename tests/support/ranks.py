@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
+import signal
 import tempfile
 import time
 import traceback
@@ -15,6 +18,8 @@ from typing import Any
 
 PATIENCE = 900.0
 """Seconds after which a call on the ranks is called lost."""
+TIMEOUT = timedelta(seconds=300)
+"""After which a rank that waits for the other one in a collective fails: many times what any of them takes."""
 
 
 class RankFailedError(AssertionError):
@@ -42,9 +47,22 @@ class RankPool:
             for pipe in self._pipes:
                 pipe.send((function, arguments))
             return self._collect()
+        except RankFailedError as error:
+            stacks = self._stacks()
+            self.close(kill=True)
+            raise RankFailedError(f"{error}\n{stacks}") from None
         except BaseException:
             self.close(kill=True)
             raise
+
+    def _stacks(self) -> str:
+        """Return where each rank is now: of two ranks that wait for each other only one says so."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        files = sorted(Path(self._folder.name).glob("stacks*")) if self._folder else []
+        return "\n".join(f"{file.name} of the ranks then:\n{file.read_text()}" for file in files)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -103,8 +121,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, folder: s
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    stacks = Path(folder, f"stacks{rank}").open("w")  # noqa: SIM115, open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, stacks)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     while True:
         try:
             function, arguments = pipe.recv()

@@ -11,46 +11,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import infinity
+from support import models
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is asked of the Hub, and nothing told
 VOCABULARY, LENGTH = 256, 16
 STEPS = 6
 BATCH = 4
-POLICIES = {
-    "fp32": MixedPrecisionPolicy(),
-    "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-}
 
 
 def build(where: str = "cpu", *, policy: str = "fp32", layers: int = 3, dropout: float = 0.0) -> nn.Module:
     """Return a tiny Llama, sharded on the CPU or on the meta device, or, as ``plain``, not sharded."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=128,
-        attention_dropout=dropout,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     torch.manual_seed(0)
     if where == "plain":
-        return LlamaForCausalLM(config)
+        return models.llama(layers=layers, dropout=dropout)
     mesh = infinity.mesh()
     with torch.device(where):
-        model = LlamaForCausalLM(config)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=POLICIES[policy])
-    fully_shard(model, mesh=mesh, mp_policy=POLICIES[policy])
+        model = models.llama(layers=layers, dropout=dropout)
+    models.shard(model, policy, device=mesh.device_type)
     if where == "meta":
         model.hf_device_map = {"": mesh.device_type}
     return model
@@ -63,10 +43,7 @@ def with_adapters(where: str = "cpu") -> nn.Module:
     model = build("plain")
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     if where != "plain":
-        mesh = infinity.mesh()
-        for layer in model.base_model.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        models.shard(model, "fp32", device=infinity.mesh().device_type)
     return model
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from infinity.telemetry.metrics import PARTS
-from support.command import SMALL, environment, run_here, run_process
+from support.command import SMALL, environment, run_here, run_process, training
 
 KEYS = {
     "run_id", "parameters", "world_size", "steps", "tokens_per_step", "losses", "step_seconds", "tokens_per_second",
@@ -78,18 +78,9 @@ def test_seconds_add_up_to_the_step(tmp_path):
 
 def test_trace_is_written_after_ctrl_c(tmp_path):
     """Whole steps, as valid JSON."""
-    command = [sys.executable, "-m", "infinity_tools", *SMALL, "--steps", "100000", "--out", "p", "--trace", "u.json"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(tmp_path / "tmp"), stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stderr is not None
-            while "step 1/" not in process.stderr.readline():
-                assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-            assert process.wait(300) == 128 + signal.SIGINT
-        finally:
-            process.kill()
+    with training(tmp_path, *SMALL, "--steps", "100000", "--out", "p", "--trace", "u.json") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(300) == 128 + signal.SIGINT
     spans = [event for event in json.loads((tmp_path / "u.json").read_text())["traceEvents"] if event["ph"] == "X"]
     steps = [event["name"] for event in spans if event["name"].startswith("step ")]
     assert steps == [f"step {number}" for number in range(1, len(steps) + 1)]

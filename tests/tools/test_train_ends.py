@@ -16,7 +16,7 @@ import pytest
 
 from infinity_tools.plot import write_picture
 from infinity_tools.signals import StopRequest
-from support.command import SMALL, environment, run_here
+from support.command import SMALL, environment, run_here, training
 
 
 def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
@@ -144,21 +144,12 @@ def test_standard_streams_that_take_nothing_do_not_end_training(
 
 def test_a_terminal_that_is_closed_ends_the_run_with_a_commit(tmp_path: Path) -> None:
     """SIGHUP comes more than once then, and so does SIGTERM under torchrun and batch systems."""
-    train = [*SMALL, "--out", "out", "--steps", "100000"]
-    command = [sys.executable, "-m", "infinity_tools", *train]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(tmp_path / "tmp"), stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stderr is not None
-            while "step 1/" not in process.stderr.readline():
-                assert process.poll() is None
-            process.stderr.close()
-            for _ in range(3):
-                process.send_signal(signal.SIGHUP)
-            assert process.wait(300) == 128 + signal.SIGHUP
-        finally:
-            process.kill()
+    with training(tmp_path, *SMALL, "--out", "out", "--steps", "100000") as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        for _ in range(3):
+            process.send_signal(signal.SIGHUP)
+        assert process.wait(300) == 128 + signal.SIGHUP
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["interrupted"]
     assert summary["committed_step"] == summary["steps"]

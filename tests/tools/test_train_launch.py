@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infinity_tools import launch
-from support.command import SMALL, environment, run_here, run_process
+from support.command import SMALL, environment, run_here, run_process, training
 
 ACT = """
 import os, signal, sys, time
@@ -73,18 +73,9 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
     """It is passed on; the step that runs is finished, and committed."""
-    command = [sys.executable, "-m", "infinity_tools", *SMALL, "--nproc", "2", "--steps", "100000", "--out", "o"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(tmp_path / "tmp"), stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stderr is not None
-            while "step 1/" not in process.stderr.readline():
-                assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(300) == 128 + signal.SIGTERM
-        finally:
-            process.kill()
+    with training(tmp_path, *SMALL, "--nproc", "2", "--steps", "100000", "--out", "o") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 128 + signal.SIGTERM
     summary = json.loads((tmp_path / "o/summary.json").read_text())
     assert (summary["world_size"], summary["interrupted"]) == (2, True)
     assert summary["committed_step"] == summary["steps"]

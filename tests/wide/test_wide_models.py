@@ -15,14 +15,13 @@ import infinity
 from infinity.checkpoint.reader import CommitReader
 from infinity.errors import InfinityError
 from infinity.formats.safetensors import export_safetensors
-from support.fine_tune import adamw, load, loss_of, seed, shard
+from support.fine_tune import adamw, load, loss_of, seed, shard, train
 from support.rows import REFUSED
 from support.train import Outcome, Paging, differences, host_bytes, settings, state_in_memory, state_on_nvme, whole
 from support.values import unlike
 from support.wide_models import ROWS, ModelRow, build
 
 pytestmark = pytest.mark.wide
-STEPS = 3
 PAGING = Paging(arena="least")
 FP32 = MixedPrecisionPolicy()
 
@@ -32,18 +31,6 @@ def output_of(row: ModelRow, model: nn.Module) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
         return loss_of(row, model, 77)
-
-
-def train(row: ModelRow, model: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome) -> None:
-    """Train some steps; note the losses."""
-    model.train()
-    seed(5)
-    for step in range(STEPS):
-        loss = loss_of(row, model, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        outcome.losses.append(loss.item())
 
 
 @contextmanager
@@ -82,7 +69,7 @@ def trained_in_memory(row: ModelRow, saved: Path) -> tuple[Outcome, nn.Module]:
     model.load_state_dict(load(row, saved).state_dict())
     shard(row, model, FP32)
     optimizer, outcome = adamw(model), Outcome()
-    train(row, model, optimizer, outcome)
+    train(row, model.train(), optimizer, outcome)
     outcome.state = state_in_memory(model, optimizer)
     return outcome, model
 
@@ -93,7 +80,7 @@ def trained_paged(row: ModelRow, saved: Path, folder: Path) -> tuple[Outcome, li
     made = infinity.from_pretrained(saved, mp_policy=FP32, mesh=infinity.mesh("cpu"), attn_implementation="eager")
     with offloaded(row, folder, made) as (model, optimizer):
         wrong = wrong_buffers(model, load(row, saved))
-        train(row, model, optimizer, outcome)
+        train(row, model.train(), optimizer, outcome)
         outcome.state = state_on_nvme(model, optimizer)
         optimizer.commit()
         reader = CommitReader(optimizer.run.folder)

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity_tools.signals import SIGNALS
+from infinity_tools.signals import give_back, heard_by
 
 _LOOK_SECONDS = 0.05
 _GRACE, _PATIENCE = 5.0, 60.0
@@ -66,9 +66,7 @@ class _Processes:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Processes:
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._pass_on)
+        self._before = heard_by(self._pass_on)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,8 +74,7 @@ class _Processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        give_back(self._before)
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         # In a group of its own: what a terminal sends to all of a group, a rank would get twice.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -14,6 +15,18 @@ _SAME_SECONDS = 2.0
 """What comes again so soon is the same wish: torchrun and batch systems pass on what the process has had already."""
 
 _LOOK_SECONDS = 0.2
+
+
+def heard_by(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    """Let a handler have the signals, but for a terminal's end under nohup; return what had them before."""
+    heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def give_back(before: Mapping[signal.Signals, Any]) -> None:
+    """Let those have the signals that had them before."""
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class StopRequest:
@@ -31,16 +44,13 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._arrived)
+        self._before = heard_by(self._arrived)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        give_back(self._before)
 
     def sleep(self, seconds: float) -> None:
         """Wait, until a signal asks for the end: one that is held back interrupts no `time.sleep`."""

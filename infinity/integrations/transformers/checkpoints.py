@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from infinity.access import read_regular
-from infinity.checkpoint.durable import sync_file, sync_folder, write_durably
+from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.manifest import Published, complete_commits, published_in
 from infinity.errors import CommitError
+from infinity.integrations.commits import commit_folders
 from infinity.ranks import Ranks
-from infinity.store.marker import look_for_runs
 
 _log = logging.getLogger("infinity")
 NAME = "infinity.json"
@@ -69,16 +69,6 @@ class Checkpoint:
         return cls(Path(folder), run_id, step)
 
 
-def make_durable(folder: Path) -> None:
-    """Flush what ranks have written into a checkpoint folder, as far as it is seen here. Raises `OSError`."""
-    if folder.is_dir():  # ranks of another host may have no such folder
-        for file in folder.iterdir():
-            if file.is_file():
-                sync_file(file)
-        sync_folder(folder)
-        sync_folder(folder.resolve().parent)
-
-
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the checkpoints in a Trainer's output folder that name a commit, in the order of their numbers.
 
@@ -114,9 +104,7 @@ def _committed(paths: Sequence[str], ranks: Ranks) -> set[tuple[str, int]]:
     """Return run and step of all commits on the paths, of which all ranks have their part."""
 
     def seen() -> list[tuple[str, Published]]:
-        runs, _ = look_for_runs([path for path in paths if os.path.isdir(path)])
-        here = [run for run in runs if 0 in run.roots]  # the first folder has the commits
-        return [(run.run_id, name) for run in here for name in published_in(run.roots[0] / "commits")]
+        return [(run_id, name) for run_id, commits in commit_folders(paths).items() for name in published_in(commits)]
 
     published: dict[str, set[Published]] = {}
     for found in ranks.collect(ranks.together("looking for runs", seen)):

@@ -25,6 +25,8 @@ from infinity.formats.adapters import peft_model
 from infinity.formats.companions import CONFIG, Companions
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
+from infinity.integrations.commits import going_on
+from infinity.integrations.folders import make_durable
 from infinity.integrations.transformers import checkpoints, refusals
 from infinity.integrations.transformers.checkpoints import Checkpoint
 from infinity.integrations.transformers.exports import move_export
@@ -169,8 +171,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         if state.paged is None:
             settings, resume = state.settings, state.resume
             if resume is not None:
-                run = replace(settings.run, resume=resume.run_id, resume_step=resume.step)
-                settings = replace(settings, run=run)
+                settings = going_on(settings, resume.run_id, resume.step)
             state.paged = state.begin(self.model, super().create_optimizer(), settings)
             state.groups = _settings_of(state.paged)
             self.optimizer = AcceleratedOptimizer(state.paged, device_placement=False)
@@ -247,7 +248,12 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             state.saving, args.save_total_limit = None, state.saving
         ranks, run = Ranks.current(), paged.run
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-        ranks.together("writing the checkpoint", partial(checkpoints.make_durable, folder))
+
+        def flush() -> None:
+            if folder.is_dir():  # ranks of another host may have no such folder
+                make_durable(folder)
+
+        ranks.together("writing the checkpoint", flush)
         paged.commit(prefer=self._best_steps())
 
         def remove() -> None:
@@ -293,21 +299,16 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         ranks, apart = Ranks.current(), folder / _APART
 
         def clear() -> None:
-            if ranks.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(apart, ignore_errors=True)  # of a process that was killed
-
-        def move() -> None:
-            if ranks.rank == 0:
-                move_export(apart, folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(apart, ignore_errors=True)  # of a process that was killed
 
         if peft_model(self.model) is not None:  # peft saves the adapters, which are small
             self._begin()
             self.model.save_pretrained(folder)
             return
-        ranks.together("making the folder of the export", clear)
+        ranks.on_first("making the folder of the export", clear)
         self._begin().save_pretrained(apart)
-        ranks.together("moving the export", move)
+        ranks.on_first("moving the export", partial(move_export, apart, folder))
 
     def _write_config(self, folder: Path) -> None:
         config = Companions.of_run(self._begin().run.folder.commits).config
