@@ -26,8 +26,8 @@ from support.fault_engine import Fault, FaultKind
 from support.session import EVERY, Session
 from support.train import Switch, faulty
 
-PATIENCE = 240.0
-"""Seconds within which both ranks have ended; the process group waits for longer."""
+PATIENCE = 900.0
+"""Seconds within which both ranks have ended, however slow the machine; the process group waits for longer."""
 PLACE = r"(read|write) of \d+ bytes at offset \d+ of \S+\.pages"
 CORRUPT = rf"CorruptPageError: {PLACE} failed: .*page \S+ is corrupt: checksum"
 

@@ -18,8 +18,8 @@ from typing import Any
 
 PATIENCE = 900.0
 """Seconds after which a call on the ranks is called lost."""
-TIMEOUT = timedelta(seconds=300)
-"""After which a rank that waits for the other one in a collective fails: many times what any of them takes."""
+TIMEOUT = timedelta(seconds=2 * PATIENCE)
+"""Of collectives: longer, so that a call that is lost is found with the stacks of all ranks, and not by one of them."""
 
 
 class RankFailedError(AssertionError):
