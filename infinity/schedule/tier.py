@@ -99,16 +99,24 @@ def with_device(
     units = staged_units(events, placement)
     if _slot_bytes(layout, units) > device_bytes:
         return placement
-    kept: set[int] = set()
+    kept: dict[int, int] = {}  # bytes by unit
     at_home: set[int] = set()
     taken = 0
     choices = _choices(placement, events, layout, host_bytes, update_on_device=update_on_device)
     for choice in sorted(choices, key=lambda choice: (-round(choice.saved / choice.nbytes, 6), choice.order)):
+        if choice.unit in at_home or (choice.unit in kept and not choice.at_home):
+            continue
         away = at_home | {choice.unit} if choice.at_home else at_home
         slots = _slot_bytes(layout, [unit for unit in units if unit not in away])
-        if choice.unit not in kept | at_home and taken + choice.nbytes + slots <= device_bytes:
-            (at_home if choice.at_home else kept).add(choice.unit)
-            taken += choice.nbytes
+        more = choice.nbytes - kept.get(choice.unit, 0)  # weights that stay are a part of a unit that lives there
+        if taken + more + slots > device_bytes:
+            continue
+        taken += more
+        if choice.at_home:
+            at_home.add(choice.unit)
+            kept.pop(choice.unit, None)
+        else:
+            kept[choice.unit] = choice.nbytes
     return replace(placement, staged=not at_home.issuperset(units), kept=frozenset(kept), at_home=frozenset(at_home))
 
 

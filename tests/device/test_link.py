@@ -51,11 +51,12 @@ def test_bytes_over_the_link_are_the_predicted_ones(paging: Paging, kind: str, t
             counted.append(found(optimizer.run.stats.snapshot(), "link_bytes_total"))
         predicted = found(optimizer.run.stats.snapshot(), "plan_predicted_link_bytes_per_step")
         at_home = optimizer.run.planner.placement.at_home
-    assert min(predicted) > 0
+        units = len(optimizer.run.layout.unit_shards)
+    assert (min(predicted) > 0) is (len(at_home) < units)
     assert bool(at_home) or not paging.homes
     for before, after in pairwise(counted[2:]):
         for expected, first, last in zip(predicted, before, after, strict=True):
-            assert last - first == pytest.approx(expected, rel=0.01)
+            assert last - first == pytest.approx(expected, rel=0.01, abs=8 * units)
 
 
 @pytest.mark.parametrize("micro", [1, 2])

@@ -202,9 +202,9 @@ def _walked_without_order() -> Iterator[None]:
     """Copy gradients to their pages without waiting for what has made them."""
     mark = AcceleratorDevice.mark
 
-    def walk(self: Any, *args: Any) -> None:
+    def walk(self: Any, *args: Any, **named: Any) -> None:
         with patch.object(AcceleratorDevice, "mark", lambda device, stream: _Late(mark(device, stream))):
-            original(self, *args)
+            original(self, *args, **named)
 
     original = Gradients._walk
     with patch.object(Gradients, "_walk", walk):
