@@ -55,6 +55,8 @@ class GradientSpace:
         self.growing = Lock()
         """Held while the files become longer or shorter, so that nobody else adds slots in the same place. Who holds it
         waits for nobody who waits for it: `give` never takes it."""
+        self._waiting = 0
+        """Writes that wait for a slot, for which the area stays. Changed under `growing`."""
 
     def expect(self, stored: bool, paths: Sequence[int]) -> None:
         """Have an area if gradients may be stored, and none if not, unless some are there now.
@@ -66,10 +68,12 @@ class GradientSpace:
             BudgetError, StorageError: there is no room for it.
         """
         if stored:
-            self._make_area(paths)
+            if not self.area:  # every step asks, and large models have many pages
+                with self.growing:
+                    self._add_missing(paths)
         elif self.area:
             with self.growing:
-                if self._own.drain(self.area):
+                if not self._waiting and self._own.drain(self.area):
                     self._files.cut(self._slots())
                     self.area = ()
 
@@ -86,8 +90,14 @@ class GradientSpace:
         path, length = paths[page.index], page.nbytes
         extent = self._own.take_free(path, length)
         if extent is None:
-            self._make_area(paths)
-            extent = self._own.take(path, length, timeout)
+            with self.growing:
+                self._add_missing(paths)
+                self._waiting += 1
+            try:
+                extent = self._own.take(path, length, timeout)
+            finally:
+                with self.growing:
+                    self._waiting -= 1
         self._taken[extent] = page.index
         return extent
 
@@ -95,12 +105,6 @@ class GradientSpace:
         """Take a slot back."""
         del self._taken[extent]
         self._own.give(extent)
-
-    def _make_area(self, paths: Sequence[int]) -> None:
-        """Have an area, if there is none. One that there is has all slots: `make_room` adds to it what others need."""
-        if not self.area:  # every step asks, and large models have many pages
-            with self.growing:
-                self._add_missing(paths)
 
     def make_room(self, paths: Sequence[int]) -> None:
         """Where there is an area, have as many slots as gradients need on other paths; `growing` is held.

@@ -15,6 +15,7 @@ from infinity.accumulation.micro_batches import LayerMajor
 from infinity.fsdp import private
 from infinity.fsdp.gradient import PagedGradient
 from support import trainers
+from support.models import POLICIES
 from support.tables import WIDE
 from support.trainers import LENGTH, VOCABULARY, build, by_hand, make, outcome_of
 
@@ -54,7 +55,7 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
 def test_from_pretrained(tmp_path: Path) -> None:
     """A model that is sharded and placed for the Trainer, and knows where its weights are."""
     build("plain").save_pretrained(tmp_path / "weights")
-    model = infinity.from_pretrained(tmp_path / "weights", mp_policy=trainers.POLICIES["fp32"])
+    model = infinity.from_pretrained(tmp_path / "weights", mp_policy=POLICIES["fp32"])
     trainer = make(tmp_path / "out", model, nvme=tmp_path / "nvme")
     trainer.train()
     outcome_of(trainer).equals(by_hand(build()))

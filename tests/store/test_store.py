@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Barrier, Event, current_thread
+from threading import Barrier, Event, Thread, current_thread
 from typing import Any
 
 import pytest
@@ -441,6 +441,26 @@ def test_gradients_reserve_nothing_until_they_are_stored(tmp_path: Path) -> None
     for index in grads():
         rig.write(index, content_of(index, 2))
     assert rig.sizes == grown, "grown once, not twice"
+    rig.close()
+
+
+def test_a_gradient_may_come_while_the_area_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that departs from its plan stores one after all: it gets an area of its own, and waits for none."""
+    rig = Rig(tmp_path)
+    rig.write(grads()[0], content_of(grads()[0], 1))
+    rig.store.discard(grads()[0])
+    cut, writer = rig.cut, Thread(target=rig.write, args=(grads()[0], content_of(grads()[0], 2)))
+
+    def late(slots: Sequence[SlotClass]) -> None:
+        monkeypatch.setattr(rig, "cut", cut)
+        writer.start()
+        writer.join(0.2)
+        cut(slots)
+
+    monkeypatch.setattr(rig, "cut", late)
+    rig.store.expect_gradients(False)
+    writer.join()
+    assert rig.read(grads()[0]) == content_of(grads()[0], 2)
     rig.close()
 
 

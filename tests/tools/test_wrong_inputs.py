@@ -152,7 +152,7 @@ NUMBERS = [
     wrong("probe d --depth 0", "depth = 0", "1 to 4096"),
     wrong("probe d --depth 8,x", "--depth", "'x'"),
     wrong("probe d --depth 9999999", "depth = 9999999", "1 to 4096"),
-    wrong("probe d --block 2GiB --size 64GiB --depth 1", "storage.request_bytes", "maximum"),
+    wrong("probe d --block 2GiB --size 4GiB --depth 1", "storage.request_bytes", "maximum"),
     *(wrong(f"probe d --size 1MiB --block 4KiB --depth 1 --sustained --sustained-seconds {value}",
             "--sustained-seconds", f"'{value}'") for value in ["0", "-1", "nan", "inf", "x", "1e9"]),
     *(wrong(f"probe d --size 1MiB --block 4KiB --depth 1 --sustained --sustained-bytes {value}", "--sustained-bytes",
