@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ class WholeParameters:
         slices: Mapping[int, Slice],
         ranks: Ranks,
         failure: Callable[[], Exception | None],
+        exchanging: Callable[[], AbstractContextManager[None]],
         timeout: float,
     ) -> None:
         """Gather nothing yet.
@@ -56,9 +58,11 @@ class WholeParameters:
         Args:
             slices: by shard, of those that are updated whole and shared with other ranks.
             failure: returns the error of a run that has failed, so that nothing is waited for.
+            exchanging: returns a context for each exchange, which takes as long as other ranks do.
             timeout: seconds after which, in the end, a rank that does not come to an exchange is waited for no longer.
         """
-        self._layout, self._slices, self._ranks, self._failure = layout, slices, ranks, failure
+        self._layout, self._slices, self._ranks = layout, slices, ranks
+        self._failure, self._exchanging = failure, exchanging
         self._timeout, self._patience = timeout, math.inf  # seconds for each exchange; set by `end`
 
     def end(self, *, early: bool = False) -> None:
@@ -77,9 +81,8 @@ class WholeParameters:
         """
         if shard not in self._slices:
             return
-        group, size = self._slices[shard].group, self._slices[shard].size
-        places = torch.empty(size, 2, dtype=torch.int64)
-        self._gather(places, torch.tensor([[shard, step]]), group)
+        places = torch.empty(self._slices[shard].size, 2, dtype=torch.int64)
+        self._gather(shard, places, torch.tensor([[shard, step]]))
         if len({tuple(place) for place in places.tolist()}) > 1:
             name = self._layout.shards[shard].spec.name
             raise InfinityError(
@@ -98,7 +101,7 @@ class WholeParameters:
         slice_, spec = self._slices[shard], self._layout.shards[shard].spec
         mine = pad(values, (0, spec.padded - spec.numel)) if spec.padded > spec.numel else values.contiguous()
         whole = torch.empty(slice_.size * spec.padded, dtype=values.dtype)
-        self._gather(whole, mine, slice_.group)
+        self._gather(shard, whole, mine)
         return whole[: spec.whole]
 
     def own(self, shard: int, whole: torch.Tensor) -> torch.Tensor:
@@ -109,21 +112,25 @@ class WholeParameters:
         first = self._slices[shard].rank * spec.padded
         return whole[first : first + spec.numel]
 
-    def _gather(self, into: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
-        """Put what the ranks of a group have one behind the other."""
+    def _gather(self, shard: int, into: torch.Tensor, mine: torch.Tensor) -> None:
+        """Put what ranks have of a parameter one behind the other."""
+        name, group = self._layout.shards[shard].spec.name, self._slices[shard].group
         try:
-            with naming_loss():
-                self._wait(dist.all_gather([*torch.split(into, len(mine))], mine, group, async_op=True))
+            with self._exchanging(), naming_loss():
+                self._wait(dist.all_gather([*torch.split(into, len(mine))], mine, group, async_op=True), name)
         except LostRankError as lost:
-            raise self._failure() or lost from lost.__cause__
+            failure = self._failure() or lost
+            if not isinstance(failure, LostRankError):
+                raise failure from lost.__cause__
+            raise LostRankError(f"{failure}; the update of {name} waits for it") from lost.__cause__
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, name: str) -> None:
         seconds, began = _SHORTEST, time.monotonic()
         while not work.is_completed():
             if (failure := self._failure()) is not None:
                 raise failure
             if time.monotonic() - began > self._patience:
-                raise StallError("the run ended while another rank did not come to the same update")
+                raise StallError(f"the run ended while another rank did not come to the update of {name}")
             time.sleep(seconds)
             seconds = min(2 * seconds, _LONGEST)
         work.wait()

@@ -185,8 +185,10 @@ def _make_steps(
         slices, close = open_slices(shared, run.ranks)
         run.undo.push(close)
         whole = WholeParameters(
-            run.layout, slices, run.ranks, lambda: run.pager.failure, run.settings.storage.timeout_seconds
-        )
+            run.layout, slices, run.ranks,
+            failure=lambda: run.pager.failure, exchanging=run.pager.exchanging,
+            timeout=run.settings.storage.timeout_seconds,
+        )  # fmt: skip
     parameters = [param for unit in sharded.parameters() for param in unit]
     given = GivenOptimizer(optimizer, parameters, kernel)
     staging = Staging(run.layout, run.pager, run.device)

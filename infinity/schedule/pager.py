@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -255,6 +255,13 @@ class Pager:
             if self._transfers.failure is not None:
                 raise self._transfers.failure
         self._observer.stalled(cause, -1, perf_counter() - began)
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Return a context in which an update waits for other ranks, for which the time limit is not.
+
+        Of the thread that runs updates.
+        """
+        return self._transfers.exchanging()
 
     @property
     def between_steps(self) -> bool:

@@ -5,12 +5,19 @@ under one lock, `Transfers.lock`. Who takes it: the training thread, the thread 
 and wait for its copies, the one that listens to other ranks, and the store's threads when a transfer ends. A thread may
 take it again: a read may have ended before `read` of the store returns. Content is never copied under it, and no device
 is waited for: see `Copies`.
+
+[Note: late ranks] The time limit is for what this rank does: for transfers, and for updates, which wait for nothing
+else. An update that needs a whole parameter also waits for other ranks, which may be late by as much as they like: one
+that fails, hung drive or not, ends this rank by its own report. While one is in an exchange, a wait for an update, or
+for a frame, which an update may hold, is out of time only where transfers are in flight of which none has ended for as
+long as the limit. Behind the exchange such a wait has the whole limit again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Condition
 from typing import Protocol
 
@@ -25,6 +32,8 @@ _WAITS = {
     "update": "the update of a page",
     "copy": "the device to copy a page",
 }
+_HELD_UP = frozenset({"update", "arena"})
+"""What an update in an exchange holds up."""
 
 
 class PageReaderWriter(Protocol):
@@ -111,6 +120,10 @@ class Transfers:
         """Pages that are being written."""
         self._moving_since = 0.0
         """When the time was last reported in which something is in flight, in seconds of `time.perf_counter`."""
+        self._exchanging = False
+        """Whether an update waits for other ranks. [Note: late ranks]"""
+        self._exchanged = 0.0
+        """When one did last, in seconds of `time.perf_counter`."""
         self.failure: Exception | None = None
         """The first error; never cleared. Looked at without the lock, too."""
 
@@ -161,6 +174,8 @@ class Transfers:
     def wait(self, ready: Callable[[], bool], cause: str, page: int, *, threaded: bool = False) -> None:
         """Wait until `ready()`, which is asked under the lock after every notification.
 
+        While an update waits for other ranks, what it holds up does not count. [Note: late ranks]
+
         Args:
             cause: what is waited for: ``read``, ``write``, ``arena``, ``update`` or ``copy``.
             page: what is needed, or -1.
@@ -174,16 +189,43 @@ class Transfers:
         if ready():
             return
         started = time.perf_counter()
-        finished = self.lock.wait_for(lambda: ready() or self.failure is not None, self._timeout)
+        finished = self._wait(lambda: ready() or self.failure is not None, held_up=cause in _HELD_UP)
         if not threaded:
             self._observer.stalled(cause, page, time.perf_counter() - started)
         self.check()
         if not finished:
-            error = StallError(f"waited {self._timeout:.0f} s for {_WAITS[cause]}; {self._store.oldest_request()}")
+            hung = self._exchanging and cause in _HELD_UP
+            what = "any page to be read or written" if hung else _WAITS[cause]
+            error = StallError(f"waited {self._timeout:.0f} s for {what}; {self._store.oldest_request()}")
             if self.reads or self.writes:
                 self._observer.gave_up("read" if cause == "read" or not self.writes else "write", error)
             self.fail(error)
             self.check()
+
+    def _wait(self, ended: Callable[[], bool], *, held_up: bool) -> bool:
+        """Wait until `ended()`; return False if the time limit passes before."""
+        since = time.perf_counter()
+        while not ended():
+            if held_up and self._exchanging:
+                since = max(since, self._moving_since) if self.reads or self.writes else time.perf_counter()
+            elif held_up:
+                since = max(since, self._exchanged)
+            left = since + self._timeout - time.perf_counter()
+            if left <= 0:
+                return False
+            self.lock.wait(left)
+        return True
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Let an update wait for other ranks in the body; of the thread that runs updates. [Note: late ranks]"""
+        with self.lock:
+            self._exchanging = True
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._exchanging, self._exchanged = False, time.perf_counter()
 
     def fail(self, error: Exception) -> None:
         """Note the first error, and let everything that waits raise it."""

@@ -222,3 +222,52 @@ def fail_at_once(folder: str) -> str:
             raise ValueError("mine")
     except ValueError as error:
         return str(error)
+
+
+def test_a_rank_may_be_later_than_the_time_limit_of_a_transfer(tmp_path: Path, pair: RankPool) -> None:
+    """The other one waits in an exchange, and its training thread for that, for as long as it takes."""
+    assert pair.run(be_late, str(tmp_path)) == ["", ""]
+
+
+def be_late(folder: str) -> str:
+    """Runs on every rank."""
+    model = build()
+    tree = settings(Path(folder), Paging(placement="after_backward"), 64 << 20, storage={"timeout_seconds": 2})
+    with infinity.offload(model, muon_and_adamw(list(model.parameters())), tree) as optimizer:
+        train(model, optimizer, Outcome(), 0, 2)
+        models.loss_of(model, batch(model, 2)).backward()
+        if torch.distributed.get_rank():
+            time.sleep(5)
+        try:
+            optimizer.step()
+            optimizer.zero_grad()
+            train(model, optimizer, Outcome(), 3, 4)
+        except InfinityError as error:
+            return str(error)
+    return ""
+
+
+def test_an_exchange_without_the_other_rank_names_the_parameter(tmp_path: Path, pair: RankPool) -> None:
+    """Where a rank ends the run, and the other one does not come to its update any more."""
+    told, _ = pair.run(end_alone, str(tmp_path))
+    assert "another rank did not come to the update of" in told
+    assert ".weight" in told
+
+
+def end_alone(folder: str) -> str:
+    """Runs on every rank."""
+    model = build()
+    tree = settings(Path(folder), Paging(placement="after_backward"), 64 << 20, storage={"timeout_seconds": 1})
+    optimizer = infinity.offload(model, muon_and_adamw(list(model.parameters())), tree)
+    train(model, optimizer, Outcome(), 0, 2)
+    models.loss_of(model, batch(model, 2)).backward()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        optimizer.step()
+        optimizer.close()
+    torch.distributed.barrier()
+    try:
+        optimizer.close()
+    except InfinityError as error:
+        return str(error)
+    return str(optimizer.run.pager.failure or "")

@@ -395,6 +395,70 @@ def test_a_stall_is_an_error_that_says_what_is_waited_for(what: str, mode: Mode)
     it.store.close()
 
 
+def test_other_ranks_may_be_later_than_a_transfer() -> None:
+    """While an update waits for them, what waits for it does not count: for one of its pages, or for a frame of it."""
+    layout, _, it = small_bench(timeout=1)
+    it.check()
+    with held_in_exchange(it, layout, seconds=2.5):
+        it.access((Use(0, Mode.READ),))  # the page of the update
+    with held_in_exchange(it, layout, seconds=2.5):
+        others = [page.index for page in layout.pages if page.role is not Role.GRAD][10:20]
+        it.access(tuple(Use(page, Mode.READ) for page in others))  # as many as there are frames
+    it.check()
+    it.store.close()
+
+
+def test_an_update_has_the_whole_limit_behind_an_exchange() -> None:
+    """And no more: one that hangs by itself is found."""
+    layout, _, it = small_bench(timeout=1)
+    it.check()
+    with held_in_exchange(it, layout, seconds=1.5, then=0.3):
+        it.access((Use(0, Mode.READ),))
+    began = time.monotonic()
+    with held_in_exchange(it, layout, seconds=1.5, then=4), pytest.raises(StallError, match="for the update of a page"):
+        it.access((Use(0, Mode.READ),))
+    assert time.monotonic() - began > 2.4
+    it.store.close()
+
+
+def test_a_drive_that_hangs_is_found_during_an_exchange() -> None:
+    """However late other ranks are: what is in flight does not end."""
+    layout, _, it = small_bench(timeout=1)
+    it.check()
+    with held_in_exchange(it, layout, seconds=8, pages=3):
+        it.access((Use(5, Mode.WRITE),), planned=False)
+        it.store.gate.clear()
+        it.pager.install(None)  # writes it back
+        with pytest.raises(StallError, match="waited 1 s for any page to be read or written; the request of the test"):
+            it.access((Use(0, Mode.READ),))
+    assert it.observer.given_up == ["write"]
+    it.store.close()
+
+
+@contextmanager
+def held_in_exchange(it: Bench, layout: Layout, *, seconds: float, then: float = 0, pages: int = 10) -> Iterator[None]:
+    """Have another thread hold page 0 and those behind it in the body, so long in an exchange, and so long after."""
+    held = [page.index for page in layout.pages if page.role is not Role.GRAD][:pages]
+    lease = it.pager.lease(tuple(Use(page, Mode.UPDATE) for page in held), threaded=True)
+    begun, over = Event(), Event()
+
+    def update() -> None:
+        with lease:
+            with it.pager.exchanging():
+                begun.set()
+                over.wait(seconds)
+            over.wait(then)
+
+    with ThreadPoolExecutor(1) as thread:
+        job = thread.submit(update)
+        try:
+            assert begun.wait(20)
+            yield
+        finally:
+            over.set()
+        job.result(20)
+
+
 def test_more_pages_at_once_than_frames_is_an_error() -> None:
     """It names the setting, and does not hang."""
     layout, _, it = small_bench()
