@@ -40,6 +40,7 @@ class Reach:
         return "whole" if self.whole else "rows" if self.row > 1 else ""
 
 
+_SHOWN = 3  # names in a message
 _OTHER_WRAPPERS = {"FullyShardedDataParallel", "DistributedDataParallel"}
 
 
@@ -106,8 +107,7 @@ class ShardedModel:
                 tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in private.fsdp_params(group))
             )
         if names_of:
-            left = sorted(name for names in names_of.values() for name in names)
-            raise UnsupportedError(f"parameters outside of all units: {', '.join(left)}; call fully_shard(model) too")
+            raise _outside(model, sorted(name for names in names_of.values() for name in names))
         if any(isinstance(private.local_tensor(member.param), PagedShard) for unit in members for member in unit):
             raise UnsupportedError("the model is offloaded already; build it anew to offload it again")
         for unit in members:
@@ -177,6 +177,24 @@ _UNQUANTISED = (
     "load the base without a quantization_config, in bfloat16, and have its layers quantised by "
     "infinity.formats.quantised.quantise_ (or leave it so: 4 bytes per parameter are read in a step)"
 )
+
+
+def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
+    """Return the error for parameters that are in no unit, which says how they get there."""
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+    def of_adapter(name: str) -> bool:
+        parts = name.split(".")
+        around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
+        return any(hasattr(type(module), "adapter_layer_names") for module in around)
+
+    if all(map(of_adapter, names)):
+        return UnsupportedError(
+            "parameters of adapters of peft are outside of all units, since they were added after fully_shard: "
+            f"{shown}; give their configuration to infinity.from_pretrained or from_config (adapters=), or call "
+            "get_peft_model before fully_shard (docs/lora.md)"
+        )
+    return UnsupportedError(f"parameters outside of all units: {shown}; call fully_shard(model) too")
 
 
 def _refuse_quantised_modules(model: nn.Module) -> None:

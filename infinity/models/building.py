@@ -62,6 +62,15 @@ def is_auto(cls: Any) -> bool:
     return hasattr(cls, "_model_mapping")
 
 
+def attention_of(config: Any, auto_class: str) -> str:
+    """Return the attention to train a model with: ``"sdpa"``, torch's own, or ``"eager"`` where it lacks that."""
+    import transformers
+
+    models: Any = getattr(transformers, auto_class)._model_mapping
+    cls = models.get(type(config), None)
+    return "sdpa" if getattr(cls, "_supports_sdpa", True) else "eager"
+
+
 def one_line(error: Exception) -> str:
     """Return what an error of transformers says, as one line."""
     text = " ".join(str(error).split())

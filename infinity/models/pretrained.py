@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from infinity.errors import ConfigError
+from infinity.formats.adapters import base_model
 from infinity.fsdp.mesh import mesh as default_mesh
+from infinity.models.adapted import with_adapters
 from infinity.models.building import Dtype, build
 from infinity.models.hub import HubOptions, find_config, find_generation_config, find_weights
 from infinity.models.origin import note_weights
@@ -23,6 +25,7 @@ def from_config(
     config: Any,
     *,
     auto_class: type | str | None = None,
+    adapters: Any = None,
     dtype: Dtype = torch.float32,
     mp_policy: MixedPrecisionPolicy | None = None,
     mesh: DeviceMesh | None = None,
@@ -41,6 +44,8 @@ def from_config(
         config: of transformers; as there, `dtype` and `attn_implementation` are noted in it.
         auto_class: what the model is for: an AutoModel class or a model's own, or the name of one
             (``"AutoModelForSequenceClassification"``). By default the architecture that the configuration names.
+        adapters: a `PeftConfig` such as `peft.LoraConfig`: `get_peft_model` is called with it before the model is
+            sharded, and what comes back is its `PeftModel`, whose base is frozen.
         dtype: of parameters, which is what is trained. ``"auto"`` is that of the configuration.
         mp_policy: mixed precision of FSDP2; by default bf16 for gathered weights and computation, fp32 for reductions.
             `MixedPrecisionPolicy()` computes in `dtype`.
@@ -53,9 +58,9 @@ def from_config(
 
     Raises:
         ConfigError: there is no such class, or it cannot be built of this configuration; the model is quantised; it
-            needs remote code.
+            needs remote code; peft cannot add the adapters.
         UnsupportedError: `fully_shard` does not take a parameter, or the model has no activation checkpointing.
-        MissingPackageError: transformers is not installed.
+        MissingPackageError: transformers is not installed, or peft for `adapters`.
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ConfigError(
@@ -65,6 +70,8 @@ def from_config(
     model = build(
         config, auto_class, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     )
+    if adapters is not None:
+        model = with_adapters(model, adapters)
     chosen = default_mesh() if mesh is None else mesh
     shard(
         model,
@@ -81,6 +88,7 @@ def from_pretrained(
     name_or_folder: str | os.PathLike[str],
     *,
     auto_class: type | str | None = None,
+    adapters: Any = None,
     dtype: Dtype = torch.float32,
     mp_policy: MixedPrecisionPolicy | None = None,
     mesh: DeviceMesh | None = None,
@@ -100,13 +108,14 @@ def from_pretrained(
     As `from_pretrained` of transformers, but nothing of the weights is in memory: only config.json and the headers of
     safetensors are read here, and the place is noted with the model. `offload(model, optimizer, config)` then streams
     the weights unit by unit, with its rules for what is missing and unexpected (`strict`); its `weights=`, if given, is
-    read instead, and a run that resumes reads neither. How the model is sharded: `infinity.from_config`.
+    read instead, and a run that resumes reads neither. With `adapters` they are those of the
+    base. How the model is sharded: `infinity.from_config`.
 
     Args:
         name_or_folder: a folder that `save_pretrained` wrote, or the id of a model in the Hub, which is looked up and
             fetched into its cache by transformers, as its variables and `HF_HUB_OFFLINE` say. Pickles are not read.
-        auto_class, dtype, mp_policy, mesh, reshard_after_forward, activation_checkpointing, attn_implementation,
-            trust_remote_code: see `infinity.from_config`.
+        auto_class, adapters, dtype, mp_policy, mesh, reshard_after_forward, activation_checkpointing,
+            attn_implementation, trust_remote_code: see `infinity.from_config`.
         revision, subfolder, cache_dir, token, local_files_only: of transformers, for an id.
         **config_values: values of the configuration that differ: ``num_labels=3``.
 
@@ -123,6 +132,7 @@ def from_pretrained(
     model = from_config(
         config,
         auto_class=auto_class,
+        adapters=adapters,
         dtype=dtype,
         mp_policy=mp_policy,
         mesh=mesh,
@@ -131,7 +141,8 @@ def from_pretrained(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
-    if model.can_generate() and (generation := find_generation_config(weights)) is not None:
-        model.generation_config = generation
+    base: Any = base_model(model)
+    if base.can_generate() and (generation := find_generation_config(weights)) is not None:
+        base.generation_config = generation
     note_weights(model, weights)
     return model

@@ -139,6 +139,11 @@ class Batches:
         """Return how many sequences the first `step` steps take."""
         return step * self._sequences
 
+    @property
+    def uneven(self) -> bool:
+        """Every token counts."""
+        return False
+
     def at(self, step: int) -> dict[str, torch.Tensor]:
         """Return the batch of a step, counted from 0: arguments of the model, int64 of shape (sequences of this rank,
         sequence length).

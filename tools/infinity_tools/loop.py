@@ -139,6 +139,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
                 ranks=ranks,
                 device=device,
             )
+        training.not_packed = data.not_packed
         training.commits_last = settings.run.keep != "never"
         pages.run_id = paged.run.folder.run_id
         view.say(_heading(f"{source.name}, {dtype}", _counted(model), training, settings, data.said))
@@ -244,6 +245,7 @@ class Training:
         self.committed = optimizer.steps  # step of the newest commit; 0: there is none
         self.evaluation: Evaluation | None = None  # on data that are held out
         self.eval_losses: list[tuple[int, float]] = []  # what it found, with the step after which
+        self.not_packed = ""  # why sequences have one sample each; see `TrainingData`
         self.trackers: Trackers | None = None  # of rank 0, where there are any
         self.gradient_norm: float | None = None  # of the step that was taken last, before clipping
         drawn = drawn_before(optimizer.steps, optimizer.resumed_extra, facts["data"], batches)
@@ -298,7 +300,7 @@ class Training:
 
         Every token that counts counts alike, on whichever rank it is: gradients are means over the ranks.
         """
-        if self.ranks.world_size > 1 and "position_ids" in inputs:
+        if self.ranks.world_size > 1 and self.batches.uneven:
             count = self._sum([float((inputs["labels"][:, 1:] != IGNORED).sum())])[0]
             inputs["num_items_in_batch"] = torch.tensor(count / self.ranks.world_size, device=self.device)
         try:
@@ -456,6 +458,7 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
         committed_step=training.committed or None,
         recipe=kept(training.recipe),
         eval_losses=tuple(training.eval_losses),
+        not_packed=training.not_packed,
     )
     return summarise(facts, [found for found in reports if found.node == mine])
 

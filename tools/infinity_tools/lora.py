@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.extras import needs
+from infinity.models.adapted import with_adapters
 
 _ALL = "all-linear"
 _FORM = "r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
@@ -85,12 +86,8 @@ def add_lora(model: nn.Module, text: str, name: str) -> nn.Module:
         target_modules=list(asked.targets) or _ALL,
     )
     try:
-        found: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
-    except ValueError as error:
-        linear = sorted({part.rpartition(".")[2] for part, one in model.named_modules() if isinstance(one, nn.Linear)})
-        raise ConfigError(
-            f"--lora {text}: the model has no module that ends in {', '.join(asked.targets) or 'a linear layer'}; "
-            f"its linear layers: {', '.join(linear) or 'none'}"
-        ) from error
+        found: Any = with_adapters(model, config)
+    except ConfigError as error:
+        raise ConfigError(f"--lora {text}: {error}") from error
     found.peft_config["default"].base_model_name_or_path = name
     return found  # type: ignore[no-any-return]

@@ -16,11 +16,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from infinity.errors import ConfigError
 from infinity.models import sharding
-from infinity.models.building import build, one_line
+from infinity.models.building import attention_of, build, one_line
 from infinity.units import MIB, format_size
 from infinity_tools.cpu import multiplies_bf16
 
 _CONFIG_LIMIT = 16 * MIB
+_CAUSAL = "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ def on_meta(source: ModelSource) -> nn.Module:
         ConfigError: transformers has no causal language model for this configuration, or cannot build it.
     """
     try:
-        model = build(source.config, "AutoModelForCausalLM", attn_implementation="sdpa")
+        model = build(source.config, _CAUSAL, attn_implementation=attention_of(source.config, _CAUSAL))
     except ConfigError as error:
         raise ConfigError(f"--model {source.name}: {error}") from error
     if _sees_what_follows(model.config):

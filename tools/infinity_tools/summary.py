@@ -65,6 +65,8 @@ class RunFacts:
     """See `Recipe`."""
     eval_losses: tuple[tuple[int, float], ...]
     """Steps, and the loss on held-out data after each."""
+    not_packed: str
+    """Why samples of data sets are not packed, one to a sequence; empty where they are, or the data are one text."""
 
 
 def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from infinity_tools.data import Batches, Corpus, tokenizer_of
 from infinity_tools.presets import ModelSource
 from infinity_tools.progress import short
 from infinity_tools.samples.batches import Drawn, Readable
+from infinity_tools.samples.encode import Columns
+from infinity_tools.samples.neighbours import why_apart
 from infinity_tools.samples.prepared import Facts, Preparation, Recipe, Sequences, prepare
 from infinity_tools.samples.source import Rows, is_data_set
 from infinity_tools.samples.tokenizer import check_vocabulary, load_tokenizer, padding_of
@@ -71,6 +73,10 @@ class BatchSource(Protocol):
     def drawn(self, step: int) -> int:
         """Return how many sequences the first `step` steps take."""
 
+    @property
+    def uneven(self) -> bool:
+        """Whether in some sequences more tokens count than in others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
@@ -86,6 +92,8 @@ class TrainingData:
     """What tells them from other data; commits keep it."""
     said: tuple[str, ...]
     """What a person is told of them, line by line."""
+    not_packed: str
+    """Why every sequence has a single sample; empty: several are packed into one, or the data are one long text."""
 
 
 def open_data(
@@ -139,7 +147,16 @@ def open_data(
         held_out = windows
         lines.append(f"held out text: {len(windows)} sequences")
     facts |= {"seed": seed, "batch_tokens": options.batch_tokens, "seq": options.seq}
-    return TrainingData(batches=batches, held_out=held_out, epoch=epoch, facts=facts, said=tuple(lines))
+    if opening.not_packed:
+        lines.append(f"one sample in each sequence, and padding: {opening.not_packed}")
+    return TrainingData(
+        batches=batches,
+        held_out=held_out,
+        epoch=epoch,
+        facts=facts,
+        said=tuple(lines),
+        not_packed=opening.not_packed,
+    )
 
 
 def _encode(options: DataOptions, source: ModelSource) -> Callable[[str], list[int]] | None:
@@ -168,6 +185,11 @@ class Windows:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def uneven(self) -> bool:
+        """Every token counts."""
+        return False
+
     def rows(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return some as `input_ids` and `labels`: int64 of shape (sequences, length)."""
         tokens = self._batches.from_places([number * self._batches.span for number in numbers])
@@ -181,6 +203,9 @@ class _Opening:
         self._options, self._source, self._ranks = options, source, ranks
         self._folder, self._report = folder, report
         self._tokenizer: Any = None  # once it is loaded
+        self._apart: str | None = None  # of rank 0: what `why_apart` says, once it was asked
+        self.not_packed = ""
+        """Why samples are not packed, where any data set is of samples that could be."""
 
     def data_set(
         self, paths: Sequence[Path], split: str, option: str, preferred: Sequence[str]
@@ -193,11 +218,14 @@ class _Opening:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(options.tokenizer, self._source.weights, named)
             check_vocabulary(self._tokenizer, self._source.config.vocab_size, self._source.name)
+        reason = self._ranks.on_first("trying whether samples see each other", lambda: self._why_apart(rows, named))
+        self.not_packed = self.not_packed or reason
         recipe = Recipe(
             text_column=options.text_column,
             loss_on=options.loss_on,
             length=options.seq,
             padding=padding_of(self._tokenizer),
+            packs=not reason,
         )
         found = prepare(
             Preparation(rows, self._tokenizer, recipe, self._folder),
@@ -206,6 +234,16 @@ class _Opening:
             report=self._report,
         )
         return found, {"content": found.facts.content}, _line(found.facts, options.seq)
+
+    def _why_apart(self, rows: Rows, named: str) -> str:
+        """Return why whole samples cannot lie side by side; empty where they can, or the data set is of texts."""
+        first = next(iter(rows), None)
+        if first is None or Columns.of(first, self._options.text_column, named).kind == "text":
+            return ""
+        if self._apart is None:
+            self._report(f"trying whether samples see each other in {self._source.name}")
+            self._apart = why_apart(self._source.config)
+        return self._apart
 
 
 def _refuse_for_text(options: DataOptions) -> None:

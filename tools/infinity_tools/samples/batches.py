@@ -15,6 +15,10 @@ class Readable(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def uneven(self) -> bool:
+        """Whether in some more tokens count than in others."""
+
     def rows(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return some as arguments of the model, one row for each."""
 
@@ -31,6 +35,11 @@ class Drawn:
         self._first = rank * self._local
         self._start = (0, 0)  # a step, and the sequences that were drawn before it
         self._orders: dict[int, Order] = {}  # of the epoch that is drawn from, and of the next one
+
+    @property
+    def uneven(self) -> bool:
+        """Whether in some sequences more tokens count than in others."""
+        return self._source.uneven
 
     def start(self, step: int, drawn: int) -> None:
         """Let `drawn` sequences be those that the first `step` steps have had."""

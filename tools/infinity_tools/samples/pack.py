@@ -51,7 +51,7 @@ class Packed:
 class Packer:
     """Makes sequences of samples; memory is that of some sequences."""
 
-    def __init__(self, length: int, padding: int, *, one_row: bool) -> None:
+    def __init__(self, length: int, padding: int, *, one_row: bool, packs: bool = True) -> None:
         """Begin with nothing.
 
         Args:
@@ -59,8 +59,9 @@ class Packer:
             padding: the token that fills what is empty.
             one_row: samples follow each other in one long row that is cut into sequences. Otherwise a sample is whole
                 in one sequence, with others if they fit, and what is longer than a sequence is cut off.
+            packs: whether a sequence has several whole samples; else it has one, and padding.
         """
-        self._length, self._padding, self._one_row = length, padding, one_row
+        self._length, self._padding, self._one_row, self._packs = length, padding, one_row, packs
         self._open: list[Packed] = []
         self.samples = 0  # that were added
         self.cut = 0  # samples of which the end was cut off
@@ -95,6 +96,11 @@ class Packer:
             sample = Sample(sample.tokens[: self._length], sample.trained[: self._length])
         if not any(sample.trained[1:]):
             self.dropped += 1
+            return
+        if not self._packs:
+            alone = Packed()
+            alone.add(sample, apart=True)
+            yield alone.filled(self._length, self._padding)
             return
         fitting = [one for one in self._open if len(one.tokens) + len(sample.tokens) <= self._length]
         if fitting:

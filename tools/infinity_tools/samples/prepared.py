@@ -46,6 +46,8 @@ class Facts:
     """The column that is trained on."""
     content: str
     """A hash of all sequences."""
+    packed: bool
+    """Whether whole samples lie side by side, told apart by positions that begin again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class Recipe:
     """Tokens of a sequence."""
     padding: int
     """Token for what is empty."""
+    packs: bool = True
+    """Whether a sequence has several samples that are whole; else it has one, and padding."""
 
 
 class Preparation:
@@ -117,7 +121,7 @@ class Preparation:
             raise ConfigError(f"{option} has no rows; name another data set")
         columns = Columns.of(first, self._recipe.text_column, option)
         encoder = Encoder(self._tokenizer, columns, self._recipe.loss_on, option)
-        packer = Packer(self._recipe.length, self._recipe.padding, one_row=encoder.one_row)
+        packer = Packer(self._recipe.length, self._recipe.padding, one_row=encoder.one_row, packs=self._recipe.packs)
         empty = 0
 
         def sequences() -> Iterator[Packed]:
@@ -167,6 +171,7 @@ class Preparation:
             kind=columns.kind,
             columns=columns.name,
             content=digest.hexdigest(),
+            packed=self._recipe.packs and not encoder.one_row,
         )
 
 
@@ -187,8 +192,13 @@ class Sequences:
     def __len__(self) -> int:
         return self.facts.sequences
 
+    @property
+    def uneven(self) -> bool:
+        """Whether in some sequences more tokens count than in others."""
+        return self.facts.kind != "text"
+
     def rows(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return sequences by number: `input_ids`, `labels` and, where samples are apart, `position_ids`, which begin
+        """Return sequences by number: `input_ids`, `labels` and, where samples are packed, `position_ids`, which begin
         at 0 with each sample; all int64 of shape (sequences, length).
         """
         batches = [(self._file.get_batch(number // _SEQUENCES), number % _SEQUENCES) for number in numbers]
@@ -198,7 +208,7 @@ class Sequences:
             return torch.from_numpy(np.stack(rows).astype(np.int64))
 
         found = {"input_ids": column(0), "labels": column(1)}
-        if self.facts.kind != "text":
+        if self.facts.packed:
             lengths = [batch.column(2)[place].as_py() for batch, place in batches]
             found["position_ids"] = torch.stack([torch.cat([torch.arange(one) for one in row]) for row in lengths])
         return found

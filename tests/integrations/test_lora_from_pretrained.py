@@ -1,0 +1,149 @@
+"""Adapters given to `from_pretrained` and `from_config`: the bits of `get_peft_model` and `fully_shard` by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import infinity
+from infinity.errors import ConfigError, UnsupportedError
+from support import adapted, models
+from support.ranks import RankPool
+from support.tables import all_but
+from support.train import Outcome, Paging, Recipe, settings, train
+
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def config(**values: Any) -> Any:
+    """Return a configuration of LoRA beside every matrix of the layers."""
+    import peft
+
+    return peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **values})
+
+
+def trained(model: Any, folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train a model on pages; return its losses and the adapters."""
+    given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, fused=True)
+    folder.mkdir(exist_ok=True)
+    run = settings(folder, Paging(), "2MiB")  # type: ignore[arg-type]
+    with infinity.offload(model, given, run, **options) as optimizer:
+        outcome = Outcome()
+        train(Recipe(steps=3), model, optimizer, outcome)
+        values = {name: p.full_tensor().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return outcome.losses, values
+
+
+def by_hand(folder: Path, asked: Any) -> Any:
+    """Return what docs/lora.md shows."""
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        model = peft.get_peft_model(base, asked)
+    return models.shard(model)
+
+
+def compare(folder: Path, **values: Any) -> None:
+    """Train both ways."""
+    mesh = infinity.mesh("cpu")
+    base = folder / "base"
+    expected = trained(by_hand(base, config(**values)), folder / "a", weights=base)
+    model = infinity.from_pretrained(base, adapters=config(**values), dtype="auto", mp_policy=POLICY, mesh=mesh)
+    assert type(model).__name__.endswith("PeftModelForCausalLM")
+    assert model.peft_config["default"].base_model_name_or_path == str(base)
+    losses, weights = trained(model, folder / "b")
+    assert losses == expected[0]
+    assert len(set(losses)) == 3
+    assert weights.keys() == expected[1].keys()
+    assert all(torch.equal(weights[name], expected[1][name]) for name in weights)
+
+
+def save_base(folder: Path, **values: Any) -> None:
+    """Save a base in bf16."""
+    torch.manual_seed(1)
+    adapted.llama(**values).to(torch.bfloat16).save_pretrained(folder / "base")  # type: ignore[operator]
+
+
+KINDS = {"all": {}, "saved head": {"modules_to_save": ["lm_head"]}, "rank-stabilised": {"use_rslora": True}}
+
+
+@pytest.mark.parametrize("kind", all_but(KINDS, "rank-stabilised"))
+def test_bits_are_those_of_adapters_added_by_hand(kind: str, tmp_path: Path) -> None:
+    """Of losses and of all that is trained; the base's weights are read without being named again."""
+    save_base(tmp_path)
+    compare(tmp_path, **KINDS[kind])
+
+
+@pytest.mark.wide
+def test_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    """Each reads its own slices."""
+    save_base(tmp_path)
+    pair.run(compare, tmp_path)
+
+
+def test_from_a_configuration_with_checkpointing_and_slices(tmp_path: Path) -> None:
+    """Without weights the base begins as its code sets it; checkpointing and slices work through peft's modules."""
+    base = adapted.llama().config
+    mesh = infinity.mesh("cpu")
+    architecture = {"auto_class": "AutoModelForCausalLM", "mesh": mesh, "mp_policy": MixedPrecisionPolicy()}
+    plain = infinity.from_config(base, adapters=config(), **architecture)
+    assert {name for name, p in plain.named_parameters() if p.requires_grad} == {
+        name for name, _ in plain.named_parameters() if "lora_" in name
+    }
+    losses, _ = trained(plain, tmp_path / "a")
+    again = infinity.from_config(base, adapters=config(), activation_checkpointing=True, **architecture)
+    assert trained(again, tmp_path / "b")[0] == losses
+    sliced = infinity.from_config(base, adapters=config(), **architecture)
+    infinity.micro_batches(sliced, 1)
+    assert trained(sliced, tmp_path / "c")[0] == losses
+
+
+def test_what_is_no_configuration_or_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """With what would do."""
+    base, mesh = adapted.llama().config, infinity.mesh("cpu")
+    with pytest.raises(
+        ConfigError, match=r"adapters=16 is no configuration of peft, but of type int; pass one, such as"
+    ):
+        infinity.from_config(base, adapters=16, auto_class="AutoModelForCausalLM", mesh=mesh)
+    asked = config(target_modules=["wrong"])
+    with pytest.raises(
+        ConfigError, match=r"LoraConfig cannot be added .*wrong.*; its linear layers: down_proj, gate_proj"
+    ):
+        infinity.from_config(base, adapters=asked, auto_class="AutoModelForCausalLM", mesh=mesh)
+
+
+def test_adapters_that_come_too_late_are_told_the_way(tmp_path: Path) -> None:
+    """In a text that is no longer for a larger model."""
+    import peft
+
+    base, mesh = adapted.llama().config, infinity.mesh("cpu")
+    model = peft.get_peft_model(infinity.from_config(base, auto_class="AutoModelForCausalLM", mesh=mesh), config())
+    count = sum("lora_" in name for name, _ in model.named_parameters())
+    with pytest.raises(UnsupportedError) as caught:
+        trained(model, tmp_path)
+    text = str(caught.value)
+    assert (
+        f" and {count - 3} more; give their configuration to infinity.from_pretrained or from_config (adapters=)"
+        in text
+    )
+    assert text.count("lora_A") + text.count("lora_B") == 3
+    assert not list(tmp_path.glob("**/*.pages"))
+
+
+def test_other_parameters_outside_of_all_units_are_named_by_a_few(tmp_path: Path) -> None:
+    """And how many more there are."""
+    whole = adapted.llama()
+    outer = torch.nn.ModuleDict(
+        {"model": models.shard(whole), "other": torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 1)}
+    )
+    outer["more"] = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
+    with pytest.raises(
+        UnsupportedError, match=r"outside of all units: more.0.bias, more.0.weight, more.1.bias and 7 more; call"
+    ):
+        trained(outer, tmp_path)
