@@ -7,8 +7,9 @@ from functools import cache
 
 import torch
 
-from infinity.content.encoding import decode, encode, halves, joined
+from infinity.content.encoding import decode, encode
 from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Component, Role, StateFormat
+from infinity.content.halves import halves, joined
 from infinity.content.layout import Layout, Page, Segment, overlapping
 from infinity.units import align_down, align_up
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.content.encoding import halves, joined
+from infinity.content.halves import halves, joined
 from infinity.content.format import Role
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.update import Opened, Update, snapshot

@@ -1,6 +1,7 @@
-"""How sections of the state are stored: the arithmetic of `layout.ENCODINGS`.
+"""The arithmetic of `format.ENCODINGS` in torch: what defines their bits, on every platform and device.
 
-All functions take and return flat tensors whose length is a multiple of `SHARD_ALIGNMENT`; what happens to an element
+`infinity.content.encoding` has the functions for all others, which may run compiled; what is compiled is compared with
+these. All take and return flat tensors whose length is a multiple of `SHARD_ALIGNMENT`; what happens to an element
 depends on its block of so many elements only, so a page can be encoded in any pieces.
 
 [Note: a split master needs 17 bits] The weight is the master rounded to bf16, to nearest, ties to even: an even one is
@@ -22,9 +23,16 @@ import numpy as np
 import torch
 
 from infinity.content.format import SHARD_ALIGNMENT
+from infinity.content.halves import halves
 
-_MANTISSA = 23 - 3  # bits of fp32 behind the three that an 8-bit code keeps
-_LEAST_SIGNED, _LEAST_UNSIGNED = 2.0**-16, 2.0**-32
+MANTISSA = 23 - 3
+"""Bits of fp32 behind the three that an 8-bit code keeps."""
+LEAST_SIGNED, LEAST_UNSIGNED = 2.0**-16, 2.0**-32
+"""What is added to |x| / scale, by the kind of the block."""
+REACH = 16 / 15 - 2**-20
+"""The largest number of a block times this is below its scale: the greatest code is 15/16."""
+MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
+"""Shifts and factors of the hash that is the noise."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
 
@@ -58,26 +66,6 @@ def decode(components: Sequence[torch.Tensor], encoding: str) -> torch.Tensor:
     return components[0].float()
 
 
-def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the upper halves of fp32 values, which are bf16, and the lower ones, int16: views, shape (n,).
-
-    Args:
-        values: fp32, shape (n,), contiguous.
-    """
-    lower, upper = values.view(torch.int16).view(-1, 2).unbind(1)
-    return upper.view(torch.bfloat16), lower
-
-
-def joined(components: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return fp32 values, a new tensor of shape (n,), from their upper halves and, unless all are zero, their lower."""
-    if len(components) == 1:
-        return components[0].float()
-    values = torch.empty(len(components[0]), device=components[0].device)
-    for component, half in zip(components, halves(values), strict=True):
-        half.copy_(component)
-    return values
-
-
 def _split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     weights = master.to(torch.bfloat16)
     upper, lower = halves(master)
@@ -103,12 +91,12 @@ def _to_codes(blocks: torch.Tensor, step: int | None) -> tuple[torch.Tensor, tor
     """
     low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
     unsigned = low >= 0
-    most = torch.maximum(high, -low) * (16 / 15 - 2**-20)  # the greatest code is 15/16
+    most = torch.maximum(high, -low) * REACH
     scale = ((most.view(torch.int32) & _EXPONENT).view(torch.float32) * 2).clamp_min_(_LEAST_SCALE)
-    least, sign = torch.where(unsigned, _LEAST_UNSIGNED, _LEAST_SIGNED), torch.where(unsigned, 0, 128).int()
+    least, sign = torch.where(unsigned, LEAST_UNSIGNED, LEAST_SIGNED), torch.where(unsigned, 0, 128).int()
     bits = (blocks / scale).abs_().add_(least).view(torch.int32)
-    bits += 1 << (_MANTISSA - 1) if step is None else _noise(bits, _MANTISSA, step)
-    codes = bits.bitwise_right_shift_(_MANTISSA).sub_(least.view(torch.int32) >> _MANTISSA)
+    bits += 1 << (MANTISSA - 1) if step is None else _noise(bits, MANTISSA, step)
+    codes = bits.bitwise_right_shift_(MANTISSA).sub_(least.view(torch.int32) >> MANTISSA)
     codes = torch.minimum(codes, 255 - sign).add_((blocks.view(torch.int32) >> 31).bitwise_and_(sign))
     return codes.to(torch.uint8).view(-1), torch.where(unsigned, -scale, scale).to(torch.bfloat16).view(-1)
 
@@ -117,8 +105,8 @@ def _values_of_codes() -> torch.Tensor:
     """Return what the 256 codes of a block with negative numbers stand for, then those of one without, negated."""
     codes = torch.arange(256, dtype=torch.int32)
     signed, unsigned = (
-        (((codes & mask) << _MANTISSA) + torch.tensor(least).view(torch.int32)).view(torch.float32) - least
-        for mask, least in ((127, _LEAST_SIGNED), (255, _LEAST_UNSIGNED))
+        (((codes & mask) << MANTISSA) + torch.tensor(least).view(torch.int32)).view(torch.float32) - least
+        for mask, least in ((127, LEAST_SIGNED), (255, LEAST_UNSIGNED))
     )
     return torch.cat([signed[:128], -signed[128:], -unsigned])
 
@@ -137,12 +125,17 @@ def _noise(bits: torch.Tensor, width: int, step: int) -> torch.Tensor:
 
     It is lowbias32 of C. Wellons, but that its shifts are arithmetic: `x` and `~x` get the same bits.
     """
-    mixed = bits ^ _signed(step * 0x9E3779B9)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))
+    mixed = bits ^ seed(step)
+    for shift, factor in MIX:
+        mixed.bitwise_xor_(mixed >> shift).mul_(as_int32(factor))
     return mixed.bitwise_xor_(mixed >> 16).bitwise_and_((1 << width) - 1)
 
 
-def _signed(value: int) -> int:
+def seed(step: int) -> int:
+    """Return the int32 that the noise of a step starts from."""
+    return as_int32(step * 0x9E3779B9)
+
+
+def as_int32(value: int) -> int:
     """Return the int32 of the lower 32 bits."""
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)
