@@ -1,0 +1,55 @@
+"""How sections of the state are stored, as `format.ENCODINGS` has it.
+
+The bits are those of `infinity.content.reference`, on every platform. Where `infinity.content.compiled` has been told to
+get ready, values in memory are encoded and decoded in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.content import reference
+from infinity.content.compiled import kernels
+from infinity.content.format import ENCODINGS
+
+_DTYPES = {"bfloat16": torch.bfloat16, "int16": torch.int16, "uint8": torch.uint8}
+
+
+def encode(
+    values: torch.Tensor, encoding: str, step: int | None = None, into: Sequence[torch.Tensor] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return the components of fp32 values; for ``split``, the bf16 weights come first.
+
+    Args:
+        values: fp32, shape (n,), n a multiple of `SHARD_ALIGNMENT`.
+        step: of the update that made them, whose moments are rounded at random; None rounds to nearest.
+        into: the components, contiguous, to be written; by default they are new.
+    """
+    ready = kernels(values.device)
+    if ready is not None and (step is not None or encoding == "split"):
+        made = into or _empty(len(values), encoding)
+        if ready.encode(values, encoding, step, made):
+            return tuple(made)
+    components = reference.encode(values, encoding, step)
+    if into is None:
+        return components
+    for target, component in zip(into, components, strict=True):
+        target.copy_(component)
+    return tuple(into)
+
+
+def decode(components: Sequence[torch.Tensor], encoding: str) -> torch.Tensor:
+    """Return fp32 values, a new tensor of shape (n,), from what `encode` returned."""
+    ready = kernels(components[0].device)
+    if ready is None or encoding == "bfloat16":
+        return reference.decode(components, encoding)
+    values = torch.empty(len(components[0]))
+    ready.decode(components, encoding, values)
+    return values
+
+
+def _empty(count: int, encoding: str) -> list[torch.Tensor]:
+    weights = [torch.empty(count, dtype=torch.bfloat16)] if encoding == "split" else []
+    return weights + [torch.empty(count // each, dtype=_DTYPES[dtype]) for dtype, each in ENCODINGS[encoding]]
