@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -86,10 +85,13 @@ def kernels(device: torch.device) -> Kernels | None:
 
 def _prepare() -> tuple[Kernels | None, str]:
     try:
-        config = import_module("numba.core.config")
+        from numba.core import config
+
         if config.DISABLE_JIT:
             return None, "NUMBA_DISABLE_JIT is set"
-        found = Kernels(import_module("infinity.content.kernels"))
+        from infinity.content import kernels as module
+
+        found = Kernels(module)
         wrong = sorted({encoding for encoding in ("split", "bfloat16", "8bit") if _differs(found, encoding)})
     except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed: pip install 'infinity-offload[jit]'"

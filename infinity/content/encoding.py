@@ -1,7 +1,7 @@
 """How sections of the state are stored, as `format.ENCODINGS` has it.
 
-The bits are those of `infinity.content.reference`, on every platform. Where `infinity.content.compiled` has been told to
-get ready, values in memory are encoded and decoded in one pass.
+The bits are those of `infinity.content.reference`, on every platform. Where `infinity.content.compiled` has been told
+to get ready, values in memory are encoded and decoded in one pass.
 """
 
 from __future__ import annotations

@@ -161,7 +161,5 @@ _BITS, _HALF, _BYTE, _FLOAT = (_each(kind) for kind in (types.int32, types.int16
 encode_bfloat16 = _compiled(_encode_bfloat16, types.boolean, _BITS, _HALF, types.int32)
 encode_split = _compiled(_encode_split, types.boolean, _BITS, _HALF, _HALF, _BYTE)
 decode_split = _compiled(_decode_split, types.void, _HALF, _HALF, _BYTE, _BITS)
-encode_8bit = _compiled(
-    _encode_8bit, types.boolean, _FLOAT, _BITS, _BYTE, _HALF, types.int32, types.float32
-)
+encode_8bit = _compiled(_encode_8bit, types.boolean, _FLOAT, _BITS, _BYTE, _HALF, types.int32, types.float32)
 decode_8bit = _compiled(_decode_8bit, types.void, _BYTE, _HALF, _FLOAT)

@@ -156,8 +156,7 @@ def prepare_encodings(settings: Config, layout: Layout, ranks: Ranks) -> None:
     found = prepare()
     if found.kernels is None and ranks.local_rank == 0:
         _log.warning(
-            'state.format = "%s" is encoded without compiled kernels, in the same bits and several times the '
-            "time: %s",
+            'state.format = "%s" is encoded without compiled kernels, in the same bits and several times the time: %s',
             settings.state.format,
             found.reason,
         )
