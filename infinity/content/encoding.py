@@ -40,12 +40,19 @@ def encode(
     return tuple(into)
 
 
-def decode(components: Sequence[torch.Tensor], encoding: str) -> torch.Tensor:
-    """Return fp32 values, a new tensor of shape (n,), from what `encode` returned."""
+def decode(components: Sequence[torch.Tensor], encoding: str, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Return fp32 values, shape (n,), from what `encode` returned.
+
+    Args:
+        into: the values, contiguous, to be written; by default they are new.
+    """
     ready = kernels(components[0].device)
     if ready is None or encoding == "bfloat16":
-        return reference.decode(components, encoding)
-    values = torch.empty(len(components[0]))
+        if encoding == "bfloat16" and into is not None:
+            return into.copy_(components[0])
+        values = reference.decode(components, encoding)
+        return values if into is None else into.copy_(values)
+    values = torch.empty(len(components[0])) if into is None else into
     ready.decode(components, encoding, values)
     return values
 

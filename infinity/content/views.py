@@ -144,7 +144,7 @@ def stored(
         components = [*fmt.components[name], *([fmt.weights] if name == MASTER and fmt.replaces_weights else [])]
         return [(component, values) for component in components]
     padding = align_up(len(values), SHARD_ALIGNMENT) - len(values)
-    padded = torch.nn.functional.pad(values, (0, padding))
+    padded = torch.nn.functional.pad(values, (0, padding)) if padding else values
     return list(zip(fmt.components[name], encode(padded, fmt.encoded[name], step), strict=True))
 
 
