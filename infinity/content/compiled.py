@@ -87,7 +87,7 @@ def _prepare() -> tuple[Kernels | None, str]:
     try:
         from numba.core import config
 
-        if config.DISABLE_JIT:
+        if getattr(config, "DISABLE_JIT", 0):
             return None, "NUMBA_DISABLE_JIT is set"
         from infinity.content import kernels as module
 
