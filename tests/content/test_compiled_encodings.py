@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from infinity.content import compiled, reference
 from infinity.content.encoding import decode, encode
-from infinity.content.format import SHARD_ALIGNMENT
+from infinity.content.format import FORMATS, SHARD_ALIGNMENT
+from infinity.run import inspection
+from support.train import Paging, Recipe, offloaded, paged
 
 ENCODINGS = ("split", "bfloat16", "8bit")
 STEPS = (None, 0, 1, 7, 1 << 31, 10**12)
@@ -180,6 +183,37 @@ def test_the_interpreter_goes_on_meanwhile() -> None:
         sys.setswitchinterval(interval)
         thread.join()
     assert turns > 20
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_run_prepares_what_its_format_needs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before its first step, and says once where torch has to encode; fp32 needs nothing."""
+    none = compiled.Prepared(None, "there is no numba here", 0.0)
+    asked: list[str] = []
+    monkeypatch.setattr(inspection, "prepare", lambda: asked.append(name) or none)
+    with caplog.at_level("WARNING", "infinity"), offloaded(Recipe(model="toy"), Paging(format=name), tmp_path):
+        pass
+    assert asked == ([] if name == "fp32" else [name])
+    said = [record.getMessage() for record in caplog.records if "compiled kernels" in record.getMessage()]
+    assert len(said) == len(asked)
+    assert all(f'"{name}"' in line and "there is no numba here" in line for line in said)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp32"])
+def test_a_run_has_the_same_bits_without(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and states of training, also in an arena of the least size, where pages end inside of what is decoded."""
+    recipe, paging, found = Recipe(model="toy", groups=True), Paging(arena="least", format=name), []
+    ready = compiled.prepare()
+    for number, prepared in enumerate((ready, compiled.Prepared(None, "switched off", 0.0))):
+        monkeypatch.setattr(compiled, "_prepared", prepared)
+        (folder := tmp_path / str(number)).mkdir()
+        found.append(paged(recipe, paging, folder))
+    one, other = found
+    assert one.losses == other.losses
+    for parameter, states in one.state.items():
+        assert all(torch.equal(value, other.state[parameter][kind]) for kind, value in states.items())
 
 
 # Where it cannot be #
