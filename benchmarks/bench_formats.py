@@ -1,25 +1,34 @@
 """State formats: the same training in each of them; loss against fp32, bytes per parameter, seconds per step.
 
 The model, its batches and its seed are those of `infinity train`, so what differs is the format. Writes
-results/formats.json and results/formats.png.
+results/formats.json and results/formats.png. What encoding costs is measured too, with torch and compiled in turns:
+nanoseconds per element of each encoding, and of the update of one parameter, by processor time of the one thread that
+does it. With --costs only that.
 
     python benchmarks/bench_formats.py --model tiny --steps 400 --nvme DIR
+    python benchmarks/bench_formats.py --costs
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from infinity.content.format import FORMATS
 
 RESULTS = Path(__file__).parent / "results"
+_ELEMENTS = 1 << 17  # encoded at once: as many as an update has decoded
+_WIDTH, _LAYERS = 1024, 16  # of the model whose updates are measured, 17M parameters
+_STEPS = 8
 
 
 def train(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -40,6 +49,117 @@ def train(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
         "seconds_per_step": statistics.median(row["seconds"] for row in rows[2:]),
         "losses": [row["loss"] for row in rows],
     }
+
+
+def nanoseconds(job: Callable[[], object], count: int) -> float:
+    """Return what the processor takes for one of `count` elements of a job."""
+    begun = time.thread_time_ns()
+    job()
+    return (time.thread_time_ns() - begun) / count
+
+
+def cost_of_encodings(rounds: int = 100) -> dict[str, Any]:
+    """Return nanoseconds per element by encoding and direction: of the reference and of what is compiled, in turns."""
+    import torch
+
+    from infinity.content import compiled, encoding, reference
+    from infinity.content.format import ENCODINGS
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    values, into, found = torch.randn(_ELEMENTS), torch.empty(_ELEMENTS), compiled.prepare()
+    if found.kernels is None:
+        raise SystemExit(f"there is nothing to compare: {found.reason}")
+    costs: dict[str, Any] = {"compile_seconds": found.seconds}
+    for name in ENCODINGS:
+        parts = [part.contiguous() for part in reference.encode(values, name, 1)]
+        jobs: dict[str, Callable[[], object]] = {
+            "encode_reference": lambda name=name: reference.encode(values, name, 1),
+            "encode_compiled": lambda name=name, parts=parts: encoding.encode(values, name, 1, parts),
+            "decode_reference": lambda name=name, parts=parts: reference.decode(parts, name),
+            "decode_compiled": lambda name=name, parts=parts: encoding.decode(parts, name, into),
+        }
+        taken: dict[str, list[float]] = {job: [] for job in jobs}
+        for _ in range(rounds):
+            for job, run in jobs.items():
+                taken[job].append(nanoseconds(run, _ELEMENTS))
+        costs[name] = {job: statistics.median(each) for job, each in taken.items()}
+    return costs
+
+
+def cost_of_update(name: str, folder: str) -> float:
+    """Return nanoseconds to update one parameter with AdamW in one format, all pages in memory: of this process."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    import infinity
+    from infinity.optim.update import Update
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+    for module in (*model, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    config = {
+        "storage": {"paths": [folder]},
+        "state": {"format": name},
+        "memory": {"host_bytes": "512MiB"},
+        "run": {"keep": "never"},
+        "update": {"placement": "after_backward"},
+    }
+    run, taken = Update.run, [0]
+
+    def timed(self: Update, ranges: Any) -> None:
+        begun = time.thread_time_ns()
+        run(self, ranges)
+        taken[-1] += time.thread_time_ns() - begun
+
+    Update.run = timed
+    with infinity.offload(model, optimizer, config) as paged:
+        for _ in range(_STEPS):
+            model(torch.randn(4, _WIDTH)).square().mean().backward()
+            paged.step()
+            paged.zero_grad()
+            paged.commit()  # the updates have run
+            taken.append(0)
+    count = sum(param.numel() for param in model.parameters())
+    dist.destroy_process_group()
+    return statistics.median(taken[2:_STEPS]) / count
+
+
+def costs(folder: str, rounds: int = 3) -> dict[str, Any]:
+    """Return what encodings cost, and updates in each format, with torch and compiled in turns."""
+    found: dict[str, Any] = {"encodings": cost_of_encodings(), "updates": {}}
+    taken: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name in FORMATS:
+            for kind, switch in (("reference", "1"), ("compiled", "0")):
+                command = [sys.executable, "-W", "ignore", __file__, "--update", name, "--nvme", folder]
+                said = subprocess.run(
+                    command,
+                    stdout=subprocess.PIPE,
+                    check=True,
+                    text=True,
+                    env=os.environ | {"NUMBA_DISABLE_JIT": switch},
+                ).stdout
+                taken.setdefault(f"{name} {kind}", []).append(float(said))
+    for key, each in taken.items():
+        name, _, kind = key.partition(" ")
+        found["updates"].setdefault(name, {})[kind] = statistics.median(each)
+    return found
+
+
+def show_costs(found: dict[str, Any]) -> None:
+    """Print them."""
+    for name, each in found["encodings"].items():
+        print(
+            f"{name:<16}", *(f"{key} {value:.3g}" for key, value in each.items()) if isinstance(each, dict) else [each]
+        )
+    for name, each in found["updates"].items():
+        print(f"update {name:<14}", *(f"{key} {value:.3g}" for key, value in each.items()), "ns per parameter")
 
 
 def smooth(values: list[float], width: int) -> list[float]:
@@ -79,15 +199,26 @@ def main() -> None:
     parser.add_argument("--smooth", type=int, default=20, help="steps over which losses are averaged")
     parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
     parser.add_argument("--out", type=Path, default=RESULTS / "formats.json")
+    parser.add_argument("--costs", action="store_true", help="only what encoding costs; the rest of --out stays")
+    parser.add_argument("--update", choices=FORMATS, help="only print what one parameter's update takes, in ns")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme or ".") as folder:
+        if options.update:
+            print(cost_of_update(options.update, folder))
+            return
+        cost = costs(folder)
+        show_costs(cost)
+        if options.costs:
+            known = json.loads(options.out.read_text()) if options.out.exists() else {}
+            options.out.write_text(json.dumps({**known, "costs": cost}, indent=1) + "\n")
+            return
         formats = {name: train(name, options, Path(folder)) for name in FORMATS}
     reference = smooth(formats["fp32"]["losses"], options.smooth)
     for found in formats.values():
         apart = [abs(a - b) for a, b in zip(smooth(found["losses"], options.smooth), reference, strict=True)]
         found |= {"final_loss": smooth(found["losses"], options.smooth)[-1], "most_apart_from_fp32": max(apart)}
-    config = {key: value for key, value in vars(options).items() if key not in ("nvme", "out")}
-    result = {"config": config, "smoothed_over": options.smooth, "formats": formats}
+    config = {key: value for key, value in vars(options).items() if key not in ("nvme", "out", "costs", "update")}
+    result = {"config": config, "smoothed_over": options.smooth, "formats": formats, "costs": cost}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     draw(result, options.out.with_suffix(".png"))
     for name, found in formats.items():

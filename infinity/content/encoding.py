@@ -1,148 +1,62 @@
-"""How sections of the state are stored: the arithmetic of `layout.ENCODINGS`.
+"""How sections of the state are stored, as `format.ENCODINGS` has it.
 
-All functions take and return flat tensors whose length is a multiple of `SHARD_ALIGNMENT`; what happens to an element
-depends on its block of so many elements only, so a page can be encoded in any pieces.
-
-[Note: a split master needs 17 bits] The weight is the master rounded to bf16, to nearest, ties to even: an even one is
-the rounding of 65537 masters (both ties go to it), an odd one of 65535. So no 16 bits beside the weight can tell all
-masters apart. Stored are the lower 16 bits and one bit more, whether the weight was rounded up; with it the master is
-exact for all 2^32 patterns but the payload of NaNs. Ties are no rarity: of weights that come from fp16, one in eight.
-
-[Note: moments are rounded at random] With beta2 = 0.999 a step changes exp_avg_sq by a thousandth of itself or less,
-and half a unit in the last place of bf16 is two to four thousandths: rounded to nearest it would never fall. So an
-update rounds up with the probability with which nothing is lost on average. The randomness is a hash of the value and
-the step: the same whatever the placement, the pages, the number of ranks and wherever the run was resumed.
+The bits are those of `infinity.content.reference`, on every platform. Where `infinity.content.compiled` has been told
+to get ready, values in memory are encoded and decoded in one pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from infinity.content.format import SHARD_ALIGNMENT
+from infinity.content import reference
+from infinity.content.compiled import kernels
+from infinity.content.format import ENCODINGS
 
-_MANTISSA = 23 - 3  # bits of fp32 behind the three that an 8-bit code keeps
-_LEAST_SIGNED, _LEAST_UNSIGNED = 2.0**-16, 2.0**-32
-_LEAST_SCALE = 2.0**-126
-_EXPONENT = 0x7F800000
+_DTYPES = {"bfloat16": torch.bfloat16, "int16": torch.int16, "uint8": torch.uint8}
 
 
-def encode(values: torch.Tensor, encoding: str, step: int | None = None) -> tuple[torch.Tensor, ...]:
+def encode(
+    values: torch.Tensor, encoding: str, step: int | None = None, into: Sequence[torch.Tensor] | None = None
+) -> tuple[torch.Tensor, ...]:
     """Return the components of fp32 values; for ``split``, the bf16 weights come first.
 
     Args:
-        values: fp32, shape (n,).
+        values: fp32, shape (n,), n a multiple of `SHARD_ALIGNMENT`.
         step: of the update that made them, whose moments are rounded at random; None rounds to nearest.
+        into: the components, contiguous, to be written; by default they are new.
     """
-    if encoding == "split":
-        return _split(values)
-    if encoding == "8bit":
-        return _to_codes(values.view(-1, SHARD_ALIGNMENT), step)
-    if step is None:
-        return (values.to(torch.bfloat16),)
-    bits = values.view(torch.int32)
-    rounded = ((bits + _noise(bits, 16, step)) >> 16).to(torch.int16).view(torch.bfloat16)
-    if (nan := values.isnan()).any():  # of some the sum overflows, into numbers
-        rounded[nan] = values[nan].to(torch.bfloat16)
-    return (rounded,)
+    ready = kernels(values.device)
+    if ready is not None and (step is not None or encoding == "split"):
+        made = into or _empty(len(values), encoding)
+        if ready.encode(values, encoding, step, made):
+            return tuple(made)
+    components = reference.encode(values, encoding, step)
+    if into is None:
+        return components
+    for target, component in zip(into, components, strict=True):
+        target.copy_(component)
+    return tuple(into)
 
 
-def decode(components: Sequence[torch.Tensor], encoding: str) -> torch.Tensor:
-    """Return fp32 values, a new tensor of shape (n,), from what `encode` returned."""
-    if encoding == "split":
-        return _joined(*components)
-    if encoding == "8bit":
-        return _from_codes(*components)
-    return components[0].float()
-
-
-def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the upper halves of fp32 values, which are bf16, and the lower ones, int16: views, shape (n,).
+def decode(components: Sequence[torch.Tensor], encoding: str, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Return fp32 values, shape (n,), from what `encode` returned.
 
     Args:
-        values: fp32, shape (n,), contiguous.
+        into: the values, contiguous, to be written; by default they are new.
     """
-    lower, upper = values.view(torch.int16).view(-1, 2).unbind(1)
-    return upper.view(torch.bfloat16), lower
-
-
-def joined(components: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return fp32 values, a new tensor of shape (n,), from their upper halves and, unless all are zero, their lower."""
-    if len(components) == 1:
-        return components[0].float()
-    values = torch.empty(len(components[0]), device=components[0].device)
-    for component, half in zip(components, halves(values), strict=True):
-        half.copy_(component)
+    ready = kernels(components[0].device)
+    if ready is None or encoding == "bfloat16":
+        if encoding == "bfloat16" and into is not None:
+            return into.copy_(components[0])
+        values = reference.decode(components, encoding)
+        return values if into is None else into.copy_(values)
+    values = torch.empty(len(components[0])) if into is None else into
+    ready.decode(components, encoding, values)
     return values
 
 
-def _split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    weights = master.to(torch.bfloat16)
-    upper, lower = halves(master)
-    rounded_up = np.packbits((upper.view(torch.int16) != weights.view(torch.int16)).numpy(), bitorder="little")
-    return weights, lower, torch.from_numpy(rounded_up)
-
-
-def _joined(weights: torch.Tensor, lower: torch.Tensor, rounded_up: torch.Tensor) -> torch.Tensor:
-    master = torch.empty(len(weights))
-    high, low = halves(master)
-    low.copy_(lower)
-    bits = torch.from_numpy(np.unpackbits(rounded_up.numpy(), bitorder="little"))
-    torch.sub(weights.view(torch.int16), bits, out=high.view(torch.int16))
-    return master
-
-
-def _to_codes(blocks: torch.Tensor, step: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of blocks.
-
-    A scale is a power of two. A code is what is left of |x| / scale + least, a float, when only three bits of its
-    mantissa are kept: 8 steps to the octave, finer near zero, which is exact. Blocks without a negative number have
-    no sign bit but twice as many octaves, 32; their scale is stored with a minus.
-    """
-    low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
-    unsigned = low >= 0
-    most = torch.maximum(high, -low) * (16 / 15 - 2**-20)  # the greatest code is 15/16
-    scale = ((most.view(torch.int32) & _EXPONENT).view(torch.float32) * 2).clamp_min_(_LEAST_SCALE)
-    least, sign = torch.where(unsigned, _LEAST_UNSIGNED, _LEAST_SIGNED), torch.where(unsigned, 0, 128).int()
-    bits = (blocks / scale).abs_().add_(least).view(torch.int32)
-    bits += 1 << (_MANTISSA - 1) if step is None else _noise(bits, _MANTISSA, step)
-    codes = bits.bitwise_right_shift_(_MANTISSA).sub_(least.view(torch.int32) >> _MANTISSA)
-    codes = torch.minimum(codes, 255 - sign).add_((blocks.view(torch.int32) >> 31).bitwise_and_(sign))
-    return codes.to(torch.uint8).view(-1), torch.where(unsigned, -scale, scale).to(torch.bfloat16).view(-1)
-
-
-def _values_of_codes() -> torch.Tensor:
-    """Return what the 256 codes of a block with negative numbers stand for, then those of one without, negated."""
-    codes = torch.arange(256, dtype=torch.int32)
-    signed, unsigned = (
-        (((codes & mask) << _MANTISSA) + torch.tensor(least).view(torch.int32)).view(torch.float32) - least
-        for mask, least in ((127, _LEAST_SIGNED), (255, _LEAST_UNSIGNED))
-    )
-    return torch.cat([signed[:128], -signed[128:], -unsigned])
-
-
-_VALUES = _values_of_codes()
-
-
-def _from_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    scale = scales.float().view(-1, 1)
-    index = codes.view(-1, SHARD_ALIGNMENT).int().add_(256 * (scale < 0).int())
-    return _VALUES.index_select(0, index.view(-1)).view_as(index).mul_(scale).view(-1)
-
-
-def _noise(bits: torch.Tensor, width: int, step: int) -> torch.Tensor:
-    """Return `width` random bits for each element: a hash of its bits and the step.
-
-    It is lowbias32 of C. Wellons, but that its shifts are arithmetic: `x` and `~x` get the same bits.
-    """
-    mixed = bits ^ _signed(step * 0x9E3779B9)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))
-    return mixed.bitwise_xor_(mixed >> 16).bitwise_and_((1 << width) - 1)
-
-
-def _signed(value: int) -> int:
-    """Return the int32 of the lower 32 bits."""
-    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+def _empty(count: int, encoding: str) -> list[torch.Tensor]:
+    weights = [torch.empty(count, dtype=torch.bfloat16)] if encoding == "split" else []
+    return weights + [torch.empty(count // each, dtype=_DTYPES[dtype]) for dtype, each in ENCODINGS[encoding]]

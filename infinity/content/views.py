@@ -7,8 +7,9 @@ from functools import cache
 
 import torch
 
-from infinity.content.encoding import decode, encode, halves, joined
+from infinity.content.encoding import decode, encode
 from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Component, Role, StateFormat
+from infinity.content.halves import halves, joined
 from infinity.content.layout import Layout, Page, Segment, overlapping
 from infinity.units import align_down, align_up
 
@@ -143,7 +144,7 @@ def stored(
         components = [*fmt.components[name], *([fmt.weights] if name == MASTER and fmt.replaces_weights else [])]
         return [(component, values) for component in components]
     padding = align_up(len(values), SHARD_ALIGNMENT) - len(values)
-    padded = torch.nn.functional.pad(values, (0, padding))
+    padded = torch.nn.functional.pad(values, (0, padding)) if padding else values
     return list(zip(fmt.components[name], encode(padded, fmt.encoded[name], step), strict=True))
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from infinity.content.encoding import halves
 from infinity.content.format import HALVES, MASTER
+from infinity.content.halves import halves
 from infinity.content.layout import Layout, Page, overlapping
 from infinity.content.views import gradient_components, gradient_of, section, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Role
+from infinity.content.encoding import decode, encode
+from infinity.content.format import HALVES, MASTER, SHARD_ALIGNMENT, Component, Role
 from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Range, Segment, overlapping
 from infinity.content.views import Content, component_of, gradient_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import UnsupportedError
@@ -133,11 +134,36 @@ class Opened:
 
         return read_section(self.segment, name, start, stop, visit, device=self._device)
 
+    def decode_into(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Decode elements from `start` on of a section that has an encoding; their number is one of whole blocks."""
+        stop, encoding = start + len(values), self.segment.format.encoded[name]
+        if (parts := self._parts(name, start, stop)) is None:
+            values.copy_(self.decode(name, start, stop))
+        else:
+            decode(parts, encoding, values)
+
     def encode(self, name: str, start: int, values: torch.Tensor, step: int) -> None:
-        """Store elements from `start` on of such a section."""
+        """Store elements from `start` on of a section as `decode` and `decode_into` read them."""
+        encoding = self.segment.format.encoded.get(name)
+        whole_blocks = not len(values) % SHARD_ALIGNMENT
+        if encoding and whole_blocks and (parts := self._parts(name, start, start + len(values))) is not None:
+            encode(values, encoding, step, parts)
+            return
         for component, items in stored(self.segment.format, name, values, step):
             for page, content in self.pages(component.role):
                 put(content, page, component, start, items)
+
+    def _parts(self, name: str, start: int, stop: int) -> list[torch.Tensor] | None:
+        """Return the components of elements [start, stop) of a section as views, if each of them is in one page."""
+        found = [self._part(component, start, stop) for component in self.segment.format.components[name]]
+        parts = [part for part in found if part is not None]
+        return parts if len(parts) == len(found) else None
+
+    def _part(self, component: Component, start: int, stop: int) -> torch.Tensor | None:
+        for page, content in self.pages(component.role):
+            if page.start <= start and stop <= page.stop:
+                return component_of(content, page, component, start, stop)
+        return None
 
     def replace_weights(self) -> None:
         """Write the weights that the updated master makes, where they are no part of it."""
@@ -178,6 +204,8 @@ class Update:
     elements: int = 0
     """Elements updated so far."""
     method: str = ""
+    _decoded: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Memory for what is decoded, by section."""
 
     def run(self, ranges: Sequence[Opened]) -> None:
         """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""
@@ -213,7 +241,8 @@ class Update:
             for shard, low, high in self._cuts(opened, start, stop):
                 views = {name: opened.state(name, low, high) for name in fmt.dtypes if name not in fmt.encoded}
                 for name in fmt.encoded:
-                    values = opened.decode(name, low, align_up(high, SHARD_ALIGNMENT))
+                    values = self._room(name, low - start, align_up(high, SHARD_ALIGNMENT) - start)
+                    opened.decode_into(name, low, values)
                     decoded.append((opened, low, name, values))
                     views[name] = values[: high - low]
                 group = self.settings[shard]
@@ -224,6 +253,12 @@ class Update:
             self.elements += sum(piece.master.numel() for piece in pieces)
         for opened, low, name, values in decoded:
             opened.encode(name, low, values, self.step)
+
+    def _room(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return memory for elements [start, stop) of those that are decoded at once: the same for all of the unit."""
+        if name not in self._decoded:
+            self._decoded[name] = torch.empty(_DECODED)
+        return self._decoded[name][start:stop]
 
     def _run_whole(self, opened: Opened) -> None:
         """Update a shard all at once, with what other ranks have of its parameter: pages are copied out and in."""

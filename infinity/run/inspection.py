@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable
 from operator import attrgetter
@@ -12,6 +13,8 @@ from torch import nn
 
 from infinity.budget import Budget, choose_budget
 from infinity.config import Config
+from infinity.content.compiled import prepare
+from infinity.content.layout import Layout
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, Reach, ShardedModel
@@ -22,6 +25,7 @@ from infinity.optim.probe import view_shape
 from infinity.optim.several import owner
 from infinity.ranks import Ranks
 
+_log = logging.getLogger("infinity")
 _OF_ALL_RANKS = (
     "state.format",
     "update.placement",
@@ -143,6 +147,19 @@ def plan_memory(
     host = settings.memory.host_bytes or default_arena(ranks.local_world_size)
     device = open_device(sharded.device).asynchronous
     return choose_budget(units, formats, host, settings.memory.page_bytes, device=device)
+
+
+def prepare_encodings(settings: Config, layout: Layout, ranks: Ranks) -> None:
+    """Compile what encodes the state of a layout, before the first step needs it; say so where that cannot be."""
+    if not any(segment.format.encoded for segment in layout.segments):
+        return
+    found = prepare()
+    if found.kernels is None and ranks.local_rank == 0:
+        _log.warning(
+            'state.format = "%s" is encoded without compiled kernels, in the same bits and several times the time: %s',
+            settings.state.format,
+            found.reason,
+        )
 
 
 def shared_slices(

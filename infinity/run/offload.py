@@ -42,6 +42,7 @@ from infinity.run.inspection import (
     check_optimizer,
     give_shapes,
     plan_memory,
+    prepare_encodings,
     shared_slices,
 )
 from infinity.run.optimizer import PagedOptimizer
@@ -116,6 +117,7 @@ def offload(
     ranks.together("closing earlier runs of this process", partial(live.make_way, settings.storage.paths))
     budget = ranks.together("planning memory", partial(plan_memory, settings, sharded, optimizer, kernel, ranks))
     give_shapes(kernel, sharded, optimizer)
+    prepare_encodings(settings, budget.layout, ranks)
     if shared := shared_slices(kernel, sharded, optimizer):
         check_exchange(settings, kernel)
     # Open, fill, attach: each stage by all ranks together. One that fails leaves nothing behind.

@@ -94,6 +94,17 @@ def test_planning_and_tuning() -> None:
     assert f"{tune['of_best']['median']:.2f}; {tune['time_share']:.3f} ([tune.json]" in RESULTS
 
 
+def test_costs_of_formats() -> None:
+    """Of updates, as the section on state formats has them."""
+    updates = stored("formats")["costs"]["updates"]
+    said = [f"fp32 {updates['fp32']['reference']:.1f} ns"]
+    said += [
+        f"`{name}` {updates[name]['reference']:.1f} and {updates[name]['compiled']:.1f}"
+        for name in ("split", "bf16-moments", "8bit")
+    ]
+    assert ", ".join(said) in " ".join((ROOT / "docs" / "architecture.md").read_text().split())
+
+
 def test_step_times() -> None:
     """The table is that of step.json and of the two runs with the larger model."""
     assert [row for row in RESULTS.splitlines() if row.startswith(("| 355M, ", "| 114M, "))] == step_rows()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.content.encoding import halves, joined
 from infinity.content.format import Role
+from infinity.content.halves import halves, joined
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.update import Opened, Update, snapshot
 from infinity.schedule.trace import EventKind, range_access, stored_components

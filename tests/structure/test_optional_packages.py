@@ -16,8 +16,8 @@ from support.modules import MODULES, ROOT, imported, modules
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {package for packages in EXTRAS.values() for package in packages}
-WITH_EXTRA = {"infinity.command", "infinity.telemetry.exporter"}
-"""Modules that only the daemon, the command line and who serves metrics import."""
+WITH_EXTRA = {"infinity.command", "infinity.content.kernels", "infinity.telemetry.exporter"}
+"""Modules that only the daemon, the command line, who compiles encodings and who serves metrics import."""
 FRAMEWORKS = {name for name in MODULES if name.startswith("infinity.integrations.")}
 """Modules that only who uses that framework imports."""
 HIDE = f"""
@@ -68,16 +68,16 @@ def test_supported_releases_are_said_alike() -> None:
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS))
 def test_messages_name_the_extra_that_brings_the_package(extra: str) -> None:
-    """The table of the messages is that of pyproject; tokenizers come with transformers."""
-    assert set(EXTRAS[extra]) - {"tokenizers"} == distributions(extra)
+    """The table of the messages is that of pyproject; tokenizers come with transformers, llvmlite with numba."""
+    assert set(EXTRAS[extra]) - {"tokenizers", "llvmlite"} == distributions(extra)
 
 
 def test_all_is_all_but_what_few_use() -> None:
     """`[all]` has every extra of users but those of single frameworks; `[dev]` has these too, `[wide]` the rest."""
     single = set().union(*(distributions(extra) for extra in ("accelerate", "lightning", "qlora", "trainer", "wandb")))
-    assert distributions("all") == (OPTIONAL - {"tokenizers"} - single) | {"peft", "transformers"}
+    assert distributions("all") == (OPTIONAL - {"tokenizers", "llvmlite"} - single) | {"peft", "transformers"}
     assert distributions("all") < distributions("dev")
-    assert distributions("dev") | distributions("wide") >= OPTIONAL - {"tokenizers"}
+    assert distributions("dev") | distributions("wide") >= OPTIONAL - {"tokenizers", "llvmlite"}
 
 
 def test_every_import_is_declared() -> None:

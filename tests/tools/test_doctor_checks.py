@@ -78,6 +78,13 @@ def test_transformers(version: str | None, status: str, machine: Machine, monkey
     assert is_(machine.look(software.transformers), status)
 
 
+@pytest.mark.parametrize(("version", "status"), [("0.68.1", "ok"), (None, "note")])
+def test_numba(version: str | None, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is an extra, without which formats are slower."""
+    monkeypatch.setattr(software, "installed", lambda package: version)
+    assert is_(machine.look(software.numba), status)
+
+
 def test_what_is_installed_is_not_imported() -> None:
     """Only asked for."""
     assert software.installed("torch") == metadata.version("torch")

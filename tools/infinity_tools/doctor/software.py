@@ -12,6 +12,7 @@ from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, probl
 from infinity_tools.doctor.world import World
 
 _TORCH = f"pip install 'torch>={OLDEST['torch']}'"
+_NUMBA = "pip install 'infinity-offload[jit]'"
 _TRANSFORMERS = "pip install 'infinity-offload[hf]'"
 
 
@@ -70,4 +71,14 @@ def transformers(world: World) -> Verdict:
     return ok(version)
 
 
-SOFTWARE: Final = Group("Software", (python, torch, transformers))
+@check("numba")
+def numba(world: World) -> Verdict:
+    """The installed version of numba, which compiles what a `state.format` other than `fp32` costs on the CPU. Without
+    it, or where it does not compile, torch does the same in several times the time, and a run says so at its start."""
+    version = installed("numba")
+    if version is None:
+        return note("not installed; a state.format other than fp32 is slower without", _NUMBA)
+    return ok(version)
+
+
+SOFTWARE: Final = Group("Software", (python, torch, transformers, numba))

@@ -1,0 +1,285 @@
+"""Encodings that numba compiles have the bits of the reference, or the reference is what runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.content import compiled, reference
+from infinity.content.encoding import decode, encode
+from infinity.content.format import FORMATS, SHARD_ALIGNMENT
+from infinity.run import inspection
+from support.train import Paging, Recipe, offloaded, paged
+
+ENCODINGS = ("split", "bfloat16", "8bit")
+STEPS = (None, 0, 1, 7, 1 << 31, 10**12)
+SPECIAL = (
+    0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x3F800000, 0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000,
+    0x7DFFFFFF, 0x7E000000, 0x7E7FFFFF, 0x7F000000, 0x7F7F7FFF, 0x7F7FFFFF, 0x7F800000,
+    0x7F800001, 0x7FC00000, 0x7FFFFFFF,
+)  # fmt: skip
+"""Zero, denormals, ties of bf16, the largest numbers, infinity and NaNs; each of them also with a sign."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    found = compiled.prepare()
+    assert found.kernels is not None, found.reason
+
+
+def from_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 numbers with these bits, int64."""
+    return bits.where(bits < 1 << 31, bits - (1 << 32)).to(torch.int32).view(torch.float32)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two components are equal to the bit."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def check(values: torch.Tensor, encoding: str, step: int | None) -> None:
+    """Compare both ways, into new memory and into given memory that is inside of other memory."""
+    before = values.clone()
+    expected = reference.encode(values, encoding, step)
+    found = encode(values, encoding, step)
+    assert all(map(same, found, expected)), (encoding, step)
+    wider = [torch.ones(len(component) + 2, dtype=component.dtype) for component in expected]
+    into = [component[1:-1] for component in wider]
+    written = encode(values, encoding, step, into)
+    assert all(map(same, written, expected))
+    assert all(bool(component[0] == 1) and bool(component[-1] == 1) for component in wider)
+    assert all(one is other for one, other in zip(written, into, strict=True))
+    assert same(decode(found, encoding), reference.decode(expected, encoding))
+    assert same(values, before)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("step", STEPS)
+def test_all_upper_halves(encoding: str, step: int | None) -> None:
+    """All 2^16 signs, exponents and mantissas of bf16, each with a lower half; in order, and shuffled."""
+    upper = torch.arange(1 << 16)
+    bits = (upper << 16) + upper * 40503 % (1 << 16)
+    shuffled = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))
+    for order in (upper, shuffled):
+        check(from_bits(bits[order]), encoding, step)
+    finite = from_bits(bits)
+    finite = finite[finite.abs() < 2.0**120]  # without what is left to the reference
+    count = len(finite) // SHARD_ALIGNMENT * SHARD_ALIGNMENT
+    check(finite[:count], encoding, step)
+    check(finite[:count].abs(), encoding, step)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("bits", [sign | bits for bits in SPECIAL for sign in (0, 1 << 31)])
+def test_one_special_number(encoding: str, bits: int) -> None:
+    """Alone, at the borders of its block, and as all of it; other blocks are ordinary."""
+    torch.manual_seed(0)
+    ordinary = torch.randn(3 * SHARD_ALIGNMENT)
+    special = from_bits(torch.tensor([bits]))
+    for values in (ordinary, ordinary.square()):
+        for place in (SHARD_ALIGNMENT, 2 * SHARD_ALIGNMENT - 1, slice(SHARD_ALIGNMENT, 2 * SHARD_ALIGNMENT)):
+            given = values.clone()
+            given[place] = special[0]
+            check(given, encoding, 5)
+
+
+PATTERNS = st.one_of(
+    st.integers(0, (1 << 32) - 1),
+    st.sampled_from(SPECIAL),
+    st.integers(0x30000000, 0x40000000),
+    st.integers(0xB0000000, 0xC0000000),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    patterns=st.lists(PATTERNS, min_size=1, max_size=2 * SHARD_ALIGNMENT),
+    encoding=st.sampled_from(ENCODINGS),
+    step=st.none() | st.integers(0, 1 << 40),
+)
+def test_any_bits(patterns: list[int], encoding: str, step: int | None) -> None:
+    """Of any blocks."""
+    count = -(-len(patterns) // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+    check(from_bits(torch.tensor((patterns * count)[:count])), encoding, step)
+
+
+def test_any_codes_are_decoded_alike() -> None:
+    """All 256 codes with all 2^16 scales that a page could hold, also such as nobody writes."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(1 << 14)
+    for quarter in range(4):
+        scales = torch.arange(quarter << 14, (quarter + 1) << 14).to(torch.int16).view(torch.bfloat16)
+        components = codes, scales.repeat_interleave(256 // SHARD_ALIGNMENT)
+        assert same(decode(components, "8bit"), reference.decode(components, "8bit"))
+
+
+def test_any_halves_are_decoded_alike() -> None:
+    """All weights with any remainder and any bits."""
+    every = torch.arange(1 << 16)
+    weights = every.to(torch.int16).view(torch.bfloat16)
+    lower, up = (every * 31153 % (1 << 16)).to(torch.int16), (every[: 1 << 13] * 37 % 256).to(torch.uint8)
+    assert same(decode((weights, lower, up), "split"), reference.decode((weights, lower, up), "split"))
+
+
+def test_a_thread_that_flushes_denormals() -> None:
+    """It computes other bits of 8bit codes, with torch as with what is compiled."""
+    torch.manual_seed(0)
+    values = torch.randn(4 * SHARD_ALIGNMENT)
+    values[SHARD_ALIGNMENT::2] = -(2.0**-140)
+    values[2 * SHARD_ALIGNMENT :] *= 2.0**-130
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot")
+    try:
+        expected, found = reference.encode(values, "8bit", 3), encode(values, "8bit", 3)
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(map(same, found, expected))
+
+
+def test_kernels_are_what_ran() -> None:
+    """Of ordinary numbers nothing is left to the reference; of a NaN, all; and no argument is cast or compiled for."""
+    kernels = compiled.kernels(torch.device("cpu"))
+    values = torch.randn(2 * SHARD_ALIGNMENT)
+    for encoding in ENCODINGS:
+        made = [component.contiguous().zero_() for component in reference.encode(values.clone(), encoding, 1)]
+        assert kernels.encode(values, encoding, 1, made)
+        assert all(map(same, made, reference.encode(values, encoding, 1)))
+        broken = values.clone()
+        broken[3] = torch.nan
+        assert not kernels.encode(broken, encoding, 1, made)
+    assert compiled.kernels(torch.device("meta")) is None
+
+
+def test_the_interpreter_goes_on_meanwhile() -> None:
+    """Kernels let go of its lock: another thread counts while one encodes."""
+    values, begun, ended = torch.randn(1 << 22), threading.Event(), threading.Event()
+
+    def work() -> None:
+        into = encode(values, "8bit", 1)
+        begun.set()
+        for step in range(20):
+            compiled.kernels(values.device).encode(values, "8bit", step, into)
+        ended.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # nobody is asked to let go
+    thread = threading.Thread(target=work)
+    turns = 0
+    try:
+        thread.start()
+        begun.wait()
+        while not ended.is_set():
+            turns += 1
+            ended.wait(1e-4)
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert turns > 20
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_run_prepares_what_its_format_needs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before its first step, and says once where torch has to encode; fp32 needs nothing."""
+    none = compiled.Prepared(None, "there is no numba here", 0.0)
+    asked: list[str] = []
+    monkeypatch.setattr(inspection, "prepare", lambda: asked.append(name) or none)
+    with caplog.at_level("WARNING", "infinity"), offloaded(Recipe(model="toy"), Paging(format=name), tmp_path):
+        pass
+    assert asked == ([] if name == "fp32" else [name])
+    said = [record.getMessage() for record in caplog.records if "compiled kernels" in record.getMessage()]
+    assert len(said) == len(asked)
+    assert all(f'"{name}"' in line and "there is no numba here" in line for line in said)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp32"])
+def test_a_run_has_the_same_bits_without(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and states of training, also in an arena of the least size, where pages end inside of what is decoded."""
+    recipe, paging, found = Recipe(model="toy", groups=True), Paging(arena="least", format=name), []
+    ready = compiled.prepare()
+    for number, prepared in enumerate((ready, compiled.Prepared(None, "switched off", 0.0))):
+        monkeypatch.setattr(compiled, "_prepared", prepared)
+        (folder := tmp_path / str(number)).mkdir()
+        found.append(paged(recipe, paging, folder))
+    one, other = found
+    assert one.losses == other.losses
+    for parameter, states in one.state.items():
+        assert all(torch.equal(value, other.state[parameter][kind]) for kind, value in states.items())
+
+
+# Where it cannot be #
+
+
+def fresh(code: str, **variables: str) -> str:
+    """Return what code prints in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), **variables}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_numba_is_imported_when_it_is_needed() -> None:
+    """Not by importing infinity, nor by an encoding before somebody has prepared."""
+    code = (
+        "import sys, torch, infinity\n"
+        "from infinity.content.encoding import encode\n"
+        "encode(torch.ones(64), '8bit', 1)\n"
+        "print('numba' in sys.modules)"
+    )
+    assert fresh(code) == "False"
+
+
+def test_it_can_be_switched_off() -> None:
+    """By numba's own variable, whose interpreter would be slower than torch by far."""
+    code = "from infinity.content.compiled import prepare\nfound = prepare()\nprint(found.kernels, found.reason)"
+    assert fresh(code, NUMBA_DISABLE_JIT="1") == "None NUMBA_DISABLE_JIT is set"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'numba'", name="numba"), "pip install 'infinity-offload[jit]'"),
+        (ImportError("Numba needs NumPy 2.5 or less"), "ImportError: Numba needs NumPy 2.5 or less"),
+        (RuntimeError("LLVM\nat length"), "RuntimeError: LLVM"),
+    ],
+)
+def test_what_goes_wrong_is_no_error(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the reason why torch encodes."""
+
+    def fail(*_: object) -> bool:
+        raise error
+
+    monkeypatch.setattr(compiled, "_differs", fail)
+    monkeypatch.setattr(compiled, "_prepared", None)
+    found = compiled.prepare()
+    assert found.kernels is None
+    assert said in found.reason
+    values = torch.randn(SHARD_ALIGNMENT)
+    assert all(map(same, encode(values, "8bit", 1), reference.encode(values, "8bit", 1)))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_kernels_with_other_bits_are_not_used(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compared before they are; here one bit of one component is another."""
+    from infinity.content import kernels
+
+    real = vars(kernels)[f"encode_{encoding}"]
+
+    def wrong(*arguments: object) -> bool:
+        done = real(*arguments)
+        items = arguments[2 if encoding == "8bit" else 1]
+        items[77] ^= 1
+        return done
+
+    changed = SimpleNamespace(**{**vars(kernels), f"encode_{encoding}": wrong})
+    assert compiled._differs(compiled.Kernels(changed), encoding)
+    assert not compiled._differs(compiled.Kernels(kernels), encoding)
