@@ -26,7 +26,7 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
   tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-gpu gpu-test docs docs-pictures docs-site install clean
+.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -107,6 +107,11 @@ bench-gather: install
 bench-commands: install
 	$(BIN)/python benchmarks/bench_commands.py $(ARGS)
 
+# Beside DeepSpeed, FSDP2 and torch; DeepSpeed is installed into an environment of its own, .peers, and compiles there:
+# a C++ compiler and the headers of libaio are needed. Hours; ARGS="--sizes 100m --tokens 512 --ranks 1" is a part of it.
+bench-peers: install
+	$(BIN)/python -W ignore benchmarks/bench_peers.py --environment .peers $(ARGS)
+
 bench-plan: install
 	$(BIN)/python -W ignore benchmarks/bench_plan.py $(ARGS)
 
@@ -137,4 +142,4 @@ docs-site: install
 	$(BIN)/mkdocs build
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .peers runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

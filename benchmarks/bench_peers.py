@@ -1,0 +1,440 @@
+"""infinity beside its peers: the same model, tokens, precision and optimizer through each, on the same drive.
+
+    python benchmarks/bench_peers.py --sizes 354m --tokens 512,2048 --ranks 1 --nvme DIR
+    python benchmarks/bench_peers.py --parts time,saves,limits,failures
+
+DeepSpeed is installed into an environment of its own (`--environment`), where it compiles its extensions at first use.
+Each part adds to what `benchmarks/results/peers.json` has, by system, size, ranks and tokens:
+
+- `time`: a peer and infinity (fp32) are alive at once and take turns of two steps, of which the second counts; so
+  `over_infinity` is a median of ratios within rounds. With bytes, peak memory, drive space, start and first step.
+- `saves`: seconds and space of a save, and whether a new process goes on with the same losses.
+- `limits`: the smallest memory control group in which three steps run.
+- `failures`: what infinity and DeepSpeed do when a process is killed, a file is damaged or cut, a second job takes the
+  folder, or another number of ranks goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from bench_step import RESULTS, machine  # noqa: E402
+from peers import environment, failures, limits  # noqa: E402
+from peers.live import Live, SystemFailedError, clear, occupied  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+SIZES = {"tiny": "tiny", "100m": "llama-100m", "354m": "gpt2-354m", "1b": "llama-1b"}
+"""Presets of `infinity train`; the first one is for a try."""
+SEQ = 512
+TURN = 2
+PARTS = ("time", "saves", "limits", "failures")
+MAKE_MODEL = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+from infinity_tools.presets import find_model
+
+torch.manual_seed(0)
+AutoModelForCausalLM.from_config(find_model(sys.argv[1]).config).save_pretrained(sys.argv[2])
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A system with its settings."""
+
+    name: str
+    system: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    ranks: tuple[int, ...] = (1, 2)
+    memory: float = 0.0
+    """Bytes per parameter that it holds in memory, about: it is left out where the machine has less."""
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it needs the environment of DeepSpeed."""
+        return self.system.startswith("deepspeed")
+
+
+def ours(name: str, **sections: Any) -> Contestant:
+    """Return infinity with the arena of the comparison and further settings."""
+    return Contestant(name=name, system="infinity", settings={"memory": {"host_bytes": "256MiB"}, **sections})
+
+
+BASE = ours("infinity fp32")
+CONTESTANTS = (
+    BASE,
+    ours("infinity split", state={"format": "split"}),
+    ours("infinity 8bit", state={"format": "8bit"}),
+    Contestant(name="DeepSpeed, all on NVMe", system="deepspeed-nvme", memory=10),
+    Contestant(name="DeepSpeed, optimizer on NVMe", system="deepspeed-optimizer-nvme", memory=10),
+    Contestant(name="DeepSpeed, CPU offload", system="deepspeed-cpu", memory=26),
+    Contestant(name="FSDP2 in memory", system="fsdp-memory", memory=19),
+    Contestant(name="FSDP2, CPUOffloadPolicy", system="fsdp-cpu-offload", memory=20),
+    Contestant(name="torch in memory", system="torch-memory", ranks=(1,), memory=18),
+)
+
+
+class Bench:
+    """What all parts share: where models, work folders and Pythons are, and the result so far."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, console: Console) -> None:
+        self.options, self.folder, self.console = options, folder, console
+        self.result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+        self._models: dict[str, Path] = {}
+        self._number = 0
+
+    def model(self, size: str) -> Path:
+        """Return the folder of a pretrained model of a size, random weights, the same for all systems."""
+        if size not in self._models:
+            folder = self.folder / f"model-{size}"
+            subprocess.run([sys.executable, "-W", "ignore", "-c", MAKE_MODEL, SIZES[size], str(folder)], check=True)
+            self._models[size] = folder
+        return self._models[size]
+
+    @contextmanager
+    def live(self, who: Contestant, size: str, ranks: int, **how: Any) -> Iterator[Live]:
+        """Start a system, on a folder of its own unless `work` names one, which is kept then."""
+        self._number += 1
+        work = how.pop("work", None)
+        place = self.folder / f"work-{self._number}" if work is None else work
+        python = self.options.environment / "bin" / "python" if who.foreign else Path(sys.executable)
+        extra = {"largest_parameter": largest_parameter(self.model(size))} if who.foreign else {}
+        threads = max(1, self.options.cores // ranks)
+        settings = {**who.settings, **extra, **how.pop("settings", {})}
+        try:
+            with Live(
+                who.system, python, self.model(size), place, settings, ranks=ranks, threads=threads, **how
+            ) as system:
+                yield system
+        finally:
+            if work is None:
+                clear(place)
+
+    def note(self, who: Contestant, size: str, ranks: int, tokens: int | None, found: dict[str, Any]) -> None:
+        """Add figures to the result, and write it."""
+        row = self.result.setdefault(who.name, {}).setdefault(size, {}).setdefault(f"{ranks} ranks", {})
+        if tokens is not None:
+            row = row.setdefault(f"{tokens} tokens", {})
+        row.update(found)
+        self.result["machine"] = machine()
+        self.options.out.write_text(json.dumps(self.result, indent=2) + "\n")
+
+    def chosen(self, ranks: int, size: str) -> list[Contestant]:
+        """Return the contestants that were asked for and that this machine has the memory for."""
+        found = []
+        for who in CONTESTANTS:
+            if self.options.only and not any(word in who.name for word in self.options.only):
+                continue
+            if ranks not in who.ranks:
+                continue
+            needed, there = who.memory * parameters_of(self.model(size)), memory_of_machine()
+            if needed > 0.85 * there:
+                said = f"needs about {needed / 2**30:.0f} GiB of memory, the machine has {there / 2**30:.0f}"
+                self.note(who, size, ranks, None, {"left_out": said})
+                self.console.print(f"{who.name}, {size}: {said}")
+                continue
+            found.append(who)
+        return found
+
+
+def parameters_of(model: Path) -> int:
+    """Return the number of parameters of a model in a folder."""
+    return sum(numels(model))
+
+
+def largest_parameter(model: Path) -> int:
+    """Return the elements of the largest parameter, rounded up: DeepSpeed's buffers must be larger."""
+    return max(numels(model)) + 1024
+
+
+def numels(model: Path) -> list[int]:
+    """Return the elements of all tensors of a pretrained model, from the headers of its files."""
+    from math import prod
+
+    from safetensors import safe_open
+
+    found = []
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            found += [prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()]  # noqa: SIM118
+    return found
+
+
+def memory_of_machine() -> int:
+    """Return the bytes of memory that could be had."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def measure_time(bench: Bench, size: str, ranks: int, progress: Callable[[str], None]) -> None:
+    """Let each contestant take turns with infinity."""
+    for who in bench.chosen(ranks, size):
+        progress(f"{size}, {ranks} ranks: {who.name}")
+        try:
+            take_turns(bench, who, size, ranks)
+        except SystemFailedError as error:
+            bench.note(who, size, ranks, None, {"failed": str(error)[:400]})
+            bench.console.print(f"{who.name}: {error}", markup=False)
+
+
+def take_turns(bench: Bench, who: Contestant, size: str, ranks: int) -> None:
+    """Measure one contestant, beside infinity unless it is that itself."""
+    options = bench.options
+    with ExitStack() as stack:
+        mine = stack.enter_context(bench.live(who, size, ranks))
+        base = None if who is BASE else stack.enter_context(bench.live(BASE, size, ranks))
+        at = 0
+        first = mine.steps(0, TURN, options.tokens[0], SEQ)
+        if base is not None:
+            base.steps(0, TURN, options.tokens[0], SEQ)
+        for tokens in options.tokens:
+            rounds: list[dict[str, Any]] = []
+            ratios = []
+            for _ in range(options.rounds):
+                at += TURN
+                rounds.append(mine.steps(at, TURN, tokens, SEQ))
+                if base is not None:
+                    other = base.steps(at, TURN, tokens, SEQ)
+                    ratios.append(rounds[-1]["steps"][-1]["seconds"] / other["steps"][-1]["seconds"])
+            last = [found["steps"][-1] for found in rounds]
+            parameters = mine.facts["parameters"]
+            figures = {
+                "step_seconds": spread([step["seconds"] for step in last]),
+                **{
+                    f"{phase}_seconds": statistics.median(step[phase] for step in last)
+                    for phase in ("forward", "backward", "update")
+                },
+                "read_per_parameter": statistics.median(found["read"] for found in rounds) / TURN / parameters,
+                "written_per_parameter": statistics.median(found["written"] for found in rounds) / TURN / parameters,
+                "losses": [step["loss"] for step in last],
+            }
+            moved = figures["read_per_parameter"] + figures["written_per_parameter"]
+            figures["bytes_per_parameter"] = moved
+            if ratios:
+                figures["over_infinity"] = spread(ratios)
+            figures["first_step_seconds"] = first["steps"][0]["seconds"]
+            figures["peak_rss_bytes"] = rounds[-1]["peak_rss_bytes"]
+            figures["drive_bytes"] = occupied(mine.work)
+            bench.note(who, size, ranks, tokens, figures)
+        bench.note(who, size, ranks, None, {"start_seconds": mine.facts["ready"], "parameters": parameters})
+        mine.end()
+        if base is not None:
+            base.end()
+
+
+def measure_saves(bench: Bench, size: str, ranks: int, progress: Callable[[str], None]) -> None:
+    """Save, go on, and go on again in a new process."""
+    for who in bench.chosen(ranks, size):
+        progress(f"{size}, {ranks} ranks, save and resume: {who.name}")
+        tokens, work = bench.options.tokens[0], bench.folder / "saves"
+        clear(work)
+        found: dict[str, Any] = {}
+        try:
+            with bench.live(who, size, ranks, work=work) as system:
+                system.steps(0, 3, tokens, SEQ)
+                found["drive_bytes"] = occupied(work)
+                found["save_seconds"] = system.save()["seconds"]
+                found["drive_bytes_saved"] = occupied(work)
+                went_on = [step["loss"] for step in system.steps(3, 3, tokens, SEQ)["steps"]]
+                found["drive_bytes_behind_a_save"] = occupied(work)
+                system.end()
+            with bench.live(who, size, ranks, work=work, resume=True) as system:
+                found["resume_seconds"] = system.facts["ready"]
+                resumed = [step["loss"] for step in system.steps(3, 3, tokens, SEQ)["steps"]]
+                found |= {"resume_equal": resumed == went_on, "resume_losses": [went_on, resumed]}
+                system.end()
+        except SystemFailedError as error:
+            found |= {"resume_equal": False, "resume_failed": str(error)[:400]}
+        if who is BASE:
+            with bench.live(who, size, ranks, settings={"run": {"retained_commits": 0}}) as system:
+                system.steps(0, 3, tokens, SEQ)
+                found["drive_bytes_without_commits"] = occupied(system.work)
+        clear(work)
+        bench.note(who, size, ranks, None, found)
+
+
+def measure_limits(bench: Bench, size: str, ranks: int, progress: Callable[[str], None]) -> None:
+    """Find the smallest control group of each contestant."""
+    if said := limits.why_not():
+        bench.console.print(f"no limits: {said}")
+        return
+    for who in bench.chosen(ranks, size):
+        progress(f"{size}, {ranks} ranks, smallest memory: {who.name}")
+
+        def trains(within: list[str], who: Contestant = who) -> bool:
+            try:
+                with bench.live(who, size, ranks, within=within) as system:
+                    system.steps(0, 3, bench.options.tokens[0], SEQ)
+                    system.end()
+            except (SystemFailedError, subprocess.TimeoutExpired):
+                return False
+            return True
+
+        least = limits.smallest(trains, most=memory_of_machine())
+        bench.note(who, size, ranks, None, {"smallest_cgroup_bytes": least})
+
+
+def measure_failures(bench: Bench, size: str, ranks: int, progress: Callable[[str], None]) -> None:
+    """Let each failure happen to infinity and to DeepSpeed."""
+    if ranks != 1:
+        return
+    for who in bench.chosen(1, size):
+        if who is not BASE and who.system != "deepspeed-nvme":
+            continue
+        for name, fail in failures.FAILURES.items():
+            progress(f"{size}: {name}: {who.name}")
+            work = bench.folder / "failures"
+            clear(work)
+
+            def start(ranks: int = 1, who: Contestant = who, work: Path = work, **how: Any) -> Any:
+                return bench.live(who, size, ranks, work=work, **how)
+
+            said = fail(start, work, bench.options.tokens[0], SEQ)
+            bench.result.setdefault("failures", {}).setdefault(name, {})[who.name] = said
+            bench.options.out.write_text(json.dumps(bench.result, indent=2) + "\n")
+            bench.console.print(f"{name}: {who.name}: {said}", markup=False)
+        clear(bench.folder / "failures")
+
+
+MEASURE = {"time": measure_time, "saves": measure_saves, "limits": measure_limits, "failures": measure_failures}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return median, least and greatest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def table(result: dict[str, Any], size: str, ranks: int, tokens: int) -> Table:
+    """Return what was found for one size and number of tokens."""
+    columns = ("s/step", "over infinity", "B/param/step", "first step", "peak memory", "smallest group", "drive",
+               "resumes equal")  # fmt: skip
+    found = Table("", *columns, title=f"{size}, {ranks} ranks, {tokens} tokens per rank and step")
+    for who in CONTESTANTS:
+        of_size = result.get(who.name, {}).get(size, {}).get(f"{ranks} ranks", {})
+        row = of_size.get(f"{tokens} tokens", {})
+        if not row:
+            if said := of_size.get("left_out") or of_size.get("failed"):
+                found.add_row(who.name, said[:60])
+            continue
+        over = row.get("over_infinity", {}).get("median")
+        least, equal = of_size.get("smallest_cgroup_bytes"), of_size.get("resume_equal")
+        found.add_row(
+            who.name,
+            f"{row['step_seconds']['median']:.2f}",
+            "" if over is None else f"{over:.2f}",
+            f"{row['bytes_per_parameter']:.1f}",
+            f"{row['first_step_seconds']:.2f}",
+            f"{row['peak_rss_bytes'] / 2**30:.2f} GiB",
+            "" if least is None else f"{least / 2**30:.2f} GiB",
+            f"{row['drive_bytes'] / 1e9:.2f} GB",
+            "" if equal is None else "yes" if equal else "no",
+        )
+    return found
+
+
+def draw(result: dict[str, Any], size: str, ranks: int, tokens: int, to: Path) -> None:
+    """Draw the table."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = {}
+    for who in CONTESTANTS:
+        found = result.get(who.name, {}).get(size, {}).get(f"{ranks} ranks", {}).get(f"{tokens} tokens")
+        if found:
+            rows[who.name] = found
+    if not rows:
+        return
+    panels: dict[str, Callable[[dict[str, Any]], float]] = {
+        "seconds per step": lambda row: row["step_seconds"]["median"],
+        "bytes to and from the drive\nper parameter and step": lambda row: row["bytes_per_parameter"],
+        "peak memory, GiB": lambda row: row["peak_rss_bytes"] / 2**30,
+        "space on the drive, GB": lambda row: row["drive_bytes"] / 1e9,
+    }
+    figure, axes = plt.subplots(1, len(panels), figsize=(12, 0.4 * len(rows) + 1.2), sharey=True, layout="constrained")
+    names = list(rows)[::-1]
+    for axis, (title, value) in zip(axes, panels.items(), strict=True):
+        values = [value(rows[name]) for name in names]
+        colors = ["tab:blue" if name.startswith("infinity") else "tab:gray" for name in names]
+        axis.barh(names, values, color=colors)
+        for at, number in enumerate(values):
+            axis.annotate(f"{number:.1f}", (number, at), va="center", xytext=(2, 0), textcoords="offset points")
+        axis.set_title(title, fontsize=10)
+        axis.margins(x=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{size} parameters, {tokens} tokens per rank and step, ranks: {ranks}")
+    figure.savefig(to, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Measure what was asked for; write results/peers.json and results/peers.png."""
+    import os
+
+    def words(text: str) -> list[str]:
+        return text.split(",")
+
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in words(text)]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", type=words, default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--sizes", type=words, default=["100m", "354m", "1b"], help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--tokens", type=numbers, default=[512, 2048, 8192], help="per rank and step")
+    parser.add_argument("--ranks", type=numbers, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each that count")
+    parser.add_argument("--only", type=words, default=[], help="contestants whose name has one of these words")
+    parser.add_argument("--nvme", type=Path, default=Path(), help="folder on the drive")
+    parser.add_argument("--environment", type=Path, default=HERE.parent / ".peers", help="where DeepSpeed is installed")
+    parser.add_argument("--out", type=Path, default=RESULTS / "peers.json")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    options = parser.parse_args()
+    for name, known in (("parts", PARTS), ("sizes", SIZES)):
+        if unknown := sorted(set(getattr(options, name)) - set(known)):
+            parser.error(f"--{name}: {', '.join(unknown)}: choose from {', '.join(known)}")
+    options.environment, options.cores = options.environment.resolve(), os.cpu_count() or 1
+    console = Console(stderr=True)
+    wanted = [who for who in CONTESTANTS if not options.only or any(word in who.name for word in options.only)]
+    if any(who.foreign for who in wanted):
+        try:
+            seconds = environment.make(options.environment)
+        except environment.MissingToolError as error:
+            sys.exit(str(error))
+        if seconds:
+            console.print(f"DeepSpeed was installed in {seconds:.0f} s; it compiles when it is first used")
+    with tempfile.TemporaryDirectory(dir=options.nvme, prefix="peers-") as folder:
+        bench = Bench(options, Path(folder), console)
+        with console.status("") as status:
+            for size in options.sizes:
+                for ranks in options.ranks:
+                    for part in options.parts:
+                        MEASURE[part](bench, size, ranks, lambda text: status.update(text))
+    for size in options.sizes:
+        for ranks in options.ranks:
+            for tokens in options.tokens:
+                if not options.json:
+                    Console().print(table(bench.result, size, ranks, tokens))
+    draw(bench.result, options.sizes[-1], options.ranks[0], options.tokens[0], options.out.with_suffix(".png"))
+    if options.json:
+        print(json.dumps(bench.result))
+
+
+if __name__ == "__main__":
+    main()

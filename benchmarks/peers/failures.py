@@ -1,0 +1,129 @@
+"""What can go wrong, done to a system that trains: each returns in one line what the system did."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peers.live import Live, SystemFailedError
+
+Start = Callable[..., Any]
+"""Starts the system on its folder, given the number of ranks and `resume=`; a context that yields a `Live`."""
+SAVED, END = 3, 6
+"""Steps that are saved, and where the comparison ends."""
+_SHOWN = 300
+
+
+def killed(start: Start, work: Path, tokens: int, seq: int) -> str:
+    """Kill it behind a save, and start again."""
+    wanted = _undisturbed(start, tokens, seq)
+    return _again(lambda: start(resume=True), wanted, tokens, seq)
+
+
+def flipped(start: Start, work: Path, tokens: int, seq: int) -> str:
+    """Overwrite 64 KiB in the middle of the largest file on the drive while it trains."""
+    wanted = _undisturbed(start, tokens, seq)
+
+    def damage(system: Live) -> None:
+        largest = max((file for file in work.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+        with largest.open("r+b") as file:
+            file.seek(largest.stat().st_size // 2)
+            file.write(os.urandom(1 << 16))
+            os.fsync(file.fileno())
+
+    return _disturbed(start, damage, wanted, tokens, seq)
+
+
+def cut_short(start: Start, work: Path, tokens: int, seq: int) -> str:
+    """Let no write go beyond 1 MiB of a file, as a quota or a limit of file size does."""
+    wanted = _undisturbed(start, tokens, seq)
+
+    def limit(system: Live) -> None:
+        for pid in system.pids:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    return _disturbed(start, limit, wanted, tokens, seq)
+
+
+def second_job(start: Start, work: Path, tokens: int, seq: int) -> str:
+    """Start a second one on the same folder while the first one trains."""
+    wanted = _undisturbed(start, tokens, seq)
+    found = []
+
+    def begin_another(system: Live) -> None:
+        try:
+            with start() as other:
+                other.steps(0, 1, tokens, seq)
+            found.append("the second one trains")
+        except SystemFailedError as error:
+            found.append(f"the second one ends: {_short(error)}")
+
+    first = _disturbed(start, begin_another, wanted, tokens, seq)
+    return f"{found[0]}; the first one {first}"
+
+
+def other_ranks(start: Start, work: Path, tokens: int, seq: int) -> str:
+    """Go on with two ranks from what one has saved."""
+    _undisturbed(start, tokens, seq)
+    try:
+        with start(2, resume=True) as system:
+            system.steps(SAVED, END - SAVED, tokens, seq)
+    except SystemFailedError as error:
+        return f"ends: {_short(error)}"
+    return "goes on"
+
+
+def _undisturbed(start: Start, tokens: int, seq: int) -> list[float]:
+    """Train, save, train on, and be killed; return the losses behind the save."""
+    with start() as system:
+        system.steps(0, SAVED, tokens, seq)
+        system.save()
+        return _losses(system, tokens, seq)
+
+
+def _disturbed(start: Start, disturb: Callable[[Live], None], wanted: list[float], tokens: int, seq: int) -> str:
+    """Do the same again, with something that happens behind the save; return what comes of it."""
+    try:
+        with start() as system:
+            system.steps(0, SAVED, tokens, seq)
+            system.save()
+            disturb(system)
+            found = _losses(system, tokens, seq)
+    except SystemFailedError as error:
+        return f"ends: {_short(error)}"
+    return _compared(found, wanted)
+
+
+def _again(start: Callable[[], Any], wanted: list[float], tokens: int, seq: int) -> str:
+    try:
+        with start() as system:
+            found = _losses(system, tokens, seq)
+    except SystemFailedError as error:
+        return f"ends: {_short(error)}"
+    return _compared(found, wanted)
+
+
+def _losses(system: Live, tokens: int, seq: int) -> list[float]:
+    return [step["loss"] for step in system.steps(SAVED, END - SAVED, tokens, seq)["steps"]]
+
+
+def _compared(found: list[float], wanted: list[float]) -> str:
+    if found == wanted:
+        return "goes on with the same losses"
+    return f"goes on without a word, with other losses: {found[-1]:.6g} instead of {wanted[-1]:.6g}"
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:_SHOWN]
+
+
+FAILURES: dict[str, Callable[[Start, Path, int, int], str]] = {
+    "killed with -9, started again": killed,
+    "64 KiB overwritten in its largest file": flipped,
+    "writes cut short": cut_short,
+    "a second job on the folder": second_job,
+    "another number of ranks": other_ranks,
+}
