@@ -265,6 +265,7 @@ def measure_saves(bench: Bench, size: str, ranks: int, progress: Callable[[str],
             with bench.live(who, size, ranks, settings={"run": {"retained_commits": 0}}) as system:
                 system.steps(0, 3, tokens, SEQ)
                 found["drive_bytes_without_commits"] = occupied(system.work)
+                system.end()
         clear(work)
         bench.note(who, size, ranks, None, found)
 
@@ -305,7 +306,10 @@ def measure_failures(bench: Bench, size: str, ranks: int, progress: Callable[[st
             def start(ranks: int = 1, who: Contestant = who, work: Path = work, **how: Any) -> Any:
                 return bench.live(who, size, ranks, work=work, **how)
 
-            said = fail(start, work, bench.options.tokens[0], SEQ)
+            try:
+                said = fail(start, work, bench.options.tokens[0], SEQ)
+            except SystemFailedError as error:
+                said = f"does not train: {error}"[:400]
             bench.result.setdefault("failures", {}).setdefault(name, {})[who.name] = said
             bench.options.out.write_text(json.dumps(bench.result, indent=2) + "\n")
             bench.console.print(f"{name}: {who.name}: {said}", markup=False)

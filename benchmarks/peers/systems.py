@@ -223,20 +223,22 @@ class DeepSpeed(System):
             "stage": 3,
             "overlap_comm": True,
             "contiguous_gradients": True,
-            "stage3_max_live_parameters": 10**9,
-            "stage3_prefetch_bucket_size": 50_000_000,
-            "stage3_param_persistence_threshold": 10_000,
-            "sub_group_size": 100_000_000,
+            "stage3_max_live_parameters": 60_000_000,
+            "stage3_max_reuse_distance": 0,  # else weights of a small model stay, each in a swap buffer
+            "stage3_prefetch_bucket_size": 20_000_000,
+            "stage3_param_persistence_threshold": 0,  # what persists keeps a swap buffer each
+            "sub_group_size": 25_000_000,
         }
         largest = self.settings.get("largest_parameter", 60_000_000)
         if self.parameters_on != "none":
             zero["offload_param"] = {"device": self.parameters_on, "pin_memory": False}
         if self.parameters_on == "nvme":
-            buffers = {"buffer_count": 8, "buffer_size": largest, "max_in_cpu": 0}
+            buffers = {"buffer_count": 32, "buffer_size": largest, "max_in_cpu": 0}
             zero["offload_param"] |= {"nvme_path": str(self.work), **buffers}
         zero["offload_optimizer"] = {"device": self.optimizer_on, "pin_memory": False}
         if self.optimizer_on == "nvme":
-            pipelined = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 5}
+            # Both pipelines need the four states of a sub-group three times, where its default is once.
+            pipelined = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
             zero["offload_optimizer"] |= {"nvme_path": str(self.work), **pipelined}
         adam = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "adam_w_mode": True}
         return {
