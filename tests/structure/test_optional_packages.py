@@ -74,7 +74,8 @@ def test_messages_name_the_extra_that_brings_the_package(extra: str) -> None:
 
 def test_all_is_all_but_what_few_use() -> None:
     """`[all]` has every extra of users but those of single frameworks; `[dev]` has these too, `[wide]` the rest."""
-    single = set().union(*(distributions(extra) for extra in ("accelerate", "lightning", "qlora", "torchtitan", "trainer", "wandb")))
+    frameworks = ("accelerate", "lightning", "qlora", "torchtitan", "trainer", "wandb")
+    single = set().union(*(distributions(extra) for extra in frameworks))
     assert distributions("all") == (OPTIONAL - {"tokenizers", "llvmlite"} - single) | {"peft", "transformers"}
     assert distributions("all") < distributions("dev")
     assert distributions("dev") | distributions("wide") >= OPTIONAL - {"tokenizers", "llvmlite"}
