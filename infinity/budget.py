@@ -24,6 +24,13 @@ _FRAMES_OF_MANY = 256
 _SMALLEST_PAGE = 64 * KIB
 _WANTED_FRAMES = 32
 _LEAST_FILLED = 0.8
+TOGETHER: Final = 4
+"""Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
+
+What has to be decoded takes several calls for each range, so there is nothing to share.
+"""
+BATCHES: Final = 2
+"""Such calls whose pages are on a device that updates at once: one is computed, the pages of the other are copied."""
 FETCHED: Final = 6
 """Ranges whose gradients have room in host memory beside the arena, where a device computes: those of one call of the
 optimizer, and two that come in meanwhile."""
@@ -151,6 +158,11 @@ def _whole_bytes(layout: Layout, shard: int) -> int:
     spec, sizes = layout.shards[shard].spec, [ITEMSIZE[dtype] for dtype in layout.format_of(shard).dtypes.values()]
     gradient = ITEMSIZE[layout.format_of(shard).dtypes[MASTER]]
     return 2 * spec.whole * (sum(sizes) + gradient) + (spec.padded * max(sizes) if spec.padded < spec.whole else 0)
+
+
+def device_update_bytes(layout: Layout) -> int:
+    """Return how much of a device updates take at most: pages of `BATCHES`, and what the optimizer makes beside one."""
+    return (BATCHES + 1) * TOGETHER * widest_access(layout) * layout.page_bytes
 
 
 def widest_access(layout: Layout) -> int:

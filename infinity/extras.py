@@ -20,6 +20,7 @@ EXTRAS = {
     "trainer": ("transformers", "tokenizers", "accelerate"),
     "accelerate": ("accelerate",),
     "lightning": ("lightning",),
+    "torchtitan": ("torchtitan", "tyro"),
     "jit": ("numba", "llvmlite"),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),

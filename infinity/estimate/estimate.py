@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from infinity.budget import Budget, choose_budget
+from infinity.budget import Budget, choose_budget, device_update_bytes
 from infinity.config import Config
 from infinity.content.format import ITEMSIZE, Role
 from infinity.content.layout import Layout, Page
@@ -301,19 +301,27 @@ class Estimate:
     def _is_hidden(self, batch_tokens: int) -> bool:
         return self.step_seconds(batch_tokens) <= HIDDEN * self.step_seconds(batch_tokens, *STORAGE)
 
-    @cached_property
+    @property
     def drive_bytes(self) -> int:
-        """Space that this rank takes on the drives: with that for gradients, if they are stored."""
-        pages, drives = self.layout.pages, self.machine.drives.count
-        paths = spread(pages, [1.0] * drives)
-
-        def size(of: Sequence[Page], retained: int) -> int:
-            slots = plan_slots(of, [paths[page.index] for page in of], SPARE_SLOTS, retained)
-            return sum(file_sizes(slots, drives))
-
-        state = size(state_pages(pages), self.settings.run.retained_commits)
+        """Space that this rank takes on the drives from the second step on; gradients take some if it stores them."""
         stored = self.traffic.written[Role.GRAD] > 0
-        return state + (size([page for page in pages if page.role is Role.GRAD], 0) if stored else 0)
+        return self.first_drive_bytes - (0 if stored else self._space_of_gradients)
+
+    @property
+    def first_drive_bytes(self) -> int:
+        """Space that it takes until the end of the first step, which is not planned, and may store gradients."""
+        state = self._space(state_pages(self.layout.pages), self.settings.run.retained_commits)
+        return state + self._space_of_gradients
+
+    @cached_property
+    def _space_of_gradients(self) -> int:
+        return self._space([page for page in self.layout.pages if page.role is Role.GRAD], 0)
+
+    def _space(self, of: Sequence[Page], retained: int) -> int:
+        drives = self.machine.drives.count
+        paths = spread(self.layout.pages, [1.0] * drives)
+        slots = plan_slots(of, [paths[page.index] for page in of], SPARE_SLOTS, retained)
+        return sum(file_sizes(slots, drives))
 
     @property
     def node_written_per_day(self) -> float:
@@ -352,7 +360,7 @@ class Estimate:
         """Why it does not fit, each with the value and what to change; empty where it does."""
         found = []
         drives, device = self.machine.drives, self.machine.device
-        need = self.drive_bytes * self.machine.ranks_per_node
+        need = self.first_drive_bytes * self.machine.ranks_per_node
         if drives.space_bytes and need > drives.space_bytes:
             found.append(
                 f"the drives have {format_size(drives.space_bytes)} free and {format_size(need)} are needed on each "
@@ -387,10 +395,14 @@ def working_bytes(model: ModelShape, work: Workload) -> float:
     return weights + gradients + kept + at_once * model.vocabulary * _LOGIT_BYTES
 
 
-def spare_bytes(model: ModelShape, workload: Workload, machine: Machine) -> int:
-    """Return the memory of a device that computation leaves, about, less the margin that a run leaves too."""
+def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates: int) -> int:
+    """Return the memory of a device that computation and updates leave, about, less the margin that a run leaves too.
+
+    Args:
+        updates: bytes that updates take there.
+    """
     memory = machine.device.memory_bytes
-    return max(0, int(memory - working_bytes(model, workload)) - device_margin(memory))
+    return max(0, int(memory - working_bytes(model, workload)) - device_margin(memory) - updates)
 
 
 def updates_on_device(settings: Config, machine: Machine) -> bool:
@@ -431,8 +443,12 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         raise ConfigError(
             'update.placement = "in_backward" is impossible with clipping, or a loop over micro-batches; set "auto"'
         )
-    device_bytes = memory.device_bytes or spare_bytes(model, workload, machine) if machine.device.link else 0
     on_device = updates_on_device(settings, machine)
+    device_bytes = memory.device_bytes
+    if not machine.device.link:
+        device_bytes = 0
+    elif not device_bytes:
+        device_bytes = spare_bytes(model, workload, machine, device_update_bytes(budget.layout) if on_device else 0)
     placement, plan = choose_plan(
         name,
         events,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -191,17 +192,33 @@ def decoder(*, parameters: float, layers: int, hidden: int, vocabulary: int, tie
     )
 
 
-def with_lora(model: ModelShape, rank: int, dtype: str) -> ModelShape:
-    """Return the model with all that it has frozen and kept in `dtype`, and LoRA beside each matrix of the layers.
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def with_lora(model: ModelShape, rank: int, dtype: str, targets: Sequence[str] = ()) -> ModelShape:
+    """Return the model with all that it has frozen and kept in `dtype`, and LoRA beside matrices of the layers.
 
     For a matrix of m by n these are rank by n and m by rank elements (Hu et al., "LoRA", 2021).
+
+    Args:
+        targets: ends of names of the modules whose matrices get them, as peft takes them; none: each matrix.
+
+    Raises:
+        ConfigError: no matrix of a layer has a name with one of these ends.
     """
+    matrices = {item.name.removesuffix(".weight") for layer in model.layers for item in layer.parameters}
+    for target in targets:
+        if not any(_ends_with(name, target) for name in matrices):
+            names = sorted({name.rsplit(".", 1)[-1] for name in matrices})
+            raise ConfigError(f"no layer of {model.name} has {target!r}; there are {', '.join(names)}")
 
     def frozen(parameter: ParameterShape) -> ParameterShape:
         return replace(parameter, trainable=False, dtype=dtype)
 
     def adapters(parameter: ParameterShape) -> tuple[ParameterShape, ...]:
-        if len(parameter.shape) != 2:
+        module = parameter.name.removesuffix(".weight")
+        if len(parameter.shape) != 2 or (targets and not any(_ends_with(module, target) for target in targets)):
             return ()
         rows, columns = parameter.shape
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +78,20 @@ class Record(NamedTuple):
                 f"of this step is that of {other}; nothing was changed, name a folder whose commit is there"
             )
         return place, record  # `infinity.offload` says which commits are there
+
+    @classmethod
+    def newest(cls, folders: Sequence[Path], settings: Config, ranks: Ranks) -> tuple[Path, Record] | None:
+        """Return the first of some folders whose commit is there, as `of_commit`; all ranks together, with the same.
+
+        Raises:
+            CommitError: a commit cannot be read.
+        """
+        for folder in folders:
+            for place, record in ranks.on_first("reading a checkpoint", partial(_records, folder, strict=False)):
+                found = _belongs(record, settings, ranks)
+                if found is not None and found.get("token") == record.token:
+                    return place, record
+        return None
 
     def resumed(self, settings: Config) -> Config:
         """Return settings with which a run goes on from the commit."""

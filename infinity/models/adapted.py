@@ -36,7 +36,8 @@ def with_adapters(model: nn.Module, config: Any) -> Any:
         with torch.device("meta"):
             return peft.get_peft_model(model, config)  # type: ignore[arg-type]
     except Exception as error:  # whatever peft says to values that do not fit
+        reason = one_line(error).rstrip(".")
         raise ConfigError(
-            f"{type(config).__name__} cannot be added to this model: {one_line(error)}; its linear layers: "
+            f"{type(config).__name__} cannot be added to this model: {reason}; its linear layers: "
             f"{', '.join(linear) or 'none'}"
         ) from error

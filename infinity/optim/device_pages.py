@@ -16,21 +16,13 @@ from typing import Any
 
 import torch
 
-from infinity.budget import widest_access
+from infinity.budget import BATCHES
 from infinity.content.layout import Layout
 from infinity.content.views import Content, bytes_of
 from infinity.memory.device import Device, Mark
-from infinity.optim.fetch import TOGETHER, Slices
+from infinity.optim.fetch import Slices
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Access
-
-_BATCHES = 2
-"""Batches of ranges that are on the device at once: one is copied there while the other is updated or copied back."""
-
-
-def most_bytes(layout: Layout) -> int:
-    """Return how much of the device updates take at most: batches, and what the optimizer makes beside one."""
-    return (_BATCHES + 1) * TOGETHER * widest_access(layout) * layout.page_bytes
 
 
 class DevicePages:
@@ -78,7 +70,7 @@ class DevicePages:
             StallError: the device does not answer.
             Exception: the first error, if something has failed before.
         """
-        while len(self._batches) >= _BATCHES:
+        while len(self._batches) >= BATCHES:
             self._pager.wait_for_device(self._batches.popleft(), "update pages")
         coming, update = self._device.stream("in"), self._device.stream("update")
         found = []

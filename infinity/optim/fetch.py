@@ -12,11 +12,6 @@ from infinity.content.layout import Layout, Range
 from infinity.memory.device import Device, Mark, transfer_bytes, wait
 from infinity.schedule.pager import Pager
 
-TOGETHER = 4
-"""Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
-
-What has to be decoded takes several calls for each range, so there is nothing to share.
-"""
 _LAST_SECONDS = 5.0
 """How long `close` waits for each copy that nobody has taken."""
 Slices = Mapping[int, tuple[int, torch.Tensor]]

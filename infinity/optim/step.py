@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from infinity.budget import device_update_bytes
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
@@ -20,7 +21,6 @@ from infinity.fsdp.gradient import Gradient
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device
 from infinity.memory.heap import FreedMemory
-from infinity.optim.device_pages import most_bytes
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.gradients import Gradients
 from infinity.optim.kernel import Scalars
@@ -309,7 +309,7 @@ class StepRunner:
         """Choose placement and plan, and have on the device what they need there."""
         planner = self.planner
         if self._device.asynchronous and (planner.recording or planner.plan is None):
-            spare = self._device.spare_bytes() - (most_bytes(self._layout) if self._update_on_device else 0)
+            spare = self._device.spare_bytes() - (device_update_bytes(self._layout) if self._update_on_device else 0)
             planner.device_bytes = self._device_bytes or max(0, spare)
         if self._whole is not None and planner.recording:
             late = self._whole.on_any_rank(late)

@@ -23,13 +23,14 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
+from infinity.budget import TOGETHER
 from infinity.content.layout import Layout, Range, Segment
 from infinity.content.views import Content
 from infinity.fsdp.gradient import Edit
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device, Mark
 from infinity.optim.device_pages import DevicePages
-from infinity.optim.fetch import TOGETHER, GradientFetcher, Slices
+from infinity.optim.fetch import GradientFetcher, Slices
 from infinity.optim.given import GivenOptimizer
 from infinity.optim.kernel import Scalars
 from infinity.optim.planning import StepPlanner

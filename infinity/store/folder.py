@@ -649,8 +649,10 @@ def reserve(file: Path, size: int) -> None:
     except OSError as error:
         raise StorageError("open", str(file), 0, size, error.errno) from error
     try:
-        if size:
-            os.posix_fallocate(descriptor, 0, size)
+        long = os.fstat(descriptor).st_size
+        first = long if there >= long else 0  # behind what is being written: some file systems have it emulated
+        if size > first:
+            os.posix_fallocate(descriptor, first, size - first)
         os.fsync(descriptor)
     except OSError as error:
         if not existed:

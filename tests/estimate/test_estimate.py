@@ -98,9 +98,12 @@ def test_space_is_the_state_twice_and_what_is_in_flight() -> None:
     assert 2 * state < one.drive_bytes < 2.05 * state
     assert two.drive_bytes - one.drive_bytes == one.drive_bytes - none.drive_bytes == state
     assert none.drive_bytes < 1.05 * state
+    gradients = one.layout.bytes_of(Role.GRAD)
+    assert gradients < one.first_drive_bytes - one.drive_bytes < 1.1 * gradients, "the first step may store them"
     stored = planned("128MiB", work=replace(WORK, clipping=True))
     gradients = stored.layout.bytes_of(Role.GRAD)
     assert stored.traffic.written[Role.GRAD] > 0
+    assert stored.first_drive_bytes == stored.drive_bytes
     assert gradients < stored.drive_bytes - planned("128MiB").drive_bytes < 1.1 * gradients
 
 

@@ -52,6 +52,17 @@ def test_operations_are_two_per_weight_and_those_of_attention() -> None:
     assert tied.forward_flops(128)[0] == root
 
 
+def test_lora_beside_some_matrices() -> None:
+    """By the ends of their names, as peft takes them; one that no layer has is refused, with those that there are."""
+    model = decoder(**SMALL)
+    layers = len(model.layers)
+    (name, shape), *_ = [(item.name, item.shape) for item in model.layers[0].parameters if len(item.shape) == 2]
+    end = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    assert with_lora(model, 8, "bfloat16", [end]).trainable_parameters == layers * 8 * sum(shape)
+    with pytest.raises(ConfigError, match=f"no layer of .* has 'other'; there are .*{end}"):
+        with_lora(model, 8, "bfloat16", ["other"])
+
+
 def test_lora_freezes_all_and_adds_two_matrices_to_each() -> None:
     """Norms get none."""
     model = with_lora(decoder(**SMALL), 8, "bfloat16")

@@ -35,13 +35,13 @@ from infinity.store.extents import (
     respread,
     spread,
 )
-from infinity.store.folder import FolderLock, describe_holder, holders, reserve
+from infinity.store.folder import FolderLock, allocated_bytes, describe_holder, holders, reserve
 from infinity.store.marker import new_run_id
 from infinity.store.pages import PageStore, checksum, lay_out, state_pages
 from support.fault_engine import Fault, FaultEngine, FaultKind
 from support.layouts import layouts
 
-KIB = 1 << 10
+KIB, MIB = 1 << 10, 1 << 20
 SPARE = 2
 RETAINED = 2
 
@@ -462,6 +462,22 @@ def test_a_gradient_may_come_while_the_area_is_given_back(tmp_path: Path, monkey
     writer.join()
     assert rig.read(grads()[0]) == content_of(grads()[0], 2)
     rig.close()
+
+
+def test_a_file_grows_behind_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems have allocation emulated, by writing to what is allocated; but a hole is filled."""
+    asked, allocate = [], os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda *call: (asked.append(call[1:]), allocate(*call))[1])
+    file = tmp_path / "data"
+    reserve(file, MIB)
+    reserve(file, 3 * MIB)
+    reserve(file, 2 * MIB)
+    assert asked == [(0, MIB), (MIB, 2 * MIB)]
+    (tmp_path / "holes").touch()
+    os.truncate(tmp_path / "holes", MIB)
+    reserve(tmp_path / "holes", 2 * MIB)
+    assert asked[2:] == [(0, 2 * MIB)]
+    assert allocated_bytes(tmp_path / "holes") >= 2 * MIB
 
 
 def test_gradients_without_room_are_refused_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ def test_messages_name_the_extra_that_brings_the_package(extra: str) -> None:
 
 def test_all_is_all_but_what_few_use() -> None:
     """`[all]` has every extra of users but those of single frameworks; `[dev]` has these too, `[wide]` the rest."""
-    single = set().union(*(distributions(extra) for extra in ("accelerate", "lightning", "qlora", "trainer", "wandb")))
+    frameworks = ("accelerate", "lightning", "qlora", "torchtitan", "trainer", "wandb")
+    single = set().union(*(distributions(extra) for extra in frameworks))
     assert distributions("all") == (OPTIONAL - {"tokenizers", "llvmlite"} - single) | {"peft", "transformers"}
     assert distributions("all") < distributions("dev")
     assert distributions("dev") | distributions("wide") >= OPTIONAL - {"tokenizers", "llvmlite"}
@@ -125,12 +126,13 @@ def test_a_command_without_its_extra(command: str, extra: str, rank: str) -> Non
         ("import infinity.telemetry.exporter", "daemon"),
         ("import infinity.integrations.accelerate", "accelerate"),
         ("import infinity.integrations.lightning", "lightning"),
+        ("import infinity.integrations.torchtitan", "torchtitan"),
         ("from infinity.formats.transformers_names import outgoing; outgoing({'architectures': ['Gpt']})", "hf"),
         ("import infinity.integrations.transformers", "trainer"),
         ("import infinity; infinity.from_pretrained('org/small')", "hf"),
         ("import infinity; infinity.from_config(None)", "hf"),
     ],
-    ids=["exporter", "accelerate", "lightning", "export", "trainer", "from_pretrained", "from_config"],
+    ids=["exporter", "accelerate", "lightning", "torchtitan", "export", "trainer", "from_pretrained", "from_config"],
 )
 def test_a_part_of_the_library_without_its_extra(code: str, extra: str) -> None:
     """What needs one raises an error of one line that says what to install."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -57,6 +59,21 @@ def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(logged) == [1, 2]
     assert {f"train/{name}" for name in FIGURES} <= set(logged[1])
     assert "eval/loss" in logged[2]
+
+
+def test_a_log_that_takes_no_more_does_not_end_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once, and steps.jsonl has all steps."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    ended = run_here(*TRAIN, "--log", "tensorboard", "--steps", "3", "--out", "o")
+    assert ended.status == 0
+    assert len(Path("o/steps.jsonl").read_text().splitlines()) == 3
+    said = " ".join(ended.errors.split())
+    assert said.count("--log tensorboard has nothing from step 1 on: No space left on device") == 1, said
 
 
 def test_wandb_without_an_account_says_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,6 +363,7 @@ PLANS = [
     wrong("plan --model tiny --nvme d --nvme-count 2 --tflops 1", "--nvme-count 2", "--nvme-bandwidth"),
     wrong("plan --model tiny --nvme d --link 5e9", "--link 5e9", "--gpu"),
     plan("--lora 8 --trainable 0.5", "--lora and --trainable"),
+    plan("--lora r=8,targets=none", "'none'", "q_proj"),
     plan("--loop", "--micro-batches"),
     plan("--batch-tokens 512 --seq 1024", "--seq 1024", "512 tokens"),
     plan("--batch-tokens 512 --seq 256 --micro-batches 3", "--micro-batches 3", "2 sequences"),

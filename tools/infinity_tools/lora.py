@@ -14,7 +14,7 @@ from infinity.extras import needs
 from infinity.models.adapted import with_adapters
 
 _ALL = "all-linear"
-_FORM = "r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
+_FORM = "16, r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Lora:
 
     @classmethod
     def of(cls, text: str) -> Lora:
-        """Return what a text says. Raises `ConfigError`."""
-        pairs = [part.partition("=") for part in text.split(",")]
+        """Return what a text says: pairs, or the rank alone. Raises `ConfigError`."""
+        pairs = [part.partition("=") for part in (f"r={text}" if text.strip().isdecimal() else text).split(",")]
         values = {name.strip(): value.strip() for name, _, value in pairs}
         if len(values) < len(pairs) or not all(values.values()) or not values.keys() <= {*cls.__dataclass_fields__}:
             raise ConfigError(f"--lora {text!r} is not understood; say {_FORM}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from infinity.errors import ConfigError
 from infinity.extras import needs
 
+_log = logging.getLogger("infinity")
 TRACKERS = ("tensorboard", "wandb")
 """What `--log` may name."""
 
@@ -56,24 +58,40 @@ class Trackers:
             ConfigError: one cannot be opened.
         """
         self._stack = ExitStack()
-        self._open: list[Tracker] = []
+        self._open: dict[str, Tracker] = {}
+        """By name. One that takes no more, because the drive is full, does not end the training: it is left out."""
         for name in names:
             make = _TensorBoard if name == "tensorboard" else _WeightsAndBiases
             tracker: Tracker = make(out, run_id, first_step, facts)
-            self._stack.callback(tracker.close)
-            self._open.append(tracker)
+            self._stack.callback(_close, name, tracker)
+            self._open[name] = tracker
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Log a line of steps.jsonl: all of its numbers."""
         figures = {_name(key): float(value) for key, value in row.items() if key != "step"}
-        for tracker in self._open:
-            tracker.log(int(row["step"]), figures)
+        for name, tracker in [*self._open.items()]:
+            try:
+                tracker.log(int(row["step"]), figures)
+            except Exception as error:  # OSError, and what wandb makes of one
+                del self._open[name]
+                _log.warning("--log %s has nothing from step %s on: %s", name, row["step"], _reason(error))
 
     def __enter__(self) -> Trackers:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+def _close(name: str, tracker: Tracker) -> None:
+    try:
+        tracker.close()
+    except Exception as error:
+        _log.warning("--log %s may lack its last steps: %s", name, _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
 
 
 def _name(key: str) -> str:

@@ -274,16 +274,21 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Export the weights; into a checkpoint, write which commit has them."""
-        folder, state, paged = Path(output_dir or self.args.output_dir), self._infinity, self._begin()
-        args = copy.copy(self.args)
-        if state.saving is None:
+        folder = Path(output_dir or self.args.output_dir)
+        if self._infinity.saving is None:
             self._export(folder)
-        elif args.should_save:
+        Ranks.current().together("saving what comes with the weights", partial(self._save_companions, folder))
+
+    def _save_companions(self, folder: Path) -> None:
+        """Write what a folder has beside weights; of a checkpoint, which commit has them."""
+        args, state = copy.copy(self.args), self._infinity
+        if not args.should_save:
+            return
+        if state.saving is not None:
+            paged = self._begin()
             Checkpoint(folder, paged.run.folder.run_id, paged.steps).write()
             self._write_config(folder)
             args.save_total_limit = state.saving
-        if not args.should_save:
-            return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

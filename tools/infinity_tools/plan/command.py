@@ -41,9 +41,12 @@ def plan(
     ] = None,
     tied: Annotated[bool, typer.Option("--tied", help="Its head is its embedding.", rich_help_panel=_MODEL)] = False,
     lora: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=1, max=65536, help="Freeze it and train LoRA of this rank beside its matrices.", rich_help_panel=_MODEL
+            metavar="r=16",
+            help="Freeze it and train LoRA beside its matrices, as `infinity train` takes it: a rank, or "
+            "r=16,targets=q_proj+v_proj.",
+            rich_help_panel=_MODEL,
         ),
     ] = None,
     trainable: Annotated[

@@ -48,7 +48,7 @@ class Asked:
     hidden: int | None
     vocabulary: int | None
     tied: bool
-    lora: int | None
+    lora: str | None
     trainable: float | None
     dtype: str
     batch_tokens: int
@@ -252,7 +252,10 @@ def _model(asked: Asked) -> tuple[ModelSource | None, ModelShape]:
         )
     kept = _DTYPES[asked.dtype]
     if asked.lora is not None:
-        model = with_lora(model, asked.lora, kept)
+        from infinity_tools.lora import Lora
+
+        lora = Lora.of(asked.lora)
+        model = with_lora(model, lora.r, kept, lora.targets)
     elif asked.trainable is not None:
         model = with_trainable_share(model, asked.trainable, kept)
     return source, model

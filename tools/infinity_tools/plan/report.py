@@ -141,7 +141,7 @@ def resource(name: str, found: Estimate) -> str:
 def _facts(found: Estimate) -> Table:
     work, machine = found.workload, found.machine
     hidden = found.hidden_from_tokens
-    space = found.drive_bytes * machine.ranks_per_node
+    space, first = (each * machine.ranks_per_node for each in (found.drive_bytes, found.first_drive_bytes))
     free = f" of {format_size(machine.drives.space_bytes)} free" if machine.drives.space_bytes else ""
     daily = found.node_written_per_day
     if found.drive_days is not None:
@@ -159,6 +159,7 @@ def _facts(found: Estimate) -> Table:
             f"a step then takes at most {HIDDEN - 1:.0%} longer for it",
         ),
         ("drive space per node", format_size(space) + free, _commits(found)),
+        *([("until the first step ends", format_size(first), "it may store gradients")] * (first > space)),
         ("written per node", f"{daily / 1e12:.3g} TB per day", life),
         ("memory to compute in", f"about {format_size(found.working_bytes)}", where),
     ]
@@ -234,7 +235,9 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
         "tokens_per_second": work.batch_tokens / found.seconds.step,
         "hidden_from_tokens": found.hidden_from_tokens,
         "drive_bytes": found.drive_bytes,
+        "first_drive_bytes": found.first_drive_bytes,
         "node_drive_bytes": found.drive_bytes * machine.ranks_per_node,
+        "node_first_drive_bytes": found.first_drive_bytes * machine.ranks_per_node,
         "node_written_bytes_per_day": found.node_written_per_day,
         "drive_days": found.drive_days,
         "working_bytes": found.working_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -99,7 +100,7 @@ class Preparation:
         Raises:
             ConfigError: the rows cannot be trained on, with the reason, or the file cannot be written.
         """
-        draft = self.file.with_suffix(f".{os.getpid()}.tmp")
+        draft = self.file.with_suffix(f".{secrets.token_hex(8)}.tmp")  # several hosts may write the same
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             facts = self._write(draft, pause)

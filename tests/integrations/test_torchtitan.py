@@ -1,0 +1,67 @@
+"""torchtitan's own Trainer, started as its command line does, with its state on NVMe: the bits are those in memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed: make test-wide brings it"),
+]
+
+
+def train(folder: Path, config: str, result: str, *words: str, first: str = "", ranks: int = 1) -> list[Any]:
+    """Run the program of `support.titan`; return what each rank keeps."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *launch, "-m", "support.titan", config, first, result, *words],
+        env=os.environ | {"TITAN": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(folder / f"{result}-{rank}.pt") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_norms_and_weights_are_those_in_memory(ranks: int, tmp_path: Path) -> None:
+    """Clipped, accumulated, with its schedule, gone on from the last checkpoint and from one that is named."""
+    (tmp_path / "nvme").mkdir()
+    one = train(tmp_path, "paged", "one", "--training.steps", "4", ranks=ranks)
+    two = train(tmp_path, "paged", "two", ranks=ranks)
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-4", "step-6"]
+    again = train(tmp_path, "paged", "again", "--checkpoint.load_step", "4", "--training.steps", "5", ranks=ranks)
+    memory = train(tmp_path, "in_memory", "memory", first="one", ranks=ranks)
+    for rank in range(ranks):
+        steps = memory[rank]["steps"]
+        assert [step for step, *_ in steps] == [1, 2, 3, 4, 5, 6]
+        assert one[rank]["steps"] + two[rank]["steps"] == steps
+        assert again[rank]["steps"] == steps[4:5]
+        for key, value in memory[rank]["behind"].items():
+            assert value.equal(two[rank]["behind"][key]), key
+            assert not value.equal(one[rank]["before"][key]), key
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--training.enable-cpu-offload"], "training.enable_cpu_offload with the state on NVMe: it keeps the state"),
+        (["--checkpoint.load_step", "7"], "step-7"),
+        (["--optimizer.implementation", "fused_opt_states_bf16"], 'set state.format = "bf16-moments"'),
+        (["--checkpoint.initial_load_path", "/somewhere"], "checkpoint.initial_load_path with the state on NVMe"),
+    ],
+    ids=["offload", "missing", "states", "path"],
+)
+def test_what_cannot_work_is_refused(words: list[str], says: str, tmp_path: Path) -> None:
+    """With the reason, before anything is trained."""
+    (tmp_path / "nvme").mkdir()
+    (said,) = train(tmp_path, "paged", "said", *words)
+    assert says in said["refused"]
+    assert list((tmp_path / "nvme").iterdir()) == []

@@ -1,0 +1,184 @@
+"""Trains a tiny model with torchtitan on the CPU, in memory or on NVMe; a program of its own.
+
+torchtitan asks for an accelerator, and for functions of releases of torch to come: both are given to it here, so what
+runs is its own Trainer, with this project's parts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+
+def on_the_cpu() -> None:
+    """Let torchtitan take the CPU for an accelerator."""
+    names = (name for name in dir(torch.cpu) if not name.startswith("__"))
+    cpu = SimpleNamespace(**{name: getattr(torch.cpu, name) for name in names})
+    cpu.get_device_name, cpu.current_device = (lambda device=None: "cpu"), (lambda: 0)
+    cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=1 << 34)
+    cpu.memory_stats = lambda device=None: {}
+    cpu.reset_peak_memory_stats = cpu.empty_cache = lambda *_: None
+    real = torch._utils._get_device_module
+    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
+    torch._utils._get_device_module = lambda kind: cpu if kind == "cpu" else real(kind)  # type: ignore
+    factor = FSDPModule.set_gradient_divide_factor
+
+    def summed(module: FSDPModule, value: float) -> None:
+        factor(module, value)
+        module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
+
+    FSDPModule.set_gradient_divide_factor = summed  # type: ignore[method-assign]
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
+
+
+on_the_cpu()
+
+from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
+from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.config.manager import ConfigManager  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.llama3 import model_registry  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+
+from infinity.errors import InfinityError  # noqa: E402
+from infinity.integrations.torchtitan import on_nvme  # noqa: E402
+
+STEPS = 6
+VOCABULARY = 2048
+
+
+class Tokens(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Random ones, which go on where they were."""
+
+    def __init__(self, rank: int, ranks: int, seq: int) -> None:
+        self.rank, self.ranks, self.seq, self.at = rank, ranks, seq, 0
+
+    def __iter__(self) -> Any:
+        while True:
+            seed = torch.Generator().manual_seed(self.at * self.ranks + self.rank)
+            self.at += 1
+            tokens = torch.randint(VOCABULARY, (self.seq + 1,), generator=seed)
+            yield {"input": tokens[:-1]}, tokens[1:]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where it is."""
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self.at = state["at"]
+
+
+class Loader(ParallelAwareDataloader):  # type: ignore[misc]
+    """torchtitan's, with these tokens."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):  # type: ignore[misc]
+        """As torchtitan wants one of each."""
+
+    def __init__(
+        self, config: Any, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+    ) -> None:
+        tokens = Tokens(dp_rank, dp_world_size, seq_len)
+        super().__init__(tokens, dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=local_batch_size)
+
+
+class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
+    """Tokens need none."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]
+        """As torchtitan wants one of each."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        """Return nothing."""
+        return []
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        """Return nothing."""
+        return ""
+
+    def get_vocab_size(self) -> int:
+        """Return it."""
+        return VOCABULARY
+
+
+def in_memory() -> Any:
+    """Return the config of a tiny Llama, as a registry of configs has them."""
+    config = llama3_debugmodel()
+    config.model_spec = model_registry("debugmodel", attn_backend="flex")
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.loss, config.dataloader, config.tokenizer = CrossEntropyLoss.Config(), Loader.Config(), NoTokenizer.Config()
+    training = config.training
+    training.seq_len, training.local_batch_size, training.steps, training.disable_cuda_graphs = 32, 2, STEPS, True
+    training.global_batch_size = 4 * int(os.environ.get("WORLD_SIZE", "1"))  # two micro-batches
+    config.lr_scheduler.total_steps = STEPS
+    config.debug.seed, config.debug.enable_structured_logging = 1, False
+    config.validator.enable = config.checkpoint.enable = False
+    config.activation_checkpoint = None
+    config.parallelism.spmd_backend = "partial_dtensor"  # what torch 2.13 has
+    config.dump_folder = os.environ["TITAN"]
+    return config
+
+
+def paged() -> Any:
+    """Return that of the same training with its state on NVMe."""
+    config = in_memory()
+    config.checkpoint.enable, config.checkpoint.interval = True, 2
+    settings = {
+        "storage": {"paths": [os.path.join(os.environ["TITAN"], "nvme")]},
+        "memory": {"host_bytes": "24MiB"},
+        "run": {"retained_commits": 2},
+        "telemetry": {"runtime_dir": os.path.join(os.environ["TITAN"], "runtime")},
+    }
+    return on_nvme(config, settings)
+
+
+def train(name: str, first: str, result: str, *words: str) -> None:
+    """Train as torchtitan's command line does; keep steps with losses and norms, and weights before and behind.
+
+    Args:
+        name: of the function here that returns the config.
+        first: of the result whose first weights this begins with; empty for its own.
+        result: name of what is kept, for this rank.
+        words: further arguments of the command line.
+    """
+    folder, rank = Path(os.environ["TITAN"]), os.environ["RANK"]
+    try:
+        config = ConfigManager().parse_args(["--module", "support.titan", "--config", name, *words])
+        trainer = config.build()
+    except InfinityError as error:
+        torch.save({"refused": f"{type(error).__name__}: {error}"}, folder / f"{result}-{rank}.pt")
+        return
+    parts = dict(trainer.model_parts[0].named_parameters())
+    with torch.no_grad():
+        if first:
+            for key, value in torch.load(folder / f"{first}-{rank}.pt")["before"].items():
+                parts[key].to_local().copy_(value)
+        before = {key: part.to_local().clone() for key, part in parts.items()}
+    steps: list[Any] = []
+    trainer.metrics_processor.should_log = lambda step: True
+    trainer.metrics_processor.log = lambda step, loss, most, norm, **_: steps.append((step, loss, most, norm))
+    trainer.train()
+    with torch.no_grad():
+        behind = {key: part.to_local().clone() for key, part in parts.items()}
+    trainer.close()
+    torch.save({"steps": steps, "before": before, "behind": behind}, folder / f"{result}-{rank}.pt")
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])
