@@ -115,7 +115,7 @@ class Homes:
         parts = [segment.grad_pages[page.component] for segment in segments if page.component < len(segment.grad_pages)]
         return [each for part in parts for each in part]
 
-    def state_pages(self, unit: int) -> list[Page]:
+    def pages_of(self, unit: int) -> list[Page]:
         """Return the pages of weights and state of a unit that can be at home."""
         pages = [page for page in self._layout.pages if page.unit == unit and page.role is not Role.GRAD]
         return [page for page in pages if lives_at_home(self._layout, page)]

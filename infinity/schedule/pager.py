@@ -318,7 +318,7 @@ class Pager:
                     self._send(page, home)
             with self._transfers.lock:
                 homes.leave(unit)
-        built = {unit: homes.build(homes.state_pages(unit)) for unit in sorted(units - homes.units)}
+        built = {unit: homes.build(homes.pages_of(unit)) for unit in sorted(units - homes.units)}
         for unit, memory in built.items():
             self._bring(unit, memory)
 
