@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peers.live import Live, SystemFailedError
+from peers.live import Live, SystemFailedError, clear
 
 Start = Callable[..., Any]
 """Starts the system on its folder, given the number of ranks and `resume=`; a context that yields a `Live`."""
@@ -36,7 +36,7 @@ def flipped(start: Start, work: Path, tokens: int, seq: int) -> str:
                 file.write(os.urandom(4096))
             os.fsync(file.fileno())
 
-    return _disturbed(start, damage, wanted, tokens, seq)
+    return _disturbed(start, work, damage, wanted, tokens, seq)
 
 
 def cut_short(start: Start, work: Path, tokens: int, seq: int) -> str:
@@ -47,7 +47,7 @@ def cut_short(start: Start, work: Path, tokens: int, seq: int) -> str:
         for pid in system.pids:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
-    return _disturbed(start, limit, wanted, tokens, seq)
+    return _disturbed(start, work, limit, wanted, tokens, seq)
 
 
 def second_job(start: Start, work: Path, tokens: int, seq: int) -> str:
@@ -63,8 +63,8 @@ def second_job(start: Start, work: Path, tokens: int, seq: int) -> str:
         except SystemFailedError as error:
             found.append(f"the second one ends: {_short(error)}")
 
-    first = _disturbed(start, begin_another, wanted, tokens, seq)
-    return f"{found[0]}; the first one {first}"
+    first = _disturbed(start, work, begin_another, wanted, tokens, seq)
+    return "; ".join([*found, f"the first one {first}"])
 
 
 def other_ranks(start: Start, work: Path, tokens: int, seq: int) -> str:
@@ -86,8 +86,11 @@ def _undisturbed(start: Start, tokens: int, seq: int) -> list[float]:
         return _losses(system, tokens, seq)
 
 
-def _disturbed(start: Start, disturb: Callable[[Live], None], wanted: list[float], tokens: int, seq: int) -> str:
-    """Do the same again, with something that happens behind the save; return what comes of it."""
+def _disturbed(
+    start: Start, work: Path, disturb: Callable[[Live], None], wanted: list[float], tokens: int, seq: int
+) -> str:
+    """Do the same again in an empty folder, with something that happens behind the save; return what comes of it."""
+    clear(work)
     try:
         with start() as system:
             system.steps(0, SAVED, tokens, seq)
