@@ -399,7 +399,8 @@ def main() -> None:
         return [int(word) for word in words(text)]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=words, default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    said = f"of {', '.join(PARTS)}; none: show and draw what is stored"
+    parser.add_argument("--parts", type=words, default=list(PARTS), help=said)
     parser.add_argument("--sizes", type=words, default=["100m", "354m", "1b"], help=f"of {', '.join(SIZES)}")
     parser.add_argument("--tokens", type=numbers, default=[512, 2048, 8192], help="per rank and step")
     parser.add_argument("--ranks", type=numbers, default=[1, 2])
@@ -410,13 +411,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "peers.json")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options = parser.parse_args()
+    options.parts = [] if options.parts == ["none"] else options.parts
     for name, known in (("parts", PARTS), ("sizes", SIZES)):
         if unknown := sorted(set(getattr(options, name)) - set(known)):
             parser.error(f"--{name}: {', '.join(unknown)}: choose from {', '.join(known)}")
     options.environment, options.cores = options.environment.resolve(), os.cpu_count() or 1
     console = Console(stderr=True)
     wanted = [who for who in CONTESTANTS if not options.only or any(word in who.name for word in options.only)]
-    if any(who.foreign for who in wanted):
+    if options.parts and any(who.foreign for who in wanted):
         try:
             seconds = environment.make(options.environment)
         except environment.MissingToolError as error:

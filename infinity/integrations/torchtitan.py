@@ -86,17 +86,15 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
         )
         spec = config.model_spec
         assert spec is not None
-        super().__init__(
-            replace(
-                config,
-                optimizer=optimizer,
-                checkpoint=Commits.Config(**_fields_of_base(config.checkpoint)),
-                model_spec=replace(spec, parallelize_fn=partial(_parallelised, spec.parallelize_fn)),
-                # Of the ways to have tensor parallel parameters, that which leaves all others to FSDP2.
-                parallelism=replace(config.parallelism, spmd_backend="partial_dtensor"),
-                training=replace(config.training, disable_cuda_graphs=True),  # a graph would keep frames' addresses
-            )
-        )
+        changed: dict[str, Any] = {
+            "optimizer": optimizer,
+            "checkpoint": Commits.Config(**_fields_of_base(config.checkpoint)),
+            "model_spec": replace(spec, parallelize_fn=partial(_parallelised, spec.parallelize_fn)),
+            # Of the ways to have tensor parallel parameters, that which leaves all others to FSDP2.
+            "parallelism": replace(config.parallelism, spmd_backend="partial_dtensor"),
+            "training": replace(config.training, disable_cuda_graphs=True),  # a graph would keep frames' addresses
+        }
+        super().__init__(replace(config, **changed))
 
     def init_distributed(self) -> ParallelDims:
         """Make process groups in which ranks can exchange plain objects too, on a GPU."""
@@ -177,6 +175,9 @@ def _initialise(module: nn.Module) -> None:
 
 class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
     """torchtitan's optimizers as one that steps through pages; all ranks are to build it together."""
+
+    optimizers: list[Any]
+    """What `infinity.offload` returned, alone."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]

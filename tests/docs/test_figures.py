@@ -186,3 +186,54 @@ def test_folders_of_contributing_are_there() -> None:
     for row in re.findall(r"^\| .+? \| (`infinity/.+?) \|$", text, re.MULTILINE):
         for path in re.findall(r"`([\w./]+)`", row):
             assert any((root / path).exists() for root in (ROOT, ROOT / "infinity")), path
+
+
+def peer_rows() -> list[str]:
+    """Return the rows of the table of peers: one system each."""
+    result = stored("peers")
+    rows = []
+    for name, sizes in result.items():
+        if name in ("machine", "failures"):
+            continue
+        found = sizes["100m"]["1 ranks"]
+        small, large = found["64 tokens"], found["512 tokens"]
+        over = [row["over_infinity"]["median"] if "over_infinity" in row else 1.0 for row in (small, large)]
+        times = [
+            f"{row['step_seconds']['median']:.2f} | {ratio:.2f}"
+            for row, ratio in zip((small, large), over, strict=True)
+        ]
+        group = found.get("smallest_cgroup_bytes")
+        drive = f"{small['drive_bytes'] / 1e9:.2f} | {found['drive_bytes_saved'] / 1e9:.2f}"
+        rows.append(
+            f"| {name} | {times[0]} | {times[1]} | {large['bytes_per_parameter']:.1f} | "
+            f"{large['peak_rss_bytes'] / 2**30:.2f} | {f'{group / 2**30:.2f}' if group else ''} | {drive} | "
+            f"{found['save_seconds']:.2f} | {'yes' if found['resume_equal'] else 'no'} |"
+        )
+    return rows
+
+
+def failure_rows() -> list[str]:
+    """Return the rows of the table of failures, with the first words of what was said."""
+    return [
+        f"| {name} | {' | '.join(brief(said[who]) for who in ('infinity fp32', 'DeepSpeed, all on NVMe'))} |"
+        for name, said in stored("peers")["failures"].items()
+    ]
+
+
+def brief(said: str) -> str:
+    """Return what a system did, without folders and runs."""
+    said = re.sub(r"/\S*/", "", said).replace("|", "/")
+    return said if len(said) <= 140 else said[:140].rpartition(" ")[0] + " …"
+
+
+def test_peers() -> None:
+    """The tables, and what README says of them."""
+    for row in [*peer_rows(), *failure_rows()]:
+        assert row in RESULTS, row
+    found = stored("peers")
+    theirs, ours = (found[name]["100m"]["1 ranks"] for name in ("DeepSpeed, all on NVMe", "infinity fp32"))
+    ratios = [theirs[f"{tokens} tokens"]["over_infinity"]["median"] for tokens in (64, 512)]
+    said = " ".join(README.split())
+    assert f"{ratios[0]:.1f} and {ratios[1]:.1f} times infinity's step with 64 and 512 tokens" in said
+    memory = theirs["512 tokens"]["peak_rss_bytes"] / ours["512 tokens"]["peak_rss_bytes"]
+    assert f"{memory:.1f} times its memory" in said
