@@ -394,15 +394,8 @@ def machine() -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw all devices and bytes; and, for README, the first device and bytes alone."""
-    draw_devices(result, result["devices"], file)
-    if "bytes" in result and len(result["devices"]) > 1:
-        name, found = next(iter(result["devices"].items()))
-        draw_devices(result, {name: found}, file.with_stem(f"{file.stem}-overview"))
-
-
-def draw_devices(result: dict[str, Any], devices: dict[str, Any], file: Path) -> None:
     """Draw step time against tokens with its limits, and bytes against the arena with the bound."""
+    devices = result["devices"]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peers.live import Live, SystemFailedError, clear
+from peers.live import SAVES, Live, SystemFailedError, clear
 
 Start = Callable[..., Any]
 """Starts the system on its folder, given the number of ranks and `resume=`; a context that yields a `Live`."""
@@ -25,16 +25,22 @@ def killed(start: Start, work: Path, tokens: int, seq: int) -> str:
 
 
 def flipped(start: Start, work: Path, tokens: int, seq: int) -> str:
-    """Overwrite 4 KiB in each of 64 places, evenly over the largest file on the drive, while it trains."""
+    """Overwrite 4 KiB in each of 64 places, evenly over the files that it trains from, while it does."""
     wanted = _undisturbed(start, tokens, seq)
 
     def damage(system: Live) -> None:
-        largest = max((file for file in work.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
-        with largest.open("r+b") as file:
-            for place in range(_PLACES):
-                file.seek(place * largest.stat().st_size // _PLACES)
-                file.write(os.urandom(4096))
-            os.fsync(file.fileno())
+        files = sorted(file for file in work.rglob("*") if file.is_file() and SAVES not in file.parts)
+        sizes = [file.stat().st_size for file in files]
+        for number in range(_PLACES):
+            at = number * sum(sizes) // _PLACES
+            for file, size in zip(files, sizes, strict=True):
+                if at < size:
+                    with file.open("r+b") as opened:
+                        opened.seek(at)
+                        opened.write(os.urandom(min(4096, size - at)))
+                        os.fsync(opened.fileno())
+                    break
+                at -= size
 
     return _disturbed(start, work, damage, wanted, tokens, seq)
 
@@ -127,7 +133,7 @@ def _short(error: Exception) -> str:
 
 FAILURES: dict[str, Callable[[Start, Path, int, int], str]] = {
     "killed with -9, started again": killed,
-    "64 places of its largest file overwritten": flipped,
+    "64 places of its files overwritten": flipped,
     "writes cut short": cut_short,
     "a second job on the folder": second_job,
     "another number of ranks": other_ranks,

@@ -16,6 +16,8 @@ from peers.environment import variables
 
 WORKER = Path(__file__).with_name("worker.py")
 PATIENCE_SECONDS = 900.0
+SAVES = "checkpoint"
+"""Name of the folder that systems save into, below their own, unless a save is a part of that; see `systems`."""
 
 
 class SystemFailedError(RuntimeError):

@@ -64,8 +64,8 @@ def test_every_public_name_has_its_reference(site: Path) -> None:
 def test_readme_is_the_first_page(site: Path) -> None:
     """Its picture is there, its links lead to pages of the site, and those to sources are text."""
     page = (site / "index.html").read_text()
-    assert (site / "images" / "step-overview.png").exists()
-    assert 'src="images/step-overview.png"' in page
+    assert (site / "images" / "peers.png").exists()
+    assert 'src="images/peers.png"' in page
     assert 'href="docs/' not in page
     assert 'href="tests/' not in page
     assert "test_paging_changes_no_bit" in text(site / "index.html")
