@@ -235,8 +235,8 @@ def beside() -> str:
     memory = theirs["512 tokens"]["peak_rss_bytes"] / ours["512 tokens"]["peak_rss_bytes"]
     assert not theirs["resume_equal"]
     return (
-        f"{few:.1f} and {many:.1f} times infinity's step with 64 and 512 tokens (114M parameters), {memory:.1f} times its "
-        "memory, and does not resume with the same losses"
+        f"{few:.1f} and {many:.1f} times infinity's step with 64 and 512 tokens (114M parameters), "
+        f"{memory:.1f} times its memory, and does not resume with the same losses"
     )
 
 
