@@ -6,10 +6,15 @@ parameter at a time. Updates run on a thread of their own, beside FSDP2's collec
 their own. All ranks run such updates in the same order, and none waits for something that another rank does later: all
 run in backward as soon as the gradients are there, or in `step()` (`Placement.of`), never in the next forward, which a
 rank alone could run ahead to by looking at a weight.
+
+[Note: exchanges that are left] An exchange that another rank never comes to cannot be called off, and the destructor of
+a gloo group waits for it, up to the time limit of collectives and wherever Python happens to collect garbage. So the
+group of such an exchange is never destroyed: its threads and sockets end with the process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -42,7 +47,10 @@ class Slice:
 
 
 class WholeParameters:
-    """Gathers parameters that ranks share; the thread of updates calls all methods but the constructor and `close`."""
+    """Gathers parameters that ranks share.
+
+    The thread of updates calls `meet`, `gather` and `own`; `close` comes when that has ended.
+    """
 
     def __init__(
         self,
@@ -64,10 +72,19 @@ class WholeParameters:
         self._layout, self._slices, self._ranks = layout, slices, ranks
         self._failure, self._exchanging = failure, exchanging
         self._timeout, self._patience = timeout, math.inf  # seconds for each exchange; set by `end`
+        self._left: set[Any] = set()  # groups of exchanges that nobody waits for any more, and that have not ended
 
     def end(self, *, early: bool = False) -> None:
         """Note that the run ends: updates that were begun are, unless it ends `early`, still exchanged, others too."""
         self._patience = 0.0 if early else min(self._patience, self._timeout)
+
+    def close(self) -> None:
+        """Close the process groups. [Note: exchanges that are left]"""
+        for group in {slice_.group for slice_ in self._slices.values()}:
+            if group in self._left:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
 
     def on_any_rank(self, value: bool) -> bool:
         """Return whether it is true on any rank: what decides the order of updates. Of the training thread."""
@@ -117,7 +134,10 @@ class WholeParameters:
         name, group = self._layout.shards[shard].spec.name, self._slices[shard].group
         try:
             with self._exchanging(), naming_loss():
-                self._wait(dist.all_gather([*torch.split(into, len(mine))], mine, group, async_op=True), name)
+                work = dist.all_gather([*torch.split(into, len(mine))], mine, group, async_op=True)
+                self._left.add(group)
+                self._wait(work, name)
+                self._left.discard(group)
         except LostRankError as lost:
             failure = self._failure() or lost
             if not isinstance(failure, LostRankError):
@@ -136,25 +156,17 @@ class WholeParameters:
         work.wait()
 
 
-def open_slices(
-    shared: Mapping[int, tuple[tuple[int, ...], int]], ranks: Ranks
-) -> tuple[dict[int, Slice], Callable[[], None]]:
+def open_slices(shared: Mapping[int, tuple[tuple[int, ...], int]], ranks: Ranks) -> dict[int, Slice]:
     """Make process groups for parameters that are updated whole; all ranks call it together.
 
     Args:
         shared: by shard, the ranks that share the parameter, and which of them this is.
 
     Returns:
-        The slices by shard, and what closes the groups.
+        The slices by shard; `WholeParameters.close` closes the groups.
     """
     mine = {members for members, _ in shared.values()}
     everyone = sorted(set().union(*ranks.collect(mine)))  # each rank has to know of all groups, in the same order
     made = {members: dist.new_group(list(members), backend="gloo") for members in everyone}
     groups = {members: made[members] for members in mine}
-
-    def close() -> None:
-        for group in groups.values():
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-
-    return {shard: Slice(groups[members], at, len(members)) for shard, (members, at) in shared.items()}, close
+    return {shard: Slice(groups[members], at, len(members)) for shard, (members, at) in shared.items()}

@@ -184,13 +184,12 @@ def _make_steps(
     """Make what runs steps, from the bottom up."""
     whole = None
     if shared:
-        slices, close = open_slices(shared, run.ranks)
-        run.undo.push(close)
         whole = WholeParameters(
-            run.layout, slices, run.ranks,
+            run.layout, open_slices(shared, run.ranks), run.ranks,
             failure=lambda: run.pager.failure, exchanging=run.pager.exchanging,
             timeout=run.settings.storage.timeout_seconds,
         )  # fmt: skip
+        run.undo.push(whole.close)
     parameters = [param for unit in sharded.parameters() for param in unit]
     given = GivenOptimizer(optimizer, parameters, kernel)
     staging = Staging(run.layout, run.pager, run.device)
