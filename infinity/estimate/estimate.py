@@ -18,11 +18,11 @@ from infinity.config import Config
 from infinity.content.format import ITEMSIZE, Role
 from infinity.content.layout import Layout, Page
 from infinity.errors import ConfigError
-from infinity.estimate.events import step_events
 from infinity.estimate.machine import Machine
 from infinity.estimate.model import OPTIMIZERS, ModelShape
 from infinity.memory.limits import device_margin
 from infinity.schedule.choice import choose_plan, placed
+from infinity.schedule.expected import expected_events
 from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic
 from infinity.schedule.placement import Placement
 from infinity.schedule.planner import Plan, Traffic, predict_seconds
@@ -405,6 +405,19 @@ def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates
     return max(0, int(memory - working_bytes(model, workload)) - device_margin(memory) - updates)
 
 
+def _step_events(model: ModelShape, workload: Workload) -> tuple[Event, ...]:
+    """Return the events of one step."""
+    alone = workload.world_size == 1
+    return expected_events(
+        [unit.trainable for unit in model.units],
+        root=True,
+        embeds=any(parameter.looked_up and parameter.trainable for parameter in model.root.parameters),
+        passes=workload.passes,
+        components=2 if alone and workload.passes > 1 else 1,  # one rank adds gradients up itself
+        alone=alone,
+    )
+
+
 def updates_on_device(settings: Config, machine: Machine) -> bool:
     """Return whether pages are updated on the device: where a run that measures the same would decide so."""
     wanted, link, form = settings.update.device, machine.device.link, settings.state.format
@@ -436,7 +449,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         raise ConfigError(f'state.format = "{settings.state.format}" would change nothing here; set "fp32"')
     memory = settings.memory
     budget = choose_budget(units, formats, memory.host_bytes, memory.page_bytes, device=machine.device.link > 0)
-    events = step_events(model, passes=workload.passes, alone=workload.world_size == 1)
+    events = _step_events(model, workload)
     wanted = settings.update.placement
     name = placed(wanted, events, late=workload.clipping)
     if wanted == "in_backward" != name:

@@ -29,6 +29,10 @@ TESTED = f"{OLDEST['torch']} to {NEWEST_TORCH}"
 """Releases of torch that are supported."""
 
 
+ROOT = "root"
+"""The name of the first unit, if the model has parameters that are in no other one."""
+
+
 def _lacking(missing: str) -> UnsupportedError:
     return UnsupportedError(
         f"torch {torch.__version__} is not supported: {missing}; install torch {TESTED}, with which this release of "
@@ -116,7 +120,7 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for position, group in enumerate(_groups_of(module)):
             if id(group) not in seen:
                 seen.add(id(group))
-                yield (name or "root") + (f"#{position}" if position else ""), group
+                yield (name or ROOT) + (f"#{position}" if position else ""), group
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:

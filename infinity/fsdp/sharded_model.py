@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,10 @@ from infinity.content.layout import ShardSpec, UnitSpec
 from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
+from infinity.fsdp.private import ROOT
 from infinity.fsdp.shard import PagedShard
+from infinity.schedule.expected import expected_events
+from infinity.schedule.trace import Event
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,23 @@ class ShardedModel:
     def parameters(self) -> list[list[nn.Parameter]]:
         """Return the sharded parameters, unit by unit."""
         return [[member.param.sharded_param for member in unit] for unit in self.members]
+
+    def expected_step(self, *, alone: bool) -> tuple[Event, ...]:
+        """Return the events of a training step in which units are used in the order in which the model has them.
+
+        Args:
+            alone: whether there is one rank.
+        """
+        units = self.parameters()
+        root = self.names[0] == ROOT
+        of_root = {id(param) for param in units[0]} if root else set()
+        before = itertools.takewhile(lambda param: id(param) in of_root, self.model.parameters())
+        return expected_events(
+            [any(param.requires_grad for param in unit) for unit in units],
+            root=root,
+            embeds=any(param.requires_grad for param in before),
+            alone=alone,
+        )
 
     def describe(
         self,

@@ -10,7 +10,7 @@ from infinity.errors import InfinityError
 from infinity.schedule.choice import choose_plan, placed
 from infinity.schedule.pager import Pager
 from infinity.schedule.placement import Placement, expand, expand_pending, next_gather
-from infinity.schedule.planner import Plan, predict_seconds, prepend
+from infinity.schedule.planner import Plan, make_plan, predict_seconds, prepend
 from infinity.schedule.trace import Event
 from infinity.telemetry.ledger import Ledger
 
@@ -21,8 +21,9 @@ Start = Literal["pending", "nothing", "settling"]
 class StepPlanner:
     """Chooses the update placement, and lets the pager follow a plan for it.
 
-    The first step is served on demand and shows what steps look like (*recording*). At its end the placement is chosen,
-    once. A step that looks otherwise than the one before is planned anew.
+    The first step shows what steps look like (*recording*). It is read ahead as far as it looks as expected, and served
+    on demand from there. At its end the placement is chosen, once. A step that looks otherwise than the one before is
+    planned anew.
     """
 
     def __init__(
@@ -64,6 +65,15 @@ class StepPlanner:
     def automatic(self) -> bool:
         """Whether the placement is chosen by what the first step shows."""
         return self._wanted == "auto"
+
+    def expect(self, events: tuple[Event, ...]) -> None:
+        """Have pages of the first step read ahead, if it looks so; nothing depends on whether it does.
+
+        Until the placement is chosen all gradients are stored, and pages updated in `step()`.
+        """
+        trace = expand(events, self._layout, Placement())
+        plan = make_plan(trace, self._layout, self._frames, threaded=self._threaded)
+        self._pager.install(plan, guessed=True)
 
     def choose(self, events: tuple[Event, ...], late: bool) -> None:
         """Choose the placement once, after the first step; plan anew for a step of other events.

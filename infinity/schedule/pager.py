@@ -132,7 +132,9 @@ class Pager:
         )
         self._homes = Homes(layout, device, observer)
         self._plan: Plan | None = None
-        """The plan that was installed last; changed by `install`."""
+        """The plan that was installed last; changed by `install`, and where a step departs from a guess."""
+        self._guessed = False
+        """Whether that is for steps of which none has been seen; changed with it."""
         self._cursor: Cursor | None = None
         """Where the step is in it; None while none is followed. Changed by `install`, `begin_step`, `drain`, and by an
         access or lease that departs from the plan."""
@@ -204,21 +206,28 @@ class Pager:
         """
         self._store.expect_gradients(plan.traffic.written[Role.GRAD] > 0)
 
-    def install(self, plan: Plan | None) -> None:
-        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`."""
+    def install(self, plan: Plan | None, *, guessed: bool = False) -> None:
+        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`.
+
+        Args:
+            guessed: whether it is for steps of which none has been seen: what departs from it ends it.
+        """
         with self._transfers.lock:
             self._transfers.check()
-            self._cache.drop_claims()
-            self._plan = plan
-            self._cache.eager = plan is not None
-            resident = plan.resident if plan else frozenset()
-            for page, state in enumerate(self._frames.pages):
-                state.resident = page in resident
-            self._cursor = Cursor(plan, self._cache) if plan and plan.trace else None
-            if self._cursor is not None:
-                self._cursor.claim_window()  # before anything is evicted, so that what is here and wanted stays
-            self._cache.evict_all()
-            self._cache.prefetch()
+            self._install(plan, guessed=guessed)
+
+    def _install(self, plan: Plan | None, *, guessed: bool) -> None:
+        self._cache.drop_claims()
+        self._plan, self._guessed = plan, guessed
+        self._cache.eager = plan is not None
+        resident = plan.resident if plan else frozenset()
+        for page, state in enumerate(self._frames.pages):
+            state.resident = page in resident
+        self._cursor = Cursor(plan, self._cache) if plan and plan.trace else None
+        if self._cursor is not None:
+            self._cursor.claim_window()  # before anything is evicted, so that what is here and wanted stays
+        self._cache.evict_all()
+        self._cache.prefetch()
 
     @property
     def failure(self) -> Exception | None:
@@ -276,13 +285,12 @@ class Pager:
         """
         with self._transfers.lock:
             self._transfers.check()
-            plan = self._plan
-            if plan is None or not plan.trace or self.between_steps:
-                return
-            if self._cursor is not None:
+            if self._cursor is not None and not self.between_steps:
                 self._depart("the step ended early")
-            self._cursor = Cursor(plan, self._cache, first=len(plan.prefix))
-            self._cursor.claim_window()
+            plan = self._plan
+            if plan is not None and plan.trace and self._cursor is None:
+                self._cursor = Cursor(plan, self._cache, first=len(plan.prefix))
+                self._cursor.claim_window()
 
     def flush(self) -> None:
         """Write every modified page and wait until none is being written. Raises as `access`."""
@@ -525,7 +533,10 @@ class Pager:
         return self._cursor
 
     def _depart(self, detail: str) -> None:
-        """Follow the plan no longer, until the next step begins."""
+        """Follow the plan no longer, until the next step begins; one that was a guess never again."""
+        if self._guessed:
+            self._install(None, guessed=False)
+            return
         self._cache.drop_claims()
         self._cursor = None
         self._observer.diverged(detail)

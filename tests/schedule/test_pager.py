@@ -266,8 +266,9 @@ def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: s
     layout, plan = drawn
     chance = random.Random(data.draw(st.integers(0, 10_000)))
     kept = [page.index for page in layout.pages if page.role is not Role.GRAD]
+    guessed = data.draw(st.booleans())
     with bench(layout, plan.frames, chance.randrange(1000)) as it:
-        it.pager.install(plan)
+        it.pager.install(plan, guessed=guessed)
         for _ in range(6):
             stops = chance.randrange(len(plan.trace)) if chance.random() < 0.4 else len(plan.trace)
             for access in plan.trace[:stops]:
@@ -279,6 +280,7 @@ def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: s
             if stops < len(plan.trace):
                 it.drop_gradients()
             it.pager.begin_step()
+        assert not (guessed and it.observer.departures)
         it.check()
 
 
