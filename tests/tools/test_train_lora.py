@@ -94,7 +94,7 @@ def test_a_run_goes_on_with_its_own_adapters_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "16", "r=0", "r=four", "r=4,r=5", "r=4,alpha=nan", "r=4,dropout=1", "r=4,target=q"]
+    "text", ["", "0", "r=0", "r=four", "r=4,r=5", "r=4,alpha=nan", "r=4,dropout=1", "r=4,target=q"]
 )
 def test_what_is_not_understood(text: str) -> None:
     """It names the text."""

@@ -1,0 +1,114 @@
+"""How much longer than the others the first step takes: read ahead as expected, on demand, and FSDP2 in memory.
+
+Each start is a process of its own; the ways take turns. The others are the steps from the third on: in the second one
+the arena fills with what the plan keeps.
+
+    python benchmarks/bench_first_step.py --model llama-100m --tokens 64,512 --nvme DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from bench_step import RESULTS, build, machine, spread, train_step  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+WAYS = {
+    "infinity": {},
+    "infinity, clipping": {"clip": True},
+    "infinity, on demand": {"on_demand": True},
+    "FSDP2 in memory": {"variant": "fsdp_memory"},
+}  # fmt: skip
+SETTLED = 2
+"""Steps before those that the first one is compared with."""
+
+
+def start(
+    pipe: Any, options: argparse.Namespace, tokens: int, variant: str = "infinity", clip: bool = False,
+    on_demand: bool = False,
+) -> None:  # fmt: skip
+    """Build the model, take steps, and send the seconds of each."""
+    warnings.simplefilter("ignore")
+    import torch
+
+    from infinity.optim.planning import StepPlanner
+
+    if on_demand:
+        StepPlanner.expect = lambda *_: None  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
+        sections = {"memory": {"host_bytes": options.host_memory}}
+        model, optimizer, vocabulary = build(options, variant, folder, **sections)
+        seconds = []
+        for number in range(SETTLED + options.steps):
+            torch.manual_seed(number)
+            batch = torch.randint(0, vocabulary, (max(1, tokens // options.seq), min(tokens, options.seq)))
+            began = time.perf_counter()
+            train_step(model, optimizer, batch, clip=clip)
+            seconds.append(time.perf_counter() - began)
+        if variant == "infinity":
+            optimizer.close()
+    pipe.send(seconds)
+
+
+def main() -> None:
+    """Measure and write results/first_step.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="llama-100m")
+    parser.add_argument("--tokens", default="64,512", help="tokens per step")
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--host-memory", default="256MiB")
+    parser.add_argument("--steps", type=int, default=5, help="that the first one is compared with")
+    parser.add_argument("--starts", type=int, default=3, help="of each way")
+    parser.add_argument("--nvme", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=RESULTS / "first_step.json")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    options = parser.parse_args()
+    context, console = mp.get_context("spawn"), Console(stderr=True)
+    counts = [int(count) for count in options.tokens.split(",")]
+    found: dict[tuple[int, str], list[list[float]]] = {}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("starts", total=options.starts * len(WAYS) * len(counts))
+        for _ in range(options.starts):
+            for count in counts:
+                for name, how in WAYS.items():
+                    ours, theirs = context.Pipe(duplex=False)
+                    process = context.Process(target=start, args=(theirs, options, count), kwargs=how)
+                    process.start()
+                    theirs.close()
+                    found.setdefault((count, name), []).append(ours.recv())
+                    process.join()
+                    progress.advance(task)
+    rows: dict[str, dict[str, Any]] = {}
+    table = Table("tokens", "", "first step", "others", "ratio (spread)")
+    for (count, name), starts in found.items():
+        others = [statistics.median(seconds[SETTLED:]) for seconds in starts]
+        ratio = spread([seconds[0] / other for seconds, other in zip(starts, others, strict=True)])
+        first = statistics.median(seconds[0] for seconds in starts)
+        rows.setdefault(f"{count} tokens", {})[name] = {
+            "first_step_seconds": first, "step_seconds": statistics.median(others), "ratio": ratio,
+        }  # fmt: skip
+        shown = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        table.add_row(str(count), name, f"{first:.2f} s", f"{statistics.median(others):.2f} s", shown)
+    result = {"model": options.model, "host_memory": options.host_memory, "rows": rows, "machine": machine()}
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    if options.json:
+        print(json.dumps(result))
+    else:
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
