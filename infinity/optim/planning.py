@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from infinity.content.layout import Layout
@@ -24,6 +25,10 @@ class StepPlanner:
     The first step shows what steps look like (*recording*). It is read ahead as far as it looks as expected, and served
     on demand from there. At its end the placement is chosen, once. A step that looks otherwise than the one before is
     planned anew.
+
+    [Note: turning] A step that was not planned for stores its gradients, also of units that are updated in backward from
+    the next one on. Their updates hide in the next forward, as if they were updated there; that step, the *turning*
+    one, has a plan of its own.
     """
 
     def __init__(
@@ -69,11 +74,27 @@ class StepPlanner:
     def expect(self, events: tuple[Event, ...]) -> None:
         """Have pages of the first step read ahead, if it looks so; nothing depends on whether it does.
 
-        Until the placement is chosen all gradients are stored, and pages updated in `step()`.
+        Until the placement is chosen all gradients are stored, and mostly used in the next forward.
         """
-        trace = expand(events, self._layout, Placement())
-        plan = make_plan(trace, self._layout, self._frames, threaded=self._threaded)
+        placement = Placement.of(self._stored_for, events)
+        plan = make_plan(expand(events, self._layout, placement), self._layout, self._frames, threaded=self._threaded)
+        if placement.in_forward:
+            plan = prepend(expand(events, self._layout, placement, pending=False), plan, self._layout)
         self._pager.install(plan, guessed=True)
+
+    @property
+    def _stored_for(self) -> str:
+        """The placement by which stored gradients are used: in forward, where there is no reason against it."""
+        return "after_backward" if self._exchanges or self._wanted == "after_backward" else "in_forward"
+
+    def turns(self, waiting: Collection[int]) -> bool:
+        """Whether a step is the turning one if these updates wait for its forward. [Note: turning]"""
+        return not self._exchanges and not self.placement.in_backward.isdisjoint(waiting)
+
+    @property
+    def turning(self) -> Placement:
+        """Where updates run in a turning step."""
+        return replace(self.placement, in_forward=self.placement.in_forward | self.placement.in_backward)
 
     def choose(self, events: tuple[Event, ...], late: bool) -> None:
         """Choose the placement once, after the first step; plan anew for a step of other events.
@@ -103,11 +124,11 @@ class StepPlanner:
             self._pager.make_room(plan)  # before anything is updated: it may be that there is no room
             self._plans = {"pending": plan}
 
-    def follow(self, events: tuple[Event, ...], *, pending: bool) -> None:
+    def follow(self, events: tuple[Event, ...], *, waiting: Collection[int]) -> None:
         """Let the pager go on with the next step; where this one looked otherwise, plan the next one like it.
 
         Args:
-            pending: whether updates wait for the next forward.
+            waiting: units whose updates wait for the next forward.
         """
         if events != self.events:
             self.events = events
@@ -118,7 +139,10 @@ class StepPlanner:
             self._pager.make_room(
                 self.plan
             )  # gives back what the gradients of the first steps took, once they are gone
-        if self.placement.in_forward and not pending:
+        if self.turns(waiting):
+            turn = expand(events, self._layout, self.turning)
+            self._pager.install(prepend(turn, self._plan_from("pending"), self._layout))
+        elif self.placement.in_forward and not waiting:
             self._pager.install(self._plan_from("nothing"))
         else:
             self._pager.begin_step()
@@ -136,16 +160,23 @@ class StepPlanner:
         unit = self.events[following].unit if following >= 0 else -1
         return unit if unit not in self.placement.at_home else -1
 
-    def settling(self) -> None:
+    def settling(self, waiting: Collection[int]) -> None:
         """Have the pages of updates that wait read ahead, before they are run between two steps."""
         if self._pager.between_steps:
-            self._pager.install(self._plan_from("settling"))
+            self._pager.install(self._settled(self.turning) if self.turns(waiting) else self._plan_from("settling"))
+
+    def _settled(self, placement: Placement) -> Plan:
+        """Return the plan from the end of a step on where the updates run first that wait as `placement` says."""
+        prefix = expand_pending(self.events, self._layout, placement)
+        prefix += expand(self.events, self._layout, self.placement, pending=False)
+        return prepend(prefix, self._plan_from("pending"), self._layout)
 
     def _plan_from(self, start: Start) -> Plan:
         """Return the plan from the end of a step on."""
-        if start not in self._plans:
-            prefix = expand_pending(self.events, self._layout, self.placement) if start == "settling" else ()
-            prefix += expand(self.events, self._layout, self.placement, pending=False)
+        if start not in self._plans and start == "settling":
+            self._plans[start] = self._settled(self.placement)
+        elif start not in self._plans:
+            prefix = expand(self.events, self._layout, self.placement, pending=False)
             self._plans[start] = prepend(prefix, self._plans["pending"], self._layout)
         return self._plans[start]
 

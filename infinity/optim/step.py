@@ -202,7 +202,7 @@ class StepRunner:
     def settle(self) -> None:
         """Have all updates done, those too that are left to the next forward: before anybody looks at the state."""
         if self.updates.waiting:
-            self.planner.settling()
+            self.planner.settling(self.updates.waiting)
         self.updates.settle()
 
     def switch(self, method: str) -> None:
@@ -236,7 +236,7 @@ class StepRunner:
         self._gradients.reconcile()
         if not self.has_gradients and self._recording.has_gradients:  # all were dropped, and with them this step
             self._begin()
-            self.planner.follow(self.planner.events, pending=self.updates.waiting)
+            self.planner.follow(self.planner.events, waiting=self.updates.waiting)
 
     def close_arrivals(self) -> None:
         """Store or use the gradients that were coming in: nobody waits for others of their unit."""
@@ -298,7 +298,7 @@ class StepRunner:
             else:
                 updates.finish(gradients.use_up(), gradients.components, events)
             self._begin()
-            self.planner.follow(events, pending=updates.waiting)
+            self.planner.follow(events, waiting=updates.waiting)
         pager = self._pager
         elements = updates.elements  # read once: the worker's thread adds to it
         updated, self._counted = elements - self._counted, elements

@@ -14,7 +14,7 @@ arithmetic runs on the worker's thread, in the same order. Whoever needs one of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -162,9 +162,8 @@ class Updates:
             )
         self.end_step()
         self._given.kernel.advance()
-        # In backward of the next steps, if this one was the first of its kind.
-        if self._planner.placement.in_backward & self._pending.keys():
-            self._due = {}
+        if self._planner.turns(self._pending):
+            self._due = self._planner.turning.due(events)
         for unit in update_order(self._pending):
             if unit not in self._due.values():
                 self.run_pending(unit)
@@ -176,9 +175,9 @@ class Updates:
         self._reduced = -1
 
     @property
-    def waiting(self) -> bool:
-        """Whether updates wait for the next forward."""
-        return bool(self._pending)
+    def waiting(self) -> Collection[int]:
+        """Units whose updates wait for the next forward."""
+        return self._pending.keys()
 
     def run_pending(self, unit: int) -> None:
         """Run the update of a unit that was left to the next forward, if it still waits."""

@@ -151,8 +151,9 @@ class Plan:
         return position >= lead and ((position - lead) % len(self.trace), page) in self.kept.until
 
     def ends_step(self, position: int) -> bool:
-        """Whether a step has ended when this position comes next."""
-        return position >= len(self.prefix) and (position - len(self.prefix)) % len(self.trace) == 0
+        """Whether a step has ended, or none has begun, when this position comes next."""
+        lead = len(self.prefix)
+        return position == 0 or (position >= lead and (position - lead) % len(self.trace) == 0)
 
 
 def least_frames(widest: int) -> int:

@@ -15,7 +15,7 @@ from infinity.errors import InfinityError
 from infinity.optim.kernel import UpdateKernel
 from support import models
 from support.ranks import RankPool
-from support.train import Outcome, Paging, Recipe, batch, local, make_optimizer, offloaded, train
+from support.train import Outcome, Paging, Recipe, batch, in_memory, local, make_optimizer, offloaded, train
 
 RECIPE = Recipe(model="toy", clip=0.5, groups=True, steps=6)
 PLAIN = Recipe(model="toy", clip=0.5, steps=6)
@@ -63,6 +63,25 @@ def test_the_plan_is_followed_whatever_happens_between_steps(tmp_path: Path) -> 
             if number == 3:
                 local(next(model.parameters()))
         assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 0
+
+
+@pytest.mark.parametrize("between", ["nothing", "commit", "look"])
+def test_the_first_step_leaves_its_updates_to_the_second(between: str, tmp_path: Path) -> None:
+    """Also where they run in backward from there on; as planned, whatever comes in between."""
+    recipe, outcome = Recipe(model="toy", steps=6), Outcome()
+    with offloaded(recipe, Paging(arena="least"), tmp_path) as (model, optimizer):
+        train(Recipe(model="toy", steps=1), model, optimizer, outcome)
+        assert optimizer.update_placement == "in_backward"
+        assert optimizer._runner.updates.waiting
+        if between == "commit":
+            optimizer.commit()
+        elif between == "look":
+            local(next(model.parameters()))
+        assert bool(optimizer._runner.updates.waiting) == (between == "nothing")
+        train(recipe, model, optimizer, outcome, first=1)
+        assert not optimizer._runner.updates.waiting
+        assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 0
+    assert outcome.losses == in_memory(recipe).losses
 
 
 def commit_every_step(folder: str) -> list[float]:
