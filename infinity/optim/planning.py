@@ -26,9 +26,9 @@ class StepPlanner:
     on demand from there. At its end the placement is chosen, once. A step that looks otherwise than the one before is
     planned anew.
 
-    [Note: turning] A step that was not planned for stores its gradients, also of units that are updated in backward from
-    the next one on. Their updates hide in the next forward, as if they were updated there; that step, the *turning*
-    one, has a plan of its own.
+    [Note: turning] A step that was not planned for stores its gradients, also of units that are updated in backward
+    from the next one on. Their updates hide in the next forward, as if they were updated there; that step, the
+    *turning* one, has a plan of its own.
     """
 
     def __init__(
