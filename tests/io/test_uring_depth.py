@@ -46,14 +46,15 @@ def test_every_path_has_a_depth_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Ring, "push", watched_push)
     monkeypatch.setattr(Ring, "reap", watched_reap)
     try:
-        engine = UringEngine(DEPTH, BLOCK, paths=3)
+        engine = UringEngine(DEPTH, BLOCK, paths=3, rings=1)
     except RingRefusedError as error:
         pytest.skip(str(error))
     files = [engine.open(str(tmp_path / name), create=True) for name in "abc"]
     gate = threading.Event()
-    with engine._lock:  # the thread takes all requests at the same moment
-        engine._commands.append(lambda: gate.wait(PATIENCE))
-        engine._wake()
+    (ring,) = engine._rings
+    with ring._lock:  # the thread takes all requests at the same moment
+        ring._commands.append(lambda: gate.wait(PATIENCE))
+        ring._wake()
     with mapped(CHUNKS * BLOCK) as memory:
         tickets = [engine.submit(Op.WRITE, file, 0, memory) for file in files]
         gate.set()
@@ -74,5 +75,30 @@ def test_a_run_has_a_depth_for_each_of_its_paths() -> None:
         pytest.skip(str(error))
     if not isinstance(engine, UringEngine):
         pytest.skip("io_uring is not allowed here")
-    assert len(engine._slots) == 15
+    assert [len(ring._slots) for ring in engine._rings] == [9, 6]
     engine.close()
+
+
+def test_the_least_busy_ring_gets_a_request(tmp_path: Path) -> None:
+    """Requests of a file are not all of one ring's, and no more of them in flight than its depth allows."""
+    try:
+        engine = UringEngine(DEPTH, BLOCK)
+    except RingRefusedError as error:
+        pytest.skip(str(error))
+    file = engine.open(str(tmp_path / "a"), create=True)
+    gate = threading.Event()
+    for ring in engine._rings:
+        with ring._lock:
+            ring._commands.append(lambda: gate.wait(PATIENCE))
+            ring._wake()
+    with mapped(CHUNKS * BLOCK) as memory:
+        parts = [memory[at * BLOCK : (at + 1) * BLOCK] for at in range(CHUNKS)]
+        tickets = [engine.submit(Op.WRITE, file, at * BLOCK, part) for at, part in enumerate(parts)]
+        assert len({ring.outstanding for ring in engine._rings}) == 1
+        gate.set()
+        for ticket in tickets:
+            ticket.wait(PATIENCE)
+        for part in parts:
+            part.release()
+        engine.close()
+    assert sum(ring._depth for ring in engine._rings) == DEPTH
