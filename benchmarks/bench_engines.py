@@ -78,8 +78,10 @@ def main() -> None:
             for folder in folders:
                 Path(folder).mkdir()
             pipes[name], theirs = context.Pipe()
-            processes.append(context.Process(target=train, args=(theirs, options, engine, rings, folders)))
+            arguments = (theirs, options, engine, rings, folders)
+            processes.append(context.Process(target=train, args=arguments, daemon=True))
             processes[-1].start()
+            theirs.close()  # so that one that has failed is not waited for
             pipes[name].recv()
         seconds: dict[str, list[float]] = {name: [] for name in ENGINES}
         names = list(ENGINES)

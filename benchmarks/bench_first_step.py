@@ -1,4 +1,4 @@
-"""How much longer than the others the first two steps take: read ahead as expected, on demand, and FSDP2 in memory.
+"""How much longer than the others the first two steps take: read ahead, with clipping, on demand; and FSDP2 in memory.
 
 Each start is a process of its own; the ways take turns. The others are the steps from the third on: the second one has
 updates of the first in its forward, and the arena fills with what the plan keeps.
@@ -33,7 +33,7 @@ WAYS = {
     "FSDP2 in memory": {"variant": "fsdp_memory"},
 }  # fmt: skip
 SETTLED = 2
-"""Steps before those that the first one is compared with."""
+"""Steps that are compared with those behind them."""
 
 
 def start(

@@ -1,8 +1,8 @@
 """The engine of io_uring: a few rings, each with one thread that submits and reaps.
 
-`submit` only appends to a list and, if a thread sleeps, wakes it through an eventfd; the thread cuts
-requests into chunks, keeps at most `queue_depth` of each file in the kernel, and hands over all new ones and
-waits for completions in a single system call. Files take turns, so that a slow drive does not hold up the others.
+`submit` only appends to a list and, if a thread sleeps, wakes it through an eventfd; the thread cuts requests into
+chunks, keeps at most its share of `queue_depth` of each file in the kernel, and hands over all new ones and waits for
+completions in a single system call. Files take turns, so that a slow drive does not hold up the others.
 Nothing but that thread touches the ring (`ring.py` says why).
 
 Life cycle of a request: incoming (from `submit` on) -> backlog (taken by the thread) -> chunks in the kernel, again
@@ -24,13 +24,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from infinity.errors import InfinityError, StorageError
 from infinity.io import ring as uapi
 from infinity.io.engine import DataFile, Op, Ticket
 from infinity.io.files import FileTable, PinnedView, join_threads, pin_request, transfer_error
-from infinity.io.ring import Ring
+from infinity.io.ring import Ring, RingRefusedError
 from infinity.units import align_down
 
 _log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ RINGS = 2
 better."""
 _MOST_RETRIES = 1000
 _MOST_SLOTS = 4096
-"""Chunks in the kernel at most; it has a limit of its own, of 32768."""
+"""Chunks of a ring in the kernel at most; it has a limit of its own, of 32768."""
 _WAKE = (1 << 64) - 1
 """`data` of the read of `_wake_fd`; no slot has this number."""
 _LAST_ADDRESS = (1 << 64) - 1
@@ -74,7 +73,7 @@ class UringEngine:
     """Moves chunks of at most `request_bytes` with io_uring, at most `queue_depth` of each file in flight.
 
     And no more than that for each of `paths` in all: a run has one file on each of its paths. Each request goes to the
-    least busy of several rings, which have a thread each (`RingThread`): while one thread waits for the interpreter, or
+    ring that has fewest of its file. Rings have a thread each (`RingThread`): while one waits for the interpreter, or
     verifies what it has read, the others keep the drives busy.
 
     Life cycle: open from the start; after `close` nothing more is taken, what was submitted completes, and the threads
@@ -88,15 +87,10 @@ class UringEngine:
 
     def __init__(self, queue_depth: int, request_bytes: int, paths: int = 1, *, rings: int = RINGS) -> None:
         self._files = FileTable()
-        self._rings: list[RingThread] = []
-        rings = min(rings, queue_depth)
         try:
-            for number in range(rings):
-                depth = queue_depth // rings + (number < queue_depth % rings)
-                self._rings.append(RingThread(depth, request_bytes, paths))
-        except BaseException:
-            self.close()
-            raise
+            self._rings = _open_rings(min(rings, queue_depth), queue_depth, request_bytes, paths)
+        except RingRefusedError:  # there may be room for one: of locked memory, or descriptors
+            self._rings = _open_rings(1, queue_depth, request_bytes, paths)
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
         """Open (or create, mode 0600) a file. Raises as `Engine.open`."""
@@ -105,7 +99,7 @@ class UringEngine:
     def register(self, memory: memoryview) -> None:
         """Pin `memory` in the kernel, so that transfers skip looking up its pages.
 
-        Without the right or the locked-memory limit for it (EPERM, ENOMEM), one message is logged and
+        Without the right or the locked-memory limit for it (EPERM, ENOMEM; each ring counts), a message is logged and
         transfers go on unregistered. The memory cannot be freed before the engine is closed.
 
         Raises:
@@ -119,7 +113,7 @@ class UringEngine:
         pinned = pin_request(op, file, offset, memory)
         self._files.require(file, op, offset, pinned.length)
         # Looked at without their locks: a ring that has a request more than another one is as good.
-        return min(self._rings, key=attrgetter("outstanding")).submit(op, file, offset, pinned)
+        return min(self._rings, key=lambda ring: ring.load(file)).submit(op, file, offset, pinned)
 
     def sync(self, file: DataFile) -> None:
         """Make completed writes durable. Raises `StorageError`."""
@@ -135,6 +129,20 @@ class UringEngine:
             ring.end()
         join_threads([ring.thread for ring in self._rings])
         self._files.close()
+
+
+def _open_rings(number: int, queue_depth: int, request_bytes: int, paths: int) -> list[RingThread]:
+    """Return rings that share the depth. Raises `RingRefusedError`, and leaves none open then."""
+    rings: list[RingThread] = []
+    try:
+        for index in range(number):
+            rings.append(RingThread(queue_depth // number + (index < queue_depth % number), request_bytes, paths))
+    except BaseException:
+        for ring in rings:
+            ring.end()
+        join_threads([ring.thread for ring in rings])
+        raise
+    return rings
 
 
 class RingThread:
@@ -157,15 +165,17 @@ class RingThread:
         """Requests that the thread has not taken; `submit` adds."""
         self._commands: list[Callable[[], None]] = []
         """What else the thread is to do with the ring; `register` adds."""
-        self.outstanding = 0
+        self._outstanding = 0
         """Requests whose tickets have not completed; `submit` adds, the thread subtracts."""
+        self._of_file: Counter[DataFile] = Counter()
+        """Of these, by file; a file without any is not there."""
         self._asleep = False
         """Whether the thread waits in the kernel, or is about to, and a write to `_wake_fd` is needed to wake it. The
         thread sets it under the lock, when nothing was left to take, so whoever adds after that sees it. `_wake` clears
         it under the lock; so does the thread without it, and looks at `_incoming` again before it sleeps: a wake-up too
         many is harmless."""
         self._closed = False
-        """Whether nothing more is taken; set by `close`, or by the thread when the ring is broken."""
+        """Whether nothing more is taken; set by `end`, or by the thread when the ring is broken."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         """Its reads end when something is written to it; closed by the thread at its end."""
         # Only the thread touches what follows (and `_start`, before there is one).
@@ -193,7 +203,7 @@ class RingThread:
         self._ring: Ring
         """Made by the thread, and set at its start."""
         self.thread: threading.Thread
-        """Does all of that; set by `_start`, before anybody has the engine."""
+        """Does all of that; set by `_start`, before anybody has this object."""
         self._start()
 
     def register(self, memory: memoryview) -> None:
@@ -215,6 +225,10 @@ class RingThread:
         if threading.current_thread() is not self.thread:
             done.wait()
 
+    def load(self, file: DataFile) -> tuple[int, int]:
+        """Return how many requests have not completed: of a file, and in all."""
+        return self._of_file.get(file, 0), self._outstanding
+
     def submit(self, op: Op, file: DataFile, offset: int, pinned: PinnedView) -> Ticket:
         """Queue a transfer of an open file. Raises `InfinityError`: nothing is taken any more."""
         ticket = Ticket(op, file.path, offset, pinned.length)
@@ -222,7 +236,8 @@ class RingThread:
         with self._lock:
             if self._closed:
                 raise InfinityError(f"{op.value} of {file.path}: the I/O engine is closed")
-            self.outstanding += 1
+            self._outstanding += 1
+            self._of_file[file] += 1
             self._incoming.append(request)
             self._wake()
         return ticket
@@ -298,7 +313,7 @@ class RingThread:
                         self._backlog.setdefault(request.file, deque()).append(request)
                     self._incoming.clear()
                 elif not commands:
-                    if self._closed and not self.outstanding:
+                    if self._closed and not self._outstanding:
                         return False
                     # With every slot taken, a completion comes first anyway: no wake-up needed.
                     asleep = self._asleep = bool(self._free)
@@ -402,7 +417,10 @@ class RingThread:
 
     def _end_request(self, request: _Request, error: InfinityError | None) -> None:
         with self._lock:
-            self.outstanding -= 1
+            self._outstanding -= 1
+            self._of_file[request.file] -= 1
+            if not self._of_file[request.file]:
+                del self._of_file[request.file]
         request.pinned.release()
         try:
             request.ticket.complete(error)

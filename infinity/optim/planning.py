@@ -26,9 +26,9 @@ class StepPlanner:
     on demand from there. At its end the placement is chosen, once. A step that looks otherwise than the one before is
     planned anew.
 
-    [Note: turning] A step that was not planned for stores its gradients, also of units that are updated in backward
-    from the next one on. Their updates hide in the next forward, as if they were updated there; that step, the
-    *turning* one, has a plan of its own.
+    [Note: turning] A step may have stored gradients of units that are updated in backward from the next one on: the
+    first step has stored all of them. These updates are left to the next forward, as with in_forward; that step, the
+    *turning* one, has a plan of its own. Units at home need no transfers, and are updated at once.
     """
 
     def __init__(
@@ -74,27 +74,22 @@ class StepPlanner:
     def expect(self, events: tuple[Event, ...]) -> None:
         """Have pages of the first step read ahead, if it looks so; nothing depends on whether it does.
 
-        Until the placement is chosen all gradients are stored, and mostly used in the next forward.
+        Until the placement is chosen all gradients are stored.
         """
-        placement = Placement.of(self._stored_for, events)
-        plan = make_plan(expand(events, self._layout, placement), self._layout, self._frames, threaded=self._threaded)
+        # The next forward uses them, whatever is chosen, where there is no reason against it.
+        at_once = self._exchanges or self._wanted == "after_backward"
+        placement = Placement.of("after_backward" if at_once else "in_forward", events)
+        plan = make_plan(expand(events, self._layout, placement), self._layout, self._frames, quick=True)
         if placement.in_forward:
             plan = prepend(expand(events, self._layout, placement, pending=False), plan, self._layout)
         self._pager.install(plan, guessed=True)
 
-    @property
-    def _stored_for(self) -> str:
-        """The placement by which stored gradients are used: in forward, where there is no reason against it."""
-        return "after_backward" if self._exchanges or self._wanted == "after_backward" else "in_forward"
-
-    def turns(self, waiting: Collection[int]) -> bool:
-        """Whether a step is the turning one if these updates wait for its forward. [Note: turning]"""
-        return not self._exchanges and not self.placement.in_backward.isdisjoint(waiting)
-
-    @property
-    def turning(self) -> Placement:
-        """Where updates run in a turning step."""
-        return replace(self.placement, in_forward=self.placement.in_forward | self.placement.in_backward)
+    def next_placement(self, waiting: Collection[int]) -> Placement:
+        """Return where updates run in the next step, if those of these units are left to be run. [Note: turning]"""
+        turning = self.placement.in_backward.intersection(waiting) - self.placement.at_home
+        if self._exchanges or not turning:
+            return self.placement
+        return replace(self.placement, in_forward=self.placement.in_forward | turning)
 
     def choose(self, events: tuple[Event, ...], late: bool) -> None:
         """Choose the placement once, after the first step; plan anew for a step of other events.
@@ -121,7 +116,8 @@ class StepPlanner:
                 threaded=self._threaded, device_bytes=self.device_bytes, update_on_device=self.update_on_device,
                 exchanges=self._exchanges,
             )  # fmt: skip
-            self._pager.make_room(plan)  # before anything is updated: it may be that there is no room
+            if plan.stores_gradients:
+                self._pager.make_room(plan)  # before anything is updated: it may be that there is no room
             self._plans = {"pending": plan}
 
     def follow(self, events: tuple[Event, ...], *, waiting: Collection[int]) -> None:
@@ -135,14 +131,14 @@ class StepPlanner:
             self.plan = self._plan_from("pending")
             self._pager.install(self.plan)
             self._ledger.predicted(self.plan.traffic.read_bytes, self.plan.traffic.written_bytes)
+        placement = self.next_placement(waiting)
+        if placement != self.placement:
+            turning = expand(events, self._layout, placement)
+            self._pager.install(prepend(turning, self._plan_from("pending"), self._layout))
+            return
         if self.plan is not None:
-            self._pager.make_room(
-                self.plan
-            )  # gives back what the gradients of the first steps took, once they are gone
-        if self.turns(waiting):
-            turn = expand(events, self._layout, self.turning)
-            self._pager.install(prepend(turn, self._plan_from("pending"), self._layout))
-        elif self.placement.in_forward and not waiting:
+            self._pager.make_room(self.plan)  # gives back what stored gradients took, now that they are gone
+        if self.placement.in_forward and not waiting:
             self._pager.install(self._plan_from("nothing"))
         else:
             self._pager.begin_step()
@@ -163,7 +159,9 @@ class StepPlanner:
     def settling(self, waiting: Collection[int]) -> None:
         """Have the pages of updates that wait read ahead, before they are run between two steps."""
         if self._pager.between_steps:
-            self._pager.install(self._settled(self.turning) if self.turns(waiting) else self._plan_from("settling"))
+            placement = self.next_placement(waiting)
+            turning = placement != self.placement
+            self._pager.install(self._settled(placement) if turning else self._plan_from("settling"))
 
     def _settled(self, placement: Placement) -> Plan:
         """Return the plan from the end of a step on where the updates run first that wait as `placement` says."""

@@ -145,7 +145,7 @@ class Updates:
             components: by unit, of its stored gradients.
             events: of the step.
         """
-        self._due = self._planner.placement.due(events)
+        self._due = self._planner.next_placement(stored).due(events)
         settings = self._given.settings_of(shard for edits in stored.values() for shard in edits)
         own = self._given.kernel.own()
         for unit, edits in stored.items():
@@ -162,8 +162,6 @@ class Updates:
             )
         self.end_step()
         self._given.kernel.advance()
-        if self._planner.turns(self._pending):
-            self._due = self._planner.turning.due(events)
         for unit in update_order(self._pending):
             if unit not in self._due.values():
                 self.run_pending(unit)

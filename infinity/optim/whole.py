@@ -72,7 +72,7 @@ class WholeParameters:
         self._layout, self._slices, self._ranks = layout, slices, ranks
         self._failure, self._exchanging = failure, exchanging
         self._timeout, self._patience = timeout, math.inf  # seconds for each exchange; set by `end`
-        self._left: set[Any] = set()  # groups of exchanges that nobody waits for any more, and that have not ended
+        self._last: dict[Any, Any] = {}  # by process group, its last exchange
 
     def end(self, *, early: bool = False) -> None:
         """Note that the run ends: updates that were begun are, unless it ends `early`, still exchanged, others too."""
@@ -80,9 +80,11 @@ class WholeParameters:
 
     def close(self) -> None:
         """Close the process groups. [Note: exchanges that are left]"""
-        for group in {slice_.group for slice_ in self._slices.values()}:
-            if group in self._left:
+        for group, work in self._last.items():
+            if not work.is_completed():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._last = {}
+        for group in {slice_.group for slice_ in self._slices.values()}:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
@@ -135,9 +137,8 @@ class WholeParameters:
         try:
             with self._exchanging(), naming_loss():
                 work = dist.all_gather([*torch.split(into, len(mine))], mine, group, async_op=True)
-                self._left.add(group)
+                self._last[group] = work
                 self._wait(work, name)
-                self._left.discard(group)
         except LostRankError as lost:
             failure = self._failure() or lost
             if not isinstance(failure, LostRankError):

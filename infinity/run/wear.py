@@ -20,7 +20,7 @@ _log = logging.getLogger("infinity")
 _DAY: Final = 86_400.0
 _LOOK_SECONDS: Final = 1.0
 _FIRST_STEP: Final = 2
-"""From its end on it is measured: the first step is the recording, the second the first by the plan."""
+"""From its end on it is measured: the first step is the recording, and the second has its updates too."""
 _STEPS, _SECONDS = 5, 20.0
 """So many at least are measured."""
 _WRITTEN: Final = BY_NAME["io_bytes_total"]

@@ -204,7 +204,7 @@ class Pager:
         Raises:
             BudgetError: there is no room. StorageError: a drive failed.
         """
-        self._store.expect_gradients(plan.traffic.written[Role.GRAD] > 0)
+        self._store.expect_gradients(plan.stores_gradients)
 
     def install(self, plan: Plan | None, *, guessed: bool = False) -> None:
         """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`.
@@ -214,20 +214,20 @@ class Pager:
         """
         with self._transfers.lock:
             self._transfers.check()
-            self._install(plan, guessed=guessed)
+            self._cache.drop_claims()
+            self._set_plan(plan, guessed=guessed)
+            self._cursor = Cursor(plan, self._cache) if plan and plan.trace else None
+            if self._cursor is not None:
+                self._cursor.claim_window()  # before anything is evicted, so that what is here and wanted stays
+            self._cache.evict_all()
+            self._cache.prefetch()
 
-    def _install(self, plan: Plan | None, *, guessed: bool) -> None:
-        self._cache.drop_claims()
+    def _set_plan(self, plan: Plan | None, *, guessed: bool = False) -> None:
         self._plan, self._guessed = plan, guessed
         self._cache.eager = plan is not None
         resident = plan.resident if plan else frozenset()
         for page, state in enumerate(self._frames.pages):
             state.resident = page in resident
-        self._cursor = Cursor(plan, self._cache) if plan and plan.trace else None
-        if self._cursor is not None:
-            self._cursor.claim_window()  # before anything is evicted, so that what is here and wanted stays
-        self._cache.evict_all()
-        self._cache.prefetch()
 
     @property
     def failure(self) -> Exception | None:
@@ -534,12 +534,12 @@ class Pager:
 
     def _depart(self, detail: str) -> None:
         """Follow the plan no longer, until the next step begins; one that was a guess never again."""
-        if self._guessed:
-            self._install(None, guessed=False)
-            return
         self._cache.drop_claims()
         self._cursor = None
-        self._observer.diverged(detail)
+        if self._guessed:
+            self._set_plan(None)
+        else:
+            self._observer.diverged(detail)
 
     def _describe(self, uses: Access) -> str:
         return " + ".join(f"{use.mode.value} {self._layout.page_name(use.page)}" for use in uses)

@@ -1,9 +1,9 @@
 """Where stored gradients lie: in an area of their own, behind all slots of the state.
 
 [Note: the area of gradients] Gradients are in no commit, and many runs never store any: they are used up where they
-arrive, or stay in the arena. But the first step is served on demand and may store all of them. So there is an area from
-the start, which is given back when a plan stores none. A later step that departs from its plan, or a later plan, makes
-it again; then it may be that there is no room any more.
+arrive, or stay in the arena. But the first step may store all of them, for the forward of the second one. So there is
+an area from the start, which is given back behind that, when a plan stores none. A later step that departs from its
+plan, or a later plan, makes it again; then it may be that there is no room any more.
 """
 
 from __future__ import annotations

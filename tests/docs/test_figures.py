@@ -105,6 +105,28 @@ def test_costs_of_formats() -> None:
     assert ", ".join(said) in " ".join((ROOT / "docs" / "architecture.md").read_text().split())
 
 
+def spread_of(row: dict[str, float]) -> str:
+    """Return a ratio as results says it."""
+    return f"{row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f})"
+
+
+def test_the_first_step() -> None:
+    """And the second one, over the others."""
+    names = ("infinity", "infinity, clipping", "infinity, on demand", "FSDP2 in memory")
+    for tokens, found in stored("first_step")["rows"].items():
+        said = [
+            ", ".join(spread_of(found[name][f"{which}_over_others"]) for name in names) for which in ("first", "second")
+        ]
+        assert f"{tokens}: {said[0]}; the second {said[1]}" in RESULTS
+
+
+def test_engines() -> None:
+    """In training, over threads."""
+    rows = stored("engines")["rows"]
+    one, several = (rows[name]["over_threads"] for name in ("io_uring, one ring", "io_uring"))
+    assert f"{spread_of(several)}; with one ring {spread_of(one)} ([engines.json]" in RESULTS
+
+
 def test_step_times() -> None:
     """The table is that of step.json and of the two runs with the larger model."""
     assert [row for row in RESULTS.splitlines() if row.startswith(("| 355M, ", "| 114M, "))] == step_rows()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,7 @@ from infinity.config import StorageConfig
 from infinity.io import Op, UringEngine
 from infinity.io.ring import Ring, RingRefusedError
 from infinity.io.select import open_engine
-from support.engines import BLOCK, PATIENCE, mapped
+from support.engines import BLOCK, PATIENCE, make_engine, mapped
 
 DEPTH, CHUNKS = 4, 64
 
@@ -79,22 +80,22 @@ def test_a_run_has_a_depth_for_each_of_its_paths() -> None:
     engine.close()
 
 
-def test_the_least_busy_ring_gets_a_request(tmp_path: Path) -> None:
-    """Requests of a file are not all of one ring's, and no more of them in flight than its depth allows."""
+def test_requests_of_each_file_are_shared_by_the_rings(tmp_path: Path) -> None:
+    """Also where requests of two files take turns; and the rings share the depth."""
     try:
-        engine = UringEngine(DEPTH, BLOCK)
+        engine = UringEngine(DEPTH, BLOCK, paths=2)
     except RingRefusedError as error:
         pytest.skip(str(error))
-    file = engine.open(str(tmp_path / "a"), create=True)
+    files = [engine.open(str(tmp_path / name), create=True) for name in "ab"]
     gate = threading.Event()
     for ring in engine._rings:
         with ring._lock:
             ring._commands.append(lambda: gate.wait(PATIENCE))
             ring._wake()
-    with mapped(CHUNKS * BLOCK) as memory:
-        parts = [memory[at * BLOCK : (at + 1) * BLOCK] for at in range(CHUNKS)]
-        tickets = [engine.submit(Op.WRITE, file, at * BLOCK, part) for at, part in enumerate(parts)]
-        assert len({ring.outstanding for ring in engine._rings}) == 1
+    with mapped(2 * CHUNKS * BLOCK) as memory:
+        parts = [memory[at * BLOCK : (at + 1) * BLOCK] for at in range(2 * CHUNKS)]
+        tickets = [engine.submit(Op.WRITE, files[at % 2], at // 2 * BLOCK, part) for at, part in enumerate(parts)]
+        assert {ring.load(file)[0] for ring in engine._rings for file in files} == {CHUNKS // len(engine._rings)}
         gate.set()
         for ticket in tickets:
             ticket.wait(PATIENCE)
@@ -102,3 +103,26 @@ def test_the_least_busy_ring_gets_a_request(tmp_path: Path) -> None:
             part.release()
         engine.close()
     assert sum(ring._depth for ring in engine._rings) == DEPTH
+
+
+def test_one_ring_does_where_there_is_no_room_for_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the whole depth then; the one that was opened in vain is closed."""
+    make_engine("io_uring").close()  # where it is not allowed, this is skipped
+    opened = 0
+    real = Ring.__init__
+
+    def limited(self: Ring, entries: int) -> None:
+        nonlocal opened
+        opened += 1
+        if opened == 2:
+            raise RingRefusedError(errno.ENOMEM)
+        real(self, entries)
+
+    monkeypatch.setattr(Ring, "__init__", limited)
+    engine = UringEngine(DEPTH, BLOCK)
+    (ring,) = engine._rings
+    assert ring._depth == DEPTH
+    file = engine.open(str(tmp_path / "a"), create=True)
+    with mapped(BLOCK) as memory:
+        engine.submit(Op.WRITE, file, 0, memory).wait(PATIENCE)
+        engine.close()

@@ -84,6 +84,31 @@ def test_the_first_step_leaves_its_updates_to_the_second(between: str, tmp_path:
     assert outcome.losses == in_memory(recipe).losses
 
 
+@pytest.mark.parametrize("look", [False, True])
+def test_a_unit_that_joins_later_turns_alone(look: bool, tmp_path: Path) -> None:
+    """Its first gradient is used in the next forward, beside updates in backward of the others; as planned."""
+    recipe = Recipe(model="toy", steps=6)
+
+    def run(model: nn.Module, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(6):
+            model.order = (0, 2) if step < 3 else (0, 1, 2)  # type: ignore[assignment]
+            loss = models.loss_of(model, batch(model, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if look and step == 3:
+                local(next(model.parameters()))
+            losses.append(loss.item())
+        return losses
+
+    model = models.build("toy")
+    expected = run(model, make_optimizer(recipe, model))
+    with offloaded(recipe, Paging(arena="least"), tmp_path) as (model, optimizer):
+        assert run(model, optimizer) == expected
+        assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 1, "the step that looks otherwise"
+
+
 def commit_every_step(folder: str) -> list[float]:
     """Commit after each step, resume in the middle; return the losses. Runs on every rank."""
     outcome = Outcome()

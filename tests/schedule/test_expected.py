@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.content.format import Role
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.schedule.trace import Event
 from infinity.telemetry.metrics import FETCH_RESULTS
@@ -43,6 +44,20 @@ def test_another_first_step_is_served(name: str, tmp_path: Path) -> None:
     """That it departs is nothing to be told of."""
     expected, found, _ = first_step(name, str(tmp_path))
     assert found != expected
+
+
+def test_a_departure_evicts_nothing(tmp_path: Path) -> None:
+    """Where all fits the arena, gradients of the first micro-batch stay there when the second one departs."""
+    model = models.build("toy")
+    paging = Paging(arena="all")
+    passed_in = make_optimizer(Recipe(model="toy"), model)
+    with infinity.offload(model, passed_in, settings(tmp_path, paging, 64 << 20)) as optimizer:
+        for number in range(2):
+            models.loss_of(model, batch(model, number)).backward()
+        counted = optimizer.run.stats.snapshot()
+        assert counted.value("plan_divergences_total") == 0
+        assert optimizer.run.pager.in_flight() == {"read": 0, "write": 0}
+        assert optimizer.run.pager.held_bytes()[Role.GRAD.value] > 0
 
 
 def first_step(name: str, folder: str) -> tuple[tuple[Event, ...], tuple[Event, ...], float]:

@@ -153,8 +153,8 @@ def test_huge_pages(
     ("limit", "capabilities", "uids", "status", "says"),
     [
         (UNLIMITED, 0, "0 0 4294967295", "ok", "no limit"),
-        (16 * GIB, 0, "0 0 4294967295", "ok", "16 GiB"),
-        (8 << 20, 0, "0 0 4294967295", "note", "8 MiB, less than the arena (15 GiB)"),
+        (32 * GIB, 0, "0 0 4294967295", "ok", "32 GiB"),
+        (8 << 20, 0, "0 0 4294967295", "note", "8 MiB, less than 2 times the arena (30 GiB)"),
         (8 << 20, 1 << 14, "0 0 4294967295", "ok", "CAP_IPC_LOCK"),
         (8 << 20, 1 << 14, "0 1000 1", "note", "8 MiB"),
     ],

@@ -6,6 +6,7 @@ import os
 import resource
 from typing import Final
 
+from infinity.io.uring import RINGS
 from infinity.memory.limits import available_memory, default_arena
 from infinity.units import GIB, KIB, MIB, format_size
 from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, problem, warning
@@ -99,18 +100,19 @@ def huge_pages(world: World) -> Verdict:
 
 @check("locked memory")
 def locked_memory(world: World) -> Verdict:
-    """How much memory this process may lock (`ulimit -l`). io_uring locks the arena once, so that transfers need not
-    look up its pages each time; beyond the limit it goes on without."""
+    """How much memory this process may lock (`ulimit -l`). io_uring locks the arena, which counts once for each of its
+    rings, so that transfers need not look up its pages each time; beyond the limit it goes on without."""
     limit, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     capabilities = int(world.own("CapEff") or "0", 16)
     if limit == resource.RLIM_INFINITY:
         return ok("no limit")
     if capabilities >> _CAP_IPC_LOCK & 1 and (world.read("proc/self/uid_map") or "").split() == _WHOLE_UIDS:
         return ok(f"no limit for this process (CAP_IPC_LOCK); else {format_size(limit)}")
-    wanted = default_arena(1, world.root)
+    wanted = RINGS * default_arena(1, world.root)
     if limit < wanted:
         return note(
-            f"{format_size(limit)}, less than the arena ({format_size(wanted)}): it is not registered with io_uring",
+            f"{format_size(limit)}, less than {RINGS} times the arena ({format_size(wanted)}): not all of it is "
+            "registered with io_uring",
             "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else _MEMLOCK,
         )
     return ok(format_size(limit))

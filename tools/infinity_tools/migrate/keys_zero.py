@@ -88,7 +88,7 @@ AIO: list[Key] = [
     translated("aio.queue_depth", "storage.queue_depth", "requests in flight; the default here is 32, DeepSpeed's 8",
                "count"),
     *unneeded("aio", "thread_count intra_op_parallelism single_submit overlap_events",
-              "io_uring submits from a few threads; storage.engine = \"threads\" is the other engine", "storage.engine"),
+              "a few threads submit to io_uring; storage.engine = \"threads\" is the other engine", "storage.engine"),
     *lacking("aio", "use_gds", "no GPUDirect: pages go through the arena", "leave it out: values are the same"),
 ]  # fmt: skip
 

@@ -159,7 +159,7 @@ def _facts(found: Estimate) -> Table:
             f"a step then takes at most {HIDDEN - 1:.0%} longer for it",
         ),
         ("drive space per node", format_size(space) + free, _commits(found)),
-        *([("until the first step ends", format_size(first), "it may store gradients")] * (first > space)),
+        *([("until the second step ends", format_size(first), "the first may store gradients")] * (first > space)),
         ("written per node", f"{daily / 1e12:.3g} TB per day", life),
         ("memory to compute in", f"about {format_size(found.working_bytes)}", where),
     ]
