@@ -243,7 +243,6 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
                 "step %d of run %s (world size %d) goes on as run %s; the old one still takes its space, free it with "
                 "`infinity store rm`", old.step, old.folder.run_id, old.world_size, run.folder.run_id,
             )  # fmt: skip
-    expected = sharded.expected_step(alone=run.ranks.world_size == 1)
-    run.ranks.together("planning the first step", partial(run.planner.expect, expected))
+    run.planner.expect(sharded.expected_step(alone=run.ranks.world_size == 1))
     run.ledger.restart_step()
     return paged

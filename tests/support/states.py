@@ -261,7 +261,7 @@ class Ground:
         text = re.sub(r"\b[0-9a-f]{24}\b", "ID", text)
         text = re.sub(r"checksum [0-9a-f]{16}, expected [0-9a-f]{16}", "checksum …, expected …", text)
         text = re.sub(r"\b\d+ (bad pages?) of \d+|(all) \d+ (pages)", r"\2… \1\3", text)
-        text = re.sub(r"page \d+:|page \w+/\w+\[\d+\]|which has [1-9]\d+", _numberless, text)
+        text = re.sub(r"page \d+:|page [\w.]+/\w+\[\d+\]|which has [1-9]\d+", _numberless, text)
         numbers = r"\b\d+(\.\d+)? (KiB|MiB|B|bytes)|offset \d+|line 1 column \d+|char \d+|\(process \d+\)"
         return re.sub(numbers, "…", text)
 
