@@ -32,7 +32,7 @@ ENGINES = {"threads": ("threads", 0), "io_uring": ("io_uring", 0), "io_uring, on
 
 
 def train(pipe: Any, options: argparse.Namespace, engine: str, rings: int, folders: list[str]) -> None:
-    """Take turns as the pipe asks for them, and answer with the seconds of each, and those of waits for storage."""
+    """Take turns as the pipe asks for them, and answer with the seconds of the last step of each."""
     warnings.simplefilter("ignore")
     import torch
 

@@ -15,7 +15,6 @@ from infinity.content.layout import ShardSpec, UnitSpec
 from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.private import ROOT
 from infinity.fsdp.shard import PagedShard
 from infinity.schedule.expected import expected_events
 from infinity.schedule.trace import Event
@@ -143,7 +142,7 @@ class ShardedModel:
             alone: whether there is one rank.
         """
         units = self.parameters()
-        root = self.names[0] == ROOT
+        root = self.names[0] == private.ROOT
         of_root = {id(param) for param in units[0]} if root else set()
         before = itertools.takewhile(lambda param: id(param) in of_root, self.model.parameters())
         return expected_events(

@@ -155,7 +155,7 @@ class RingThread:
         RingRefusedError: io_uring is not allowed here; the message says why.
     """
 
-    def __init__(self, queue_depth: int, request_bytes: int, paths: int = 1) -> None:
+    def __init__(self, queue_depth: int, request_bytes: int, paths: int) -> None:
         self._depth, self._request_bytes = queue_depth, request_bytes
         self._most = min(queue_depth * paths, _MOST_SLOTS)
         """How many chunks may be in the kernel."""
