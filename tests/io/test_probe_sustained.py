@@ -57,11 +57,11 @@ def test_all_is_written_once_where_there_is_no_cliff(tmp_path: Path) -> None:
     for folder in folders:
         os.mkdir(folder)
     files = open_descriptors()
-    found = sustain(folders, 64 << 10, 4, most_bytes=8 * MIB + 100, most_seconds=600, slice_seconds=0.001)
+    found = sustain(folders, 64 << 10, 4, most_bytes=8 * MIB + 100, most_seconds=600)
     assert list(found) == folders
     for one in found.values():
         assert one.written == 8 * MIB
-        assert 0 < sum(one.slices) <= one.written
+        assert sum(one.slices) <= one.written
         assert one.measurement.latency.longest > 0
     assert [os.listdir(folder) for folder in folders] == [[], []]
     assert open_descriptors() <= files

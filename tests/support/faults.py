@@ -131,8 +131,8 @@ CASES = {
     "no-answer": Case(
         fault=Fault(kind=FaultKind.STUCK, at=(4,)),
         storage={"timeout_seconds": 5},
-        says=rf"StallError: waited 5 s for a page to be (read|written); oldest of \d+ requests in flight: {PLACE}, "
-        r"for \d+\.\d s",
+        says=r"StallError: waited 5 s for (a page to be (read|written)|the update of a page); "
+        rf"oldest of \d+ requests in flight: {PLACE}, for \d+\.\d s",
     ),
     "data-file-gone": Case(
         act=_move_data,
