@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from infinity.config import ActivationsConfig
 from infinity.content.format import ITEMSIZE, MASTER, Role, StateFormat
 from infinity.content.layout import PAGE_ALIGNMENT, Layout, UnitSpec, build_layout
 from infinity.errors import BudgetError
@@ -24,6 +25,10 @@ _FRAMES_OF_MANY = 256
 _SMALLEST_PAGE = 64 * KIB
 _WANTED_FRAMES = 32
 _LEAST_FILLED = 0.8
+ACTIVATION_PART: Final = 8
+"""The arena over what of it is for activations, if nothing else is set: a resident page of weights saves as much."""
+LEAST_ACTIVATION_FRAMES: Final = 4
+"""Of these some are for what is being written, and for what comes next."""
 TOGETHER: Final = 4
 """Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
 
@@ -44,11 +49,13 @@ class Budget:
     """The pages of this rank."""
     frames: int
     """How many of the largest page the arena has room for."""
+    activation_frames: int = 0
+    """Further frames, for activations."""
 
     @property
     def host_bytes(self) -> int:
         """Size of the arena."""
-        return self.frames * self.layout.page_bytes
+        return (self.frames + self.activation_frames) * self.layout.page_bytes
 
 
 def choose_budget(
@@ -58,10 +65,12 @@ def choose_budget(
     page_bytes: int,
     *,
     device: bool = False,
+    activations: ActivationsConfig | None = None,
 ) -> Budget:
     """Return page size and number of frames for at most `host_bytes`.
 
     Args:
+        activations: the settings for these, which may get a part of the memory.
         device: whether another device than the CPU computes; gradients on their way from it take a part of the memory.
         page_bytes: largest page; 0 takes the largest of 8 MiB, 4 MiB, … 64 KiB with which the arena has enough
             frames and the pages fill them well, or more than 8 MiB where a state has very many pages, or where the
@@ -85,11 +94,32 @@ def choose_budget(
             layout = _with_fewer_pages(layout, host_bytes)
             page_bytes = layout.page_bytes
     beside = (FETCHED * range_gradient_bytes(layout) if device else 0) + whole_bytes(layout)
+    of_activations = activation_frames(activations, host_bytes, page_bytes) if activations else 0
+    beside += of_activations * page_bytes
     frames = max(0, host_bytes - beside) // page_bytes
     least = least_frames(widest_access(layout))
     if frames < min(least, len(layout.pages)):
-        raise BudgetError(_explain(layout, host_bytes, least, beside))
-    return Budget(layout, min(frames, len(layout.pages)))
+        raise BudgetError(_explain(layout, host_bytes, least, beside, of_activations * page_bytes))
+    return Budget(layout, min(frames, len(layout.pages)), of_activations)
+
+
+def activation_frames(settings: ActivationsConfig, host_bytes: int, page_bytes: int) -> int:
+    """Return how many frames of an arena are for activations.
+
+    Raises:
+        BudgetError: they are too few.
+    """
+    if settings.tier == "device":
+        return 0
+    wanted = settings.host_bytes or host_bytes // ACTIVATION_PART
+    frames = wanted // page_bytes
+    if settings.host_bytes and frames < LEAST_ACTIVATION_FRAMES:
+        raise BudgetError(
+            f"activations.host_bytes = {format_size(wanted)} has room for {frames} pages of {format_size(page_bytes)}, "
+            f"the least is {LEAST_ACTIVATION_FRAMES}; set it to "
+            f"{format_setting(LEAST_ACTIVATION_FRAMES * page_bytes)} or more, or memory.page_bytes lower"
+        )
+    return max(frames, LEAST_ACTIVATION_FRAMES)
 
 
 def _with_room_for_rows(units: Sequence[UnitSpec], formats: dict[str, StateFormat]) -> Layout:
@@ -178,23 +208,25 @@ def widest_access(layout: Layout) -> int:
     )
 
 
-def _explain(layout: Layout, host_bytes: int, least: int, beside: int) -> str:
+def _explain(layout: Layout, host_bytes: int, least: int, beside: int, activations: int) -> str:
     least = min(least, len(layout.pages))
     need = least * layout.page_bytes + beside
     lower = "" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower"
     whole = whole_bytes(layout)
-    others = f", and {format_size(beside - whole)} for gradients that come from the device" if beside > whole else ""
+    gradients = beside - whole - activations
+    others = f", and {format_size(gradients)} for gradients that come from the device" if gradients else ""
+    others += f", and {format_size(activations)} for activations" if activations else ""
     if whole:
         largest = max(_whole_shards(layout), key=lambda shard: _whole_bytes(layout, shard))
         others += (
             f", and {format_size(whole)} to update {layout.shards[largest].spec.name} whole, as the optimizer needs it"
         )
-    weights, update, gradients = (format_size(layout.bytes_of(role)) for role in (Role.PARAM, Role.UPDATE, Role.GRAD))
+    weights, update, stored = (format_size(layout.bytes_of(role)) for role in (Role.PARAM, Role.UPDATE, Role.GRAD))
     return (
         f"the host arena is too small for this model: it has {format_size(host_bytes)}, the least is "
         f"{format_size(need)} ({least} pages of {format_size(layout.page_bytes)}{others}); set "
         "memory.host_bytes to "
         f"{format_setting(need)} or more{lower}\n"
         f"  what is paged: {weights} of weights in the compute dtype, {update} of master weights and moments, "
-        f"{gradients} of gradients"
+        f"{stored} of gradients"
     )

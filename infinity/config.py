@@ -152,6 +152,23 @@ class UpdateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ActivationsConfig:
+    """Where what a forward keeps for its backward waits for it."""
+
+    tier: Literal["device", "host", "nvme"] = setting(
+        "device",
+        "Where the inputs of layers wait for backward, which activation checkpointing or `micro_batches` leave of a "
+        "layer. `device`: in the memory that computes, as without infinity. `host`: in the arena; from a GPU only. "
+        "`nvme`: in the arena, and on the drives what it has no room for. Changes no bit.",
+    )
+    host_bytes: int = setting(
+        0,
+        "Part of `memory.host_bytes` for activations. 0: an eighth of it. Not used with `device` as tier.",
+        size=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Identity of a run."""
 
@@ -208,6 +225,7 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     state: StateConfig = field(default_factory=StateConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     run: RunConfig = field(default_factory=RunConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 

@@ -43,6 +43,7 @@ class Role(Enum):
     PARAM = "param"
     UPDATE = "update"
     GRAD = "grad"
+    ACTIVATION = "activation"
 
 
 class Component(NamedTuple):

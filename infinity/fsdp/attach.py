@@ -22,7 +22,7 @@ class ModelListener(Protocol):
     """Who runs steps: is told what the model does."""
 
     def forward(self, grad_enabled: bool) -> None:
-        """Note that a forward of a unit begins, under `torch.no_grad()` or not."""
+        """Note that a forward begins that is inside of no other unit's, under `torch.no_grad()` or not."""
 
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
         """Take over what is in `p.grad` after a reduction and the user's hooks.
@@ -57,12 +57,21 @@ class Attachment:
             undo.callback(private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
             undo.callback(refuse_conversions(sharded.model))
 
-            def forward(module: nn.Module, args: Any) -> None:
-                listener.forward(torch.is_grad_enabled())
+            running: list[nn.Module] = []  # units of the forward that runs, the outermost first
+
+            # The outermost tells: checkpointing runs the units inside of it under no_grad, and computes them again.
+            def begin(module: nn.Module, args: Any) -> None:
+                if not running:
+                    listener.forward(torch.is_grad_enabled())
+                running.append(module)
+
+            def end(module: nn.Module, args: Any, output: Any) -> None:
+                running.pop()
 
             for module in sharded.model.modules():
                 if private.is_sharded_module(module):
-                    undo.callback(module.register_forward_pre_hook(forward, prepend=True).remove)
+                    undo.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+                    undo.callback(module.register_forward_hook(end, always_call=True).remove)
             unchanged = torch.compiler.disable(lambda module, args: self.check())  # type: ignore[no-untyped-call]
             undo.callback(sharded.model.register_forward_pre_hook(unchanged, prepend=True).remove)
             self._undo = undo.pop_all()  # removes the hooks

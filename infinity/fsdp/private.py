@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
@@ -146,6 +147,13 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return what tells the memory of a tensor from that of others, as long as it lives; also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def weak_memory(tensor: torch.Tensor) -> Any:
+    """Return a weak reference to the memory of a tensor: `cdata`, a number that no other memory has meanwhile, and
+    `expired()`.
+    """
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -52,6 +52,23 @@ class Arena:
         start = frame * self.frame_bytes
         return self.memory[start : start + nbytes]
 
+    def part(self, first: int, frames: int) -> ArenaPart:
+        """Return so many of its frames, from number `first` on."""
+        return ArenaPart(self, first, frames)
+
     def close(self) -> None:
         """Unregister. The memory itself goes when the last view of it does."""
         self._pinned.close()
+
+
+class ArenaPart:
+    """Some frames of an arena, numbered from 0."""
+
+    def __init__(self, arena: Arena, first: int, frames: int) -> None:
+        self._arena, self._first = arena, first
+        self.frames = frames
+        """Their number; fixed."""
+
+    def view(self, frame: int, nbytes: int) -> memoryview:
+        """Return the first `nbytes` bytes of a frame."""
+        return self._arena.view(self._first + frame, nbytes)

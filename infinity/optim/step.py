@@ -7,6 +7,7 @@ shards when they are gathered or looked at, the hooks on gradients when they arr
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from infinity.budget import device_update_bytes
+from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
@@ -29,6 +31,7 @@ from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
 from infinity.optim.whole import WholeParameters
 from infinity.optim.worker import UpdateWorker
+from infinity.schedule.activations import ActivationPages
 from infinity.schedule.link import link_traffic
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Event
@@ -65,6 +68,7 @@ class StepRunner:
         freed: FreedMemory,
         parameters: Sequence[nn.Parameter],
         whole: WholeParameters | None = None,
+        activations: ActivationPages | None = None,
     ) -> None:
         """Make what a step consists of, from the bottom up.
 
@@ -77,7 +81,9 @@ class StepRunner:
             freed: is told when a unit begins.
             parameters: by shard.
             whole: brings together what ranks have of parameters that are updated whole; None where there are none.
+            activations: has what forwards keep for backwards; None where that stays on the device.
         """
+        self._activations = activations
         self._layout, self._pager, self._worker, self._given = layout, pager, worker, given
         self._device, self._staging, self._device_bytes = device, staging, device_bytes
         self._update_on_device = update_on_device
@@ -109,7 +115,7 @@ class StepRunner:
     # What listens to the model #
 
     def forward(self, grad_enabled: bool) -> None:
-        """Note that a forward of a unit begins, under `torch.no_grad()` or not."""
+        """Note that a forward begins that is inside of no other unit's, under `torch.no_grad()` or not."""
         self._grad_enabled = grad_enabled
 
     def gathering(self, shard: int) -> bool:
@@ -299,11 +305,16 @@ class StepRunner:
                 updates.finish(gradients.use_up(), gradients.components, events)
             self._begin()
             self.planner.follow(events, waiting=updates.waiting)
-        pager = self._pager
+        pager, frames, held = self._pager, Counter(self._pager.census()), self._pager.held_bytes()
+        if self._activations is not None:
+            held |= {Role.ACTIVATION.value: self._activations.end_step()[Role.ACTIVATION.value]}
+            frames.update(self._activations.census())
+            linked = self._activations.kept_bytes * self._device.asynchronous
+            self._ledger.predicted_activations(self._activations.predicted_bytes, linked)
         elements = updates.elements  # read once: the worker's thread adds to it
         updated, self._counted = elements - self._counted, elements
         self._ledger.linked(*self._device.take_copied())
-        return self._ledger.end_step(updates.step, updated, pager.census(), pager.held_bytes(), pager.in_flight())
+        return self._ledger.end_step(updates.step, updated, frames, held, pager.in_flight())
 
     def _choose(self, events: tuple[Event, ...], late: bool) -> None:
         """Choose placement and plan, and have on the device what they need there."""

@@ -146,7 +146,14 @@ def plan_memory(
         )
     host = settings.memory.host_bytes or default_arena(ranks.local_world_size)
     device = open_device(sharded.device).asynchronous
-    return choose_budget(units, formats, host, settings.memory.page_bytes, device=device)
+    if settings.activations.tier == "host" and not device:
+        raise ConfigError(
+            'activations.tier = "host" is for models that compute on a GPU: this one computes in host memory; set '
+            '"nvme" or "device"'
+        )
+    return choose_budget(
+        units, formats, host, settings.memory.page_bytes, device=device, activations=settings.activations
+    )
 
 
 def prepare_encodings(settings: Config, layout: Layout, ranks: Ranks) -> None:

@@ -20,6 +20,7 @@ from infinity.config import Config, check_config, load_config
 from infinity.ending import end_all
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.adapters import save_whole_adapters
+from infinity.fsdp.activations import SavedActivations
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.sharded_model import ShardedModel
@@ -195,7 +196,7 @@ def _make_steps(
     staging = Staging(run.layout, run.pager, run.device)
     runner = StepRunner(
         run.layout, run.pager, run.device, staging, run.settings.memory.device_bytes, run.updates_on_device,
-        run.planner, run.worker, given, run.ledger, run.freed, parameters, whole,
+        run.planner, run.worker, given, run.ledger, run.freed, parameters, whole, run.activations,
     )  # fmt: skip
     run.undo.push(runner.close)
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
@@ -220,6 +221,8 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
         return attachment
 
     attachment = run.ranks.together("attaching to the model", listen)
+    if run.activations is not None:
+        run.undo.push(SavedActivations(sharded, run.activations).detach)
     run.undo.push(save_whole_adapters(sharded.model))
     checkpointer = Checkpointer(run, sharded.model, given, runner, attachment, steps.committer)
     given.optimizer.state.clear()

@@ -23,7 +23,7 @@ from infinity.content.layout import Layout, Page
 from infinity.ending import Undo, end_all
 from infinity.errors import ConfigError, InfinityError, StallError
 from infinity.io import Engine, PacedEngine, Ticket, open_engine
-from infinity.memory.arena import Arena
+from infinity.memory.arena import Arena, ArenaPart
 from infinity.memory.device import open_device
 from infinity.memory.heap import FreedMemory
 from infinity.node import NodeDaemon
@@ -34,9 +34,10 @@ from infinity.ranks import Ranks
 from infinity.run.balance import Balance, PathLoads
 from infinity.run.pacing import Pacing
 from infinity.run.place import RunPlace
-from infinity.run.space import FileSpace
+from infinity.run.space import FileSpace, UnnamedSpace
 from infinity.run.update_device import choose_update_device
 from infinity.run.wear import WearWarning
+from infinity.schedule.activations import ActivationPages
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
 from infinity.store.extents import SPARE_SLOTS
@@ -70,6 +71,8 @@ class _Opened(NamedTuple):
     """Which version of a page lies where."""
     pager: Pager
     """Has pages in the arena when they are needed."""
+    activations: ActivationPages | None
+    """Has what forwards keep for backwards, in further frames; None where that stays on the device."""
     worker: UpdateWorker
     """Runs updates, on a thread of its own or at once."""
     planner: StepPlanner
@@ -138,7 +141,7 @@ class Run:
         # What each is, `_Opened` says.
         self.arena, self.engine, self.store, self.pager = opened.arena, opened.engine, opened.store, opened.pager
         self.stats, self.timeline, self.ledger = opened.stats, opened.timeline, opened.ledger
-        self.worker, self.planner = opened.worker, opened.planner
+        self.activations, self.worker, self.planner = opened.activations, opened.worker, opened.planner
         self.peers.tell(self.pager.fail)
 
     @property
@@ -168,7 +171,7 @@ class Run:
             daemon = NodeDaemon(runtime_dir(settings.telemetry))
             space = FileSpace(daemon, folder.run_id, files)
             space.allocate(slots)
-            arena = Arena(budget.frames, layout.page_bytes, device=self.device)
+            arena = Arena(budget.frames + budget.activation_frames, layout.page_bytes, device=self.device)
             self.undo.push(partial(self._close_arena, arena))
             moving, _ = open_engine(settings.storage)
             engine = PacedEngine(moving)
@@ -214,21 +217,58 @@ class Run:
                 )
                 self.undo.push(balance.close)
             timeout = settings.storage.timeout_seconds
-            pager = Pager(layout, arena, self.device, store, ledger, timeout=timeout, failed=self.peers.report)
+            frames = arena.part(0, budget.frames)
+            pager = Pager(layout, frames, self.device, store, ledger, timeout=timeout, failed=self.peers.report)
             self.undo.push(partial(self._drain, pager))
+            activations = None
+            if budget.activation_frames:
+                further = arena.part(budget.frames, budget.activation_frames)
+                activations = self._open_activations(further, engine, daemon, ledger, loads, pager)
             worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
             self.undo.push(worker.close)
             if self.ranks.local_rank == 0:
                 wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
                 self.undo.push(wear.close)
         planner = StepPlanner(
-            layout, pager, ledger, frames=arena.frames, wanted=settings.update.placement, threaded=worker.threaded,
+            layout, pager, ledger, frames=budget.frames, wanted=settings.update.placement, threaded=worker.threaded,
             exchanges=self._exchanges,
         )  # fmt: skip
         for role in Role:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         stats.gauge("tier_capacity_bytes", tier="host").set(arena.nbytes)
-        return _Opened(arena, engine, stats, timeline, ledger, store, pager, worker, planner)
+        return _Opened(arena, engine, stats, timeline, ledger, store, pager, activations, worker, planner)
+
+    def _open_activations(
+        self, arena: ArenaPart, engine: Engine, daemon: NodeDaemon, ledger: Ledger, loads: PathLoads, pager: Pager
+    ) -> ActivationPages:
+        """Have frames for activations and, if they go to the drives, files."""
+        store, settings = None, self.settings.storage
+        if self.settings.activations.tier == "nvme":
+            space = UnnamedSpace(daemon, self.folder, self.ranks.rank)
+            self.undo.push(space.close)
+            store = PageStore(
+                (),
+                (),
+                space.files,
+                (),
+                engine,
+                space,
+                name_of=lambda page: f"activations/{Role.ACTIVATION.value}[{page}]",
+                moved=partial(_book_transfer, ledger, None, loads),
+                timeout=settings.timeout_seconds,
+                spare=SPARE_SLOTS,
+                retries=settings.retries,
+                retained=0,
+                hashers=self.hashers,
+            )
+            space.unname()
+            self.undo.push(store.close)
+        activations = ActivationPages(
+            arena, self.layout.page_bytes, self.device, store, self.place.shares, pager.transfers, ledger,
+            timeout=settings.timeout_seconds,
+        )  # fmt: skip
+        self.undo.push(partial(self._drain, activations))
+        return activations
 
     def _choose_update_device(self, worker: UpdateWorker) -> bool:
         """Return whether pages are better updated on the device; say why."""
@@ -281,8 +321,8 @@ class Run:
 
         end_all(partial(self.peers.leave, cause), *self.undo.take(), self._write_timeline, give_up, cause=cause)
 
-    def _drain(self, pager: Pager) -> None:
-        if not pager.drain():
+    def _drain(self, pages: Pager | ActivationPages) -> None:
+        if not pages.drain():
             self._stalled = True
 
     def _close_engine(self, engine: Engine) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from infinity.errors import StorageError
 from infinity.node import NodeDaemon
 from infinity.store.extents import SlotClass, file_sizes
-from infinity.store.folder import allocated_bytes, reserve
+from infinity.store.folder import RunFolder, allocated_bytes, extend, reserve
 
 
 class FileSpace:
@@ -62,3 +62,54 @@ class FileSpace:
                 raise StorageError("shorten", str(file), size, 0, error.errno) from error
             self._sizes[number] = min(self._sizes[number], size)
         self.changed(self.nbytes)
+
+
+class UnnamedSpace:
+    """Files of a rank that nobody goes on from: they lose their names once they are open, and go with the process."""
+
+    def __init__(self, daemon: NodeDaemon, folder: RunFolder, rank: int) -> None:
+        """Make the files, empty.
+
+        Raises:
+            StorageError: that cannot be done.
+        """
+        self._daemon, self._run_id = daemon, folder.run_id
+        self.files = [root / f"rank{rank:05d}.activations" for root in folder.roots]
+        """By NVMe path; names of nothing after `unname`."""
+        self._descriptors: list[int] = []
+        self._sizes = [0] * len(self.files)
+        """Bytes by file that have been allocated."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        for file in self.files:
+            try:
+                self._descriptors.append(os.open(file, flags, 0o600))
+            except OSError as error:
+                self.close()
+                raise StorageError("open", str(file), 0, 0, error.errno) from error
+
+    def unname(self) -> None:
+        """Take the names away: who else needs the files has them open."""
+        for file in self.files:
+            file.unlink(missing_ok=True)
+
+    def allocate(self, slots: Sequence[SlotClass]) -> None:
+        """Let there be blocks for all of these slots.
+
+        Raises:
+            BudgetError: there is no room; files that came first may have grown. StorageError: a drive failed.
+        """
+        for number, size in enumerate(file_sizes(slots, len(self.files))):
+            before, file = self._sizes[number], self.files[number]
+            if size > before:
+                with self._daemon.space_reserved(str(file.parent.resolve()), size - before, self._run_id):
+                    extend(self._descriptors[number], file, before, size)
+                self._sizes[number] = size
+
+    def cut(self, slots: Sequence[SlotClass]) -> None:
+        """Do nothing: all of it goes soon."""
+
+    def close(self) -> None:
+        """Close the files."""
+        self.unname()
+        while self._descriptors:
+            os.close(self._descriptors.pop())

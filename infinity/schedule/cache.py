@@ -39,14 +39,19 @@ class Cache:
         *,
         timeout: float,
         enter_thread: Callable[[], None],
+        named: bool = True,
     ) -> None:
         """Begin with nothing in memory.
 
         Args:
+            named: whether the observer knows pages by their numbers, and is told which one was waited for.
             timeout: seconds after which a copy between a frame and a device is an error.
             enter_thread: is called first in the thread that waits for those.
         """
         self._frames, self._transfers, self._store, self._observer = frames, transfers, store, observer
+        self._named = named
+        self._reads = self._writes = 0
+        """Pages that are being read, and written: those of this cache, which need not be all of `Transfers`."""
         self.eager = False
         """Whether a page that nothing keeps is evicted when a write of it, or its copy to a device, has ended, as a
         plan wants it; else it stays until its frame is wanted. (`Cursor` evicts what leaves the window.) The pager sets
@@ -85,13 +90,13 @@ class Cache:
             for use in uses:
                 page, state = use.page, pages[use.page]
                 if state.reading:
-                    self._transfers.wait(partial(_is_read, state), "read", page, threaded=threaded)
+                    self._wait(partial(_is_read, state), "read", page, threaded=threaded)
                 # What is being written is hashed and read by other threads: a change would tear it. From here on
                 # nothing begins to write it: it is pinned, and `flush`, which does not look at pins, belongs to the
                 # training thread and waits for all leases first.
                 if state.writing and use.mode.modifies:
-                    self._transfers.wait(partial(_is_written, state), "write", page, threaded=threaded)
-                self._transfers.wait(partial(_is_left_by_device, state, use.mode), "copy", page, threaded=threaded)
+                    self._wait(partial(_is_written, state), "write", page, threaded=threaded)
+                self._wait(partial(_is_left_by_device, state, use.mode), "copy", page, threaded=threaded)
             self._transfers.check()  # a read that could not be started has ended before anybody waited for it
         except BaseException:
             for use in uses:
@@ -258,12 +263,12 @@ class Cache:
                 state = self._frames.pages[page]
                 if state.dirty and not state.writing:
                     self._write(page)
-            if not self._transfers.writes:
+            if not self._writes:
                 return
             self._transfers.wait(self._nothing_is_written, "write", -1)
 
     def _nothing_is_written(self) -> bool:
-        return not self._transfers.writes
+        return not self._writes
 
     def _evict_clean(self) -> bool:
         """Evict some page that is clean and that nothing keeps; return whether there was one."""
@@ -301,22 +306,22 @@ class Cache:
 
     def _acquire_frame(self, page: int, *, threaded: bool) -> None:
         """Wait until there is a free frame, or the page has one. [Note: who gets a frame]"""
-        frames, transfers = self._frames, self._transfers
+        frames = self._frames
         state = frames.pages[page]
         while state.frame < 0 and not frames.free and not self._evict_clean():
-            transfers.check()
-            if not transfers.writes:
+            self._transfers.check()
+            if not self._writes:
                 self._write_back_some()
             # Frames that come back by themselves are waited for.
-            idle = not (transfers.writes or self._held_leases or self.copies.pending)
-            if idle and not self._evict_kept() and not transfers.reads:
+            idle = not (self._writes or self._held_leases or self.copies.pending)
+            if idle and not self._evict_kept() and not self._reads:
                 raise InfinityError(
                     f"all {frames.count} frames of the arena are in use at once; set memory.host_bytes higher"
                 )
             if not frames.free:
                 self._awaited += 1
                 try:
-                    transfers.wait(partial(self._may_have_frame, self._returned), "arena", page, threaded=threaded)
+                    self._wait(partial(self._may_have_frame, self._returned), "arena", page, threaded=threaded)
                 finally:
                     self._awaited -= 1
 
@@ -330,24 +335,32 @@ class Cache:
 
     # Transfers #
 
+    def _wait(self, ready: Callable[[], bool], cause: str, page: int, *, threaded: bool) -> None:
+        """Wait as `Transfers.wait`."""
+        self._transfers.wait(ready, cause, page if self._named else -1, threaded=threaded)
+
     def _read(self, page: int) -> None:
         state = self._frames.pages[page]
         state.reading, state.dirty = True, False
+        self._reads += 1
 
         def ended(error: Exception | None) -> None:
             state.reading = False
+            self._reads -= 1
             self._returned += 1
             if error is None:
                 self.evict(page)  # the window may have moved on, or been given up
 
-        self._transfers.read(page, self._frames.content(page), ended)
+        self._transfers.read(self._store, page, self._frames.content(page), ended)
 
     def _write(self, page: int) -> None:
         state = self._frames.pages[page]
         state.writing, state.dirty = True, False
+        self._writes += 1
 
         def ended(error: Exception | None) -> None:
             state.writing = False
+            self._writes -= 1
             self._returned += 1
             if error is not None:
                 state.dirty = True  # the frame still has the only copy
@@ -356,7 +369,7 @@ class Cache:
                 self.evict(page)
             self.prefetch()
 
-        self._transfers.write(page, self._frames.content(page), ended)
+        self._transfers.write(self._store, page, self._frames.content(page), ended)
 
 
 def _is_read(state: PageState) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.content.format import Role
-from infinity.content.layout import Layout
-from infinity.memory.arena import Arena
+from infinity.content.layout import Page
+from infinity.memory.arena import ArenaPart
 
 
 @dataclass(slots=True)
@@ -50,18 +51,27 @@ class PageState:
 
 
 class Frames:
-    """The page table: which frame has which page, and which are free. Everything is read and changed under the lock."""
+    """The page table: which frame has which page, and which are free. Everything is read and changed under the lock.
 
-    def __init__(self, layout: Layout, arena: Arena) -> None:
-        self._layout, self._arena = layout, arena
+    Args:
+        pages: by number. There may be more later, see `grow`.
+        arena: the frames.
+    """
+
+    def __init__(self, pages: Sequence[Page], arena: ArenaPart) -> None:
+        self._known, self._arena = pages, arena
         self.count = arena.frames
         """Frames of the arena; fixed."""
-        self.pages = [PageState() for _ in layout.pages]
-        """By number of the page; fixed, the states change."""
+        self.pages = [PageState() for _ in pages]
+        """By number of the page. The states change; `grow` adds to them."""
         self.free = list(range(arena.frames))[::-1]
         """Numbers of frames without a page, the next one to be assigned last."""
         self._page_of = [-1] * arena.frames
         """Page of each frame, or -1; changed by `assign` and `release`."""
+
+    def grow(self) -> None:
+        """Have a state for pages that there are now."""
+        self.pages += [PageState() for _ in self._known[len(self.pages) :]]
 
     def holders(self) -> list[int]:
         """Return the pages that have a frame, in the order of their frames."""
@@ -69,11 +79,11 @@ class Frames:
 
     def nbytes(self, page: int) -> int:
         """Return the size of a page in bytes."""
-        return self._layout.pages[page].nbytes
+        return self._known[page].nbytes
 
     def content(self, page: int) -> memoryview:
         """Return the bytes of a page that has a frame."""
-        return self._arena.view(self.pages[page].frame, self._layout.pages[page].nbytes)
+        return self._arena.view(self.pages[page].frame, self._known[page].nbytes)
 
     def assign(self, page: int) -> None:
         """Give a free frame to a page that has none."""
@@ -100,5 +110,5 @@ class Frames:
         """Return the bytes of pages in the arena by role."""
         held = {role.value: 0 for role in Role}
         for page in self.holders():
-            held[self._layout.pages[page].role.value] += self._layout.pages[page].nbytes
+            held[self._known[page].role.value] += self._known[page].nbytes
         return held

@@ -32,7 +32,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.content.views import Content, bytes_of
 from infinity.errors import StallError
-from infinity.memory.arena import Arena
+from infinity.memory.arena import ArenaPart
 from infinity.memory.device import Device, Mark, wait
 from infinity.schedule.cache import Cache
 from infinity.schedule.cursor import Cursor, PlannedAccess
@@ -115,7 +115,7 @@ class Pager:
     def __init__(
         self,
         layout: Layout,
-        arena: Arena,
+        arena: ArenaPart,
         device: Device,
         store: PageReaderWriter,
         observer: PagerObserver,
@@ -125,10 +125,10 @@ class Pager:
     ) -> None:
         self._layout, self._device, self._observer, self._timeout = layout, device, observer, timeout
         self._store = store
-        self._transfers = Transfers(store, observer, timeout=timeout, failed=failed)
-        self._frames = Frames(layout, arena)
+        self.transfers = Transfers(store, observer, timeout=timeout, failed=failed)
+        self._frames = Frames(layout.pages, arena)
         self._cache = Cache(
-            self._frames, self._transfers, store, observer, timeout=timeout, enter_thread=device.enter_thread
+            self._frames, self.transfers, store, observer, timeout=timeout, enter_thread=device.enter_thread
         )
         self._homes = Homes(layout, device, observer)
         self._plan: Plan | None = None
@@ -187,8 +187,8 @@ class Pager:
         Raises:
             CorruptPageError, StorageError, StallError: something has failed before.
         """
-        with self._transfers.lock:
-            self._transfers.check()
+        with self.transfers.lock:
+            self.transfers.check()
             cursor = self._follow(uses) if not self._homes.has(uses) else None
             access = cursor.take(uses) if cursor is not None else None
             self.leases += 1
@@ -212,8 +212,8 @@ class Pager:
         Args:
             guessed: whether it is for steps of which none has been seen: what departs from it ends it.
         """
-        with self._transfers.lock:
-            self._transfers.check()
+        with self.transfers.lock:
+            self.transfers.check()
             self._cache.drop_claims()
             self._set_plan(plan, guessed=guessed)
             self._cursor = Cursor(plan, self._cache) if plan and plan.trace else None
@@ -232,7 +232,7 @@ class Pager:
     @property
     def failure(self) -> Exception | None:
         """The first error, which every call raises; None while there is none."""
-        return self._transfers.failure
+        return self.transfers.failure
 
     def wait_for_device(self, mark: Mark, what: str) -> None:
         """Wait until the device has come to a mark. From any thread.
@@ -244,9 +244,9 @@ class Pager:
             StallError: it takes longer than the time limit.
             Exception: the first error, if something has failed, before or meanwhile.
         """
-        if not wait(mark, self._timeout, lambda: self._transfers.failure is not None):
+        if not wait(mark, self._timeout, lambda: self.transfers.failure is not None):
             late = StallError(f"waited {self._timeout:.0f} s for the device to {what}")
-            raise self._transfers.failure or late
+            raise self.transfers.failure or late
 
     def wait_for_job(self, job: Future[Any], cause: str) -> None:
         """Let the training thread wait until a job has ended, well or not, which another thread is to do.
@@ -261,8 +261,8 @@ class Pager:
             return
         began = perf_counter()
         while not wait_for_futures([job], _LOOK_SECONDS).done:
-            if self._transfers.failure is not None:
-                raise self._transfers.failure
+            if self.transfers.failure is not None:
+                raise self.transfers.failure
         self._observer.stalled(cause, -1, perf_counter() - began)
 
     def exchanging(self) -> AbstractContextManager[None]:
@@ -270,7 +270,7 @@ class Pager:
 
         Of the thread that runs updates.
         """
-        return self._transfers.exchanging()
+        return self.transfers.exchanging()
 
     @property
     def between_steps(self) -> bool:
@@ -283,8 +283,8 @@ class Pager:
 
         Raises as `lease`.
         """
-        with self._transfers.lock:
-            self._transfers.check()
+        with self.transfers.lock:
+            self.transfers.check()
             if self._cursor is not None and not self.between_steps:
                 self._depart("the step ended early")
             plan = self._plan
@@ -294,12 +294,12 @@ class Pager:
 
     def flush(self) -> None:
         """Write every modified page and wait until none is being written. Raises as `access`."""
-        with self._transfers.lock:
-            self._transfers.wait(lambda: not self.leases, "update", -1)
+        with self.transfers.lock:
+            self.transfers.wait(lambda: not self.leases, "update", -1)
             newer = self._homes.newer()
         for page, home in newer.items():
             self._send(page, home)
-        with self._transfers.lock:
+        with self.transfers.lock:
             self._cache.flush()
 
     # Units on the device #
@@ -318,13 +318,13 @@ class Pager:
         homes = self._homes
         if units == homes.units:
             return
-        with self._transfers.lock:
-            self._transfers.wait(lambda: not self.leases, "update", -1)
+        with self.transfers.lock:
+            self.transfers.wait(lambda: not self.leases, "update", -1)
         for unit in homes.units - units:
             for page, home in homes.of(unit).items():
                 if home.newer:
                     self._send(page, home)
-            with self._transfers.lock:
+            with self.transfers.lock:
                 homes.leave(unit)
         built = {unit: homes.build(homes.pages_of(unit)) for unit in sorted(units - homes.units)}
         for unit, memory in built.items():
@@ -333,7 +333,7 @@ class Pager:
     def _bring(self, unit: int, memory: dict[int, Home]) -> None:
         """Let a unit be at home: begin to copy there what its pages have."""
         gradients = [page for page in self._layout.pages if page.unit == unit and page.role is Role.GRAD]
-        with self._transfers.lock:
+        with self.transfers.lock:
             gradients = [page for page in gradients if self._cache.has_content(page.index)]
         stored = self._homes.build(gradients)
         coming = memory | stored
@@ -350,13 +350,13 @@ class Pager:
         mark = self._device.mark(stream)
         for page, home in coming.items():
             home.used, home.newer = mark, page in stored
-        with self._transfers.lock:
+        with self.transfers.lock:
             self._homes.come(unit, coming)
 
     def _send(self, page: int, home: Home) -> None:
         """Begin to copy a page that is at home into a frame, from where it is written. No lease is out."""
         back, uses = self._device.stream("back"), (Use(page, Mode.WRITE),)
-        with self._transfers.lock:
+        with self.transfers.lock:
             self._cache.acquire(uses, threaded=False)
         try:
             home.used.before(back)
@@ -366,29 +366,29 @@ class Pager:
         except Exception as error:
             self.fail(error)  # before the frame can be written
             raise
-        with self._transfers.lock:
+        with self.transfers.lock:
             self._cache.release(uses, home.used)
 
     def discard(self, pages: Sequence[int]) -> None:
         """Drop the content of pages that nobody will read again. Raises as `access`."""
-        with self._transfers.lock:
+        with self.transfers.lock:
             for page in pages:
                 state = self._frames.pages[page]
                 # Its extent may be used again at once: nothing may be on its way to or from it.
-                self._transfers.wait(lambda state=state: not state.leases, "update", page)  # type: ignore[misc]
-                self._transfers.wait(lambda state=state: not state.reading, "read", page)  # type: ignore[misc]
-                self._transfers.wait(lambda state=state: not state.writing, "write", page)  # type: ignore[misc]
+                self.transfers.wait(lambda state=state: not state.leases, "update", page)  # type: ignore[misc]
+                self.transfers.wait(lambda state=state: not state.reading, "read", page)  # type: ignore[misc]
+                self.transfers.wait(lambda state=state: not state.writing, "write", page)  # type: ignore[misc]
                 self._homes.discard(page)
                 self._cache.discard(page)
 
     def fail(self, error: Exception) -> None:
         """Let every call raise `error` from now on, and one that waits at once. From any thread."""
-        with self._transfers.lock:
-            self._transfers.fail(error)
+        with self.transfers.lock:
+            self.transfers.fail(error)
 
     def leave_to_parent(self, error: Exception) -> None:
         """In a child that was forked: let every call raise `error`, whatever threads of the parent were doing."""
-        self._transfers.leave_to_parent(error)
+        self.transfers.leave_to_parent(error)
 
     def drain(self) -> bool:
         """Wait for all transfers and copies without raising, after a failure a moment only; it is not used afterwards.
@@ -397,52 +397,52 @@ class Pager:
             Whether the device is done with the arena.
         """
         copies = self._cache.copies
-        with self._transfers.lock:
+        with self.transfers.lock:
             self._cursor = None
             self._cache.drop_claims()
-            self._transfers.drain(lambda: not copies.pending)
+            self.transfers.drain(lambda: not copies.pending)
             done = not copies.pending
         copies.close()
         return done
 
     def census(self) -> dict[str, int]:
         """Return the number of frames by status: free, resident, streaming, writing."""
-        with self._transfers.lock:
+        with self.transfers.lock:
             return self._frames.census()
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of pages in the arena by role."""
-        with self._transfers.lock:
+        with self.transfers.lock:
             return self._frames.held_bytes()
 
     def in_flight(self) -> dict[str, int]:
         """Return the number of pages that are being read and written."""
-        with self._transfers.lock:
-            return {"read": self._transfers.reads, "write": self._transfers.writes}
+        with self.transfers.lock:
+            return {"read": self.transfers.reads, "write": self.transfers.writes}
 
     # Accesses and leases #
 
     def _acquire(self, uses: Access, *, planned: bool) -> bool:
         """Acquire pages for the training thread; return whether the plan expected them."""
-        with self._transfers.lock:
-            self._transfers.check()
+        with self.transfers.lock:
+            self.transfers.check()
             cursor = self._follow(uses) if planned and not self._homes.has(uses) else None
             if cursor is not None and not cursor.claimed:  # leases are behind: they hold the window back
-                self._transfers.wait(lambda: cursor.claimed, "update", uses[0].page)
+                self.transfers.wait(lambda: cursor.claimed, "update", uses[0].page)
             for use in uses:
                 state = self._frames.pages[use.page]
                 if state.leases:
-                    self._transfers.wait(lambda state=state: not state.leases, "update", use.page)  # type: ignore[misc]
+                    self.transfers.wait(lambda state=state: not state.leases, "update", use.page)  # type: ignore[misc]
             self._holder(uses).acquire(uses, threaded=False)
             return cursor is not None
 
     def _release(self, uses: Access, *, planned: bool, mark: Mark | None) -> None:
-        with self._transfers.lock:
+        with self.transfers.lock:
             self._holder(uses).release(uses, mark)
             cursor = self._cursor if planned else None
             self._end(uses, cursor, cursor.take(uses) if cursor is not None else None)
             if self._waiting:
-                self._transfers.lock.notify_all()
+                self.transfers.lock.notify_all()
 
     def _acquire_lease(
         self,
@@ -459,17 +459,17 @@ class Pager:
             behind: of one for a gather: by use, how many leases of its page are to have been returned, ever.
             cursor, access: its place in the plan.
         """
-        with self._transfers.lock:
+        with self.transfers.lock:
             for use, before in zip(uses, behind, strict=False):
                 state = self._frames.pages[use.page]
                 left = partial(_has_returned, state, before)
-                self._transfers.wait(left, "update", use.page, threaded=threaded)
+                self.transfers.wait(left, "update", use.page, threaded=threaded)
             if behind and cursor is not None and access is not None:
                 # The oldest access that has not ended is always inside of the window, so it comes to this one.
                 reached = partial(self._has_reached, cursor, access)
                 self._waiting += 1
                 try:
-                    self._transfers.wait(reached, "update", uses[0].page, threaded=threaded)
+                    self.transfers.wait(reached, "update", uses[0].page, threaded=threaded)
                 finally:
                     self._waiting -= 1
             self._holder(uses).acquire_lease(uses, threaded=threaded)
@@ -480,7 +480,7 @@ class Pager:
         return cursor is not self._cursor or cursor.reaches(access)
 
     def _acquire_at_once(self, uses: Access, *, threaded: bool) -> list[Content] | None:
-        with self._transfers.lock:
+        with self.transfers.lock:
             holder = self._holder(uses)
             if not holder.can_acquire(uses):
                 return None
@@ -490,7 +490,7 @@ class Pager:
     def _release_lease(
         self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None, mark: Mark | None
     ) -> None:
-        with self._transfers.lock:
+        with self.transfers.lock:
             self.leases -= 1
             for use in uses:
                 state = self._frames.pages[use.page]
@@ -498,7 +498,7 @@ class Pager:
                 state.returned += 1
             self._holder(uses).release_lease(uses, mark)
             self._end(uses, cursor, access)
-            self._transfers.lock.notify_all()
+            self.transfers.lock.notify_all()
 
     def _holder(self, uses: Access) -> Cache | Homes:
         """Return what has the pages of an access: it changes only where none of them is used, and none is leased."""

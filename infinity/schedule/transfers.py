@@ -97,7 +97,7 @@ class Transfers:
     once; transfers in flight still end, so that frames are not used again under them.
 
     Args:
-        store: reads and writes pages.
+        store: is asked which request is the oldest, where something takes too long.
         observer: is told of waits and of the time in which something is in flight.
         timeout: seconds after which a wait is an error.
         failed: is told of the first error, once, from any thread and under the lock; it must not wait.
@@ -127,8 +127,10 @@ class Transfers:
         self.failure: Exception | None = None
         """The first error; never cleared. Looked at without the lock, too."""
 
-    def read(self, page: int, memory: memoryview, then: Callable[[Exception | None], None]) -> None:
-        """Start reading a page; `then` is called under the lock when that has ended, with what went wrong."""
+    def read(
+        self, store: PageReaderWriter, page: int, memory: memoryview, then: Callable[[Exception | None], None]
+    ) -> None:
+        """Start reading a page of a store; `then` is called under the lock at the end, with what went wrong."""
         self._report_moving()
         self.reads += 1
 
@@ -138,10 +140,12 @@ class Transfers:
                 self.reads -= 1
                 self._end(error, then)
 
-        self._store.read(page, memory, done)
+        store.read(page, memory, done)
 
-    def write(self, page: int, memory: memoryview, then: Callable[[Exception | None], None]) -> None:
-        """Start writing a page; `then` is called under the lock when that has ended, with what went wrong."""
+    def write(
+        self, store: PageReaderWriter, page: int, memory: memoryview, then: Callable[[Exception | None], None]
+    ) -> None:
+        """Start writing a page of a store; `then` is called under the lock at the end, with what went wrong."""
         self._report_moving()
         self.writes += 1
 
@@ -151,7 +155,7 @@ class Transfers:
                 self.writes -= 1
                 self._end(error, then)
 
-        self._store.write(page, memory, done)
+        store.write(page, memory, done)
 
     def _end(self, error: Exception | None, then: Callable[[Exception | None], None]) -> None:
         if error is not None:

@@ -664,6 +664,26 @@ def reserve(file: Path, size: int) -> None:
         os.close(descriptor)
 
 
+def extend(descriptor: int, file: Path, begin: int, end: int) -> None:
+    """Allocate the blocks of an open file from byte `begin` to `end`, which it is long then.
+
+    Args:
+        file: what it is called, for errors.
+
+    Raises:
+        BudgetError: the file system has no room; both sizes are named. StorageError: the drive failed.
+    """
+    free = shutil.disk_usage(file.parent)[2]
+    if end - begin > free:  # asked first: a file system may fill itself up before it refuses
+        raise _no_room(file, end - begin, free, os.strerror(errno.ENOSPC))
+    try:
+        os.posix_fallocate(descriptor, begin, end - begin)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _no_room(file, end - begin, free, error.strerror or str(error)) from error
+        raise StorageError("reserve", str(file), begin, end - begin, error.errno) from error
+
+
 def _no_room(file: Path, size: int, free: int, reason: str) -> BudgetError:
     return BudgetError(
         f"{file.parent} has {format_size(free)} free, but this run needs {format_size(size)} there "

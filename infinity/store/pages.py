@@ -218,9 +218,11 @@ class PageStore:
             StorageError: a file cannot be opened. CommitError: committed pages overlap, or are not of their length.
         """
         self._paths = tuple(paths)
-        """By page, the path of its next version. Replaced as a whole by `spread_anew`."""
+        """By page, the path of its next version. Replaced as a whole by `spread_anew` and `add`."""
+        self._pages = pages
+        """By number. Replaced as a whole by `add`."""
         # None of these changes.
-        self._pages, self._engine, self._spare = pages, engine, spare
+        self._engine, self._spare = engine, spare
         self._name_of, self._moved, self._timeout, self._retries = name_of, moved, timeout, retries
         self.retained = retained
         self._files = [engine.open(os.fspath(file)) for file in files]
@@ -240,7 +242,7 @@ class PageStore:
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         """Which slots are free; has a lock of its own."""
         self._slots = tuple(slots)
-        """All slots of the state. Grows with `spread_anew` and `allow_edits`."""
+        """All slots of the state. Grows with `spread_anew`, `add` and `allow_edits`."""
         self._edited: set[int] = set()
         """Fixed pages that may be written again. Grows with `allow_edits`."""
         self._lengths = lengths
@@ -284,6 +286,25 @@ class PageStore:
             self._make_room(paths, self._edited)
             self._gradients.make_room(paths)
             self._paths = tuple(paths)
+
+    def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
+        """Have further pages, whose numbers come behind those so far.
+
+        Args:
+            path_of: returns the path that versions of a page go to.
+
+        Raises:
+            BudgetError: there is no room for them; they are not there then. StorageError: a drive failed.
+        """
+        with self._gradients.growing:
+            before = self._pages, self._paths
+            self._pages = (*self._pages, *pages)
+            self._paths = (*self._paths, *map(path_of, pages))
+            try:
+                self._make_room(self._paths, self._edited)
+            except Exception:
+                self._pages, self._paths = before
+                raise
 
     def allow_edits(self, pages: Iterable[int]) -> None:
         """From now on, let fixed pages be written again; others may be already.

@@ -141,6 +141,9 @@ class Ledger:
         self._predicted_link = {
             way: stats.gauge("plan_predicted_link_bytes_per_step", direction=way) for way in LINK_DIRECTIONS
         }
+        self._planned: dict[str, int] = {}  # bytes of a step by ``read`` and ``write``, of the plan; empty without one
+        self._planned_link: dict[str, int] = {}  # the same by direction of the link
+        self._activations = 0, 0  # bytes that these add to each of them, and to each direction of the link
         self._stats = stats  # for the cells of errors, which are looked up when there is one
         self._lock = Lock()
         """Held while a finished transfer is counted, and while `_moved` is copied."""
@@ -278,13 +281,26 @@ class Ledger:
 
     def predicted(self, read: int, written: int) -> None:
         """Publish what the plan predicts for one step, in bytes."""
-        self._predicted["read"].set(read)
-        self._predicted["write"].set(written)
+        self._planned = {"read": read, "write": written}
+        self._publish()
 
     def predicted_link(self, to_device: int, from_device: int) -> None:
         """Publish what the plan predicts to be copied to the device and from it in one step, in bytes."""
-        for way, nbytes in zip(LINK_DIRECTIONS, (to_device, from_device), strict=True):
-            self._predicted_link[way].set(nbytes)
+        self._planned_link = dict(zip(LINK_DIRECTIONS, (to_device, from_device), strict=True))
+        self._publish()
+
+    def predicted_activations(self, moved: int, linked: int) -> None:
+        """Publish with both what activations add to each direction: bytes of the drives, and of the link."""
+        if (moved, linked) != self._activations:
+            self._activations = moved, linked
+            self._publish()
+
+    def _publish(self) -> None:
+        moved, linked = self._activations
+        for op, nbytes in self._planned.items():
+            self._predicted[op].set(nbytes + moved)
+        for way, nbytes in self._planned_link.items():
+            self._predicted_link[way].set(nbytes + linked)
 
     def linked(self, to_device: int, from_device: int) -> None:
         """Count what has been copied to the device and from it, in bytes."""

@@ -58,7 +58,7 @@ class Metric:
 
 
 TIERS: Final = ("host", "nvme")
-ROLES: Final = ("param", "update", "grad")
+ROLES: Final = ("param", "update", "grad", "activation")
 OPS: Final = ("read", "write")
 LINK_DIRECTIONS: Final = ("to_device", "from_device")
 PHASES: Final = ("forward", "backward", "update", "commit", "other")

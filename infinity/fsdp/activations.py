@@ -1,0 +1,259 @@
+"""What a forward keeps for its backward of what passes between units: in pages instead of memory.
+
+[Note: what is paged] The inputs of units, where autograd saves them: with activation checkpointing (torch's, that of
+transformers, `infinity.micro_batches`) they are all that is kept of a layer. Everything else that autograd saves stays
+as it is: gathered weights, what the root keeps between its units, and what layers without checkpointing keep inside.
+
+Checkpointing around the call of a unit saves its input before the call: so what is saved outside of units is held until
+a unit is called with it, or nobody needs it any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from infinity.fsdp import private
+from infinity.fsdp.sharded_model import ShardedModel
+from infinity.memory.device import Mark
+from infinity.schedule.activations import ActivationPages, Kept
+from infinity.units import KIB
+
+_LEAST_BYTES: Final = 16 * KIB
+"""Smaller tensors are not worth a page."""
+_Key = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+_MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+
+class _Saved:
+    """What autograd has in the place of a tensor that it saves. It is held until it is paged, if it ever is."""
+
+    __slots__ = ("__weakref__", "_version", "paged", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Not the tensor itself: of what an operation returns, that would lead back here, and never be freed.
+        self.tensor: torch.Tensor | None = tensor.detach()
+        """The tensor, without its graph; None when it is paged."""
+        self._version = tensor._version
+        self.paged: _Paged | None = None
+        """Where it is then."""
+
+    @property
+    def modified(self) -> bool:
+        """Whether the tensor was modified in place since: autograd does not look where there are hooks."""
+        return self.tensor is not None and self.tensor._version != self._version
+
+
+class _Paged:
+    """A tensor in pages, for all that have saved it."""
+
+    __slots__ = ("__weakref__", "kept", "like", "loaded", "modified")
+
+    def __init__(self, kept: Kept, like: torch.Tensor) -> None:
+        self.kept = kept
+        self.like = like
+        """A tensor without memory, of its shape, strides and dtype."""
+        self.loaded: weakref.ref[torch.Tensor] | None = None
+        """The tensor that was made of it last, while somebody has that."""
+        self.modified = False
+        """Whether the tensor was modified in place before all of it was copied."""
+
+
+class SavedActivations:
+    """Pages what training forwards of a model keep of what passes between its units.
+
+    Life cycle: hooks on the model, until `detach`. Only the training thread runs forwards; backwards run on autograd's.
+
+    Args:
+        sharded: the model.
+        pages: keep the bytes.
+    """
+
+    def __init__(self, sharded: ShardedModel, pages: ActivationPages) -> None:
+        self._pages = pages
+        self._inputs: dict[int, Any] = {}
+        """Memory that units of the forward that runs were called with, by `cdata`."""
+        self._held: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
+        """What was saved outside of units and may be the input of one, by `id`."""
+        self._paged: dict[_Key, tuple[Any, int, weakref.ref[_Paged]]] = {}
+        """Memory and version of what has been paged in the forward that runs: it may be saved again."""
+        self._copying: list[tuple[torch.Tensor, int, Mark, _Paged]] = []
+        """Tensors that a device still copies into pages, with their versions."""
+        self._inside = 0
+        """Units that are running."""
+        self._entered: list[saved_tensors_hooks | None] = []
+        """For each forward of the root that runs, what it lets autograd save by."""
+        units = [module for module in sharded.model.modules() if private.is_sharded_module(module)]
+        with ExitStack() as undo:
+            for unit in units:
+                if unit is not sharded.model:
+                    self._hook(unit, self._begin_unit, self._end_unit, undo)
+                    # FSDP2 may give it its inputs in another dtype.
+                    undo.callback(unit.register_forward_pre_hook(_eager(self._look), with_kwargs=True).remove)
+            self._hook(sharded.model, self._begin, self._end, undo)
+            self._undo = undo.pop_all()
+
+    @staticmethod
+    def _hook(module: Any, before: Callable[..., None], behind: Callable[..., None], undo: ExitStack) -> None:
+        hook = module.register_forward_pre_hook(_eager(before), prepend=True, with_kwargs=True)
+        undo.callback(hook.remove)
+        hook = module.register_forward_hook(_eager(behind), with_kwargs=True, always_call=True)
+        undo.callback(hook.remove)
+
+    def detach(self) -> None:
+        """Remove the hooks. What has been saved can be loaded as long as there are pages. Idempotent."""
+        self._undo.close()
+
+    # Forwards #
+
+    def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Begin a forward of the root."""
+        hooks = None
+        if torch.is_grad_enabled() and not private.in_backward():
+            self._inputs.clear()
+            self._paged.clear()
+            hooks = saved_tensors_hooks(self._save, self._load)
+            hooks.__enter__()
+        self._entered.append(hooks)
+
+    def _end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """End a forward of the root, well or not."""
+        hooks = self._entered.pop()
+        if hooks is not None:
+            hooks.__exit__()  # type: ignore[no-untyped-call]
+        self._end_copies()
+
+    def _begin_unit(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Begin a forward of another unit."""
+        self._look(module, args, kwargs)
+        self._inside += 1
+
+    def _end_unit(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self._inside -= 1
+
+    def _look(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Note what a unit is called with, and page what was saved of it before."""
+        if not any(self._entered) or private.in_backward():
+            return
+        self._end_copies()
+        for tensor in _tensors((args, kwargs)):
+            if _is_worth_it(tensor):
+                memory = private.weak_memory(tensor)
+                self._inputs[memory.cdata] = memory
+        for saved in list(self._held.values()):
+            if saved.tensor is not None and self._is_input(saved.tensor) and not saved.modified:
+                saved.paged = self._page(saved.tensor)
+                saved.tensor = None
+                del self._held[id(saved)]
+
+    def _is_input(self, tensor: torch.Tensor) -> bool:
+        memory = self._inputs.get(private.weak_memory(tensor).cdata)
+        return memory is not None and not memory.expired()
+
+    # What autograd calls #
+
+    def _save(self, tensor: torch.Tensor) -> _Saved:
+        """Return what autograd is to keep of a tensor."""
+        saved = _Saved(tensor)
+        if _is_worth_it(tensor):
+            if self._is_input(tensor):
+                saved.paged, saved.tensor = self._page(tensor), None
+            elif not self._inside:
+                self._held[id(saved)] = saved
+        return saved
+
+    def _load(self, saved: _Saved) -> torch.Tensor:
+        """Return the tensor. Raises `RuntimeError`, as autograd does, if it was modified meanwhile."""
+        paged = saved.paged
+        if paged is None:
+            assert saved.tensor is not None
+            if saved.modified:
+                raise RuntimeError(f"{_MODIFIED}: a tensor of shape {tuple(saved.tensor.shape)}")
+            return saved.tensor
+        there = paged.loaded() if paged.loaded is not None else None
+        if there is not None:
+            return there
+        self._end_copies()
+        if paged.modified:
+            raise RuntimeError(f"{_MODIFIED}: the input of a unit, of shape {tuple(paged.like.shape)}")
+        found = torch.empty_strided(
+            paged.like.shape, paged.like.stride(), dtype=paged.like.dtype, device=self._pages.device
+        )
+        self._pages.load(paged.kept, _bytes(found))
+        paged.loaded = weakref.ref(found)
+        return found
+
+    def _page(self, tensor: torch.Tensor) -> _Paged:
+        """Copy a tensor into pages, unless that has been done."""
+        memory = private.weak_memory(tensor)
+        key = memory.cdata, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        if key in self._paged:
+            before, version, known = self._paged[key]
+            there = known()
+            if there is not None and not before.expired() and version == tensor._version:
+                return there
+        tensor = tensor.detach()  # has the same version, also later
+        kept, mark = self._pages.keep(_bytes(tensor))
+        paged = _Paged(kept, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+        self._paged[key] = memory, tensor._version, weakref.ref(paged)
+        if not mark.passed():
+            self._copying.append((tensor, tensor._version, mark, paged))
+        return paged
+
+    def _end_copies(self) -> None:
+        """Let go of what has been copied."""
+        while self._copying and self._copying[0][2].passed():
+            tensor, version, _, paged = self._copying.pop(0)
+            paged.modified = tensor._version != version
+
+
+def _eager(hook: Callable[..., None]) -> Callable[..., None]:
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _is_worth_it(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an activation that pages can hold: no parameter, nor a view of one."""
+    whole = tensor if tensor._base is None else tensor._base
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_floating_point()
+        and tensor.nbytes >= _LEAST_BYTES
+        and tensor.requires_grad
+        and not whole.is_leaf
+        and _is_dense(tensor)
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has each element of a stretch of memory once, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor as bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _tensors(value)

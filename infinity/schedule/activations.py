@@ -1,0 +1,323 @@
+"""What forwards keep for backwards, as pages: in frames of the arena, and on the drives what these have no room for.
+
+[Note: a stack] What was kept last is needed first. So what was kept last stays in its frames, and the oldest is written
+as soon as there would be fewer than `_SPARE` frames for what comes. Nothing moves fewer bytes: each page that does not
+fit is written once and read once. In backward the pages are read ahead in the reverse order, as frames come free. Where
+tensors are needed in another order, or more than once, the same holds of each, and only more bytes move.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import torch
+
+from infinity.content.format import Role
+from infinity.content.layout import PAGE_ALIGNMENT, Page
+from infinity.content.views import bytes_of
+from infinity.errors import BudgetError, InfinityError
+from infinity.memory.arena import ArenaPart
+from infinity.memory.device import Device, Mark
+from infinity.schedule.cache import Cache
+from infinity.schedule.frames import Frames
+from infinity.schedule.trace import Mode, Use
+from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
+from infinity.units import align_up, format_size
+
+_SPARE: Final = 2
+"""Frames that are for what is being written, and for what comes next."""
+
+
+class ActivationStore(PageReaderWriter, Protocol):
+    """Where activations are written to."""
+
+    def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
+        """Have further pages; see `PageStore.add`."""
+
+
+class Kept:
+    """The bytes of one tensor; they are given up when nobody has this object any more."""
+
+    __slots__ = ("__weakref__", "_given_up", "pages")
+
+    def __init__(self, pages: tuple[int, ...], given_up: deque[tuple[int, ...]]) -> None:
+        self.pages = pages
+        """Numbers of its pages, in the order of its bytes; fixed."""
+        self._given_up = given_up
+
+    def __del__(self) -> None:
+        self._given_up.append(self.pages)  # from any thread, at any moment: no lock may be taken here
+
+
+class ActivationPages:
+    """Keeps the bytes of tensors in pages until they are wanted again.
+
+    One thread at a time uses it: the training thread, or autograd's for a device while the training thread waits for
+    it. Everything but `_free` and `_given_up` is read and changed under the lock of `Transfers`.
+
+    Args:
+        arena: frames for them.
+        page_bytes: size of a frame.
+        device: has the tensors.
+        store: where pages are written to; None: nowhere, so that all have to have frames.
+        shares: of the pages, by NVMe path of the store.
+        transfers: has the lock, and the first error.
+        observer: is told what happens.
+        timeout: seconds after which a wait is an error.
+    """
+
+    def __init__(
+        self,
+        arena: ArenaPart,
+        page_bytes: int,
+        device: Device,
+        store: ActivationStore | None,
+        shares: Sequence[float],
+        transfers: Transfers,
+        observer: PagerObserver,
+        *,
+        timeout: float,
+    ) -> None:
+        self.device = device.name
+        """Where the tensors are."""
+        self._page_bytes, self._device, self._store, self._transfers = page_bytes, device, store, transfers
+        self._shares = shares
+        self._dealt = [0.0] * len(shares)
+        """Bytes of pages by path."""
+        self._pages: list[Page] = []
+        """All that there have been at once, by number; grows."""
+        self._frames = Frames(self._pages, arena)
+        self._cache = Cache(
+            self._frames, transfers, store or _Nowhere(), observer,
+            timeout=timeout, enter_thread=device.enter_thread, named=False,
+        )  # fmt: skip
+        self._cache.eager = True
+        self._free: dict[int, deque[int]] = defaultdict(deque)
+        """Numbers of pages that nobody has, by length, the one that was given up first next."""
+        self._given_up: deque[tuple[int, ...]] = deque()
+        """Pages of tensors that nobody has any more, until `_reap`."""
+        self._stack: dict[int, tuple[int, ...]] = {}
+        """Pages of each tensor by the first one, in the order in which they were kept."""
+        self._unwritten: dict[int, None] = {}
+        """Pages that stay in their frames, the oldest first."""
+        self._claimed: set[int] = set()
+        """Pages that are to be in memory soon."""
+        self._most = arena.frames - _SPARE
+        """Pages that stay at once, at most; fixed."""
+        self._written = 0
+        """Bytes that were written in this step."""
+        self.predicted_bytes = 0
+        """Bytes that a step like the last one writes, and reads. Changed by `end_step`."""
+        self.kept_bytes = 0
+        """Bytes of all tensors that were kept in the last step. Changed by `end_step`."""
+        self._kept = 0
+        """The same of this step, so far."""
+
+    def keep(self, content: torch.Tensor) -> tuple[Kept, Mark]:
+        """Copy bytes into pages.
+
+        Args:
+            content: flat, of bytes, on the device. It must not change, nor its memory be used again, until the mark has
+                been passed.
+
+        Raises:
+            BudgetError: there is no room for it. StorageError, CorruptPageError, StallError: a drive failed.
+        """
+        pages = self._new_pages(content.numel())
+        kept = Kept(pages, self._given_up)
+        stream = self._device.stream("activations")
+        self._device.mark(self._device.current()).before(stream)
+        with self._transfers.lock:
+            self._transfers.check()
+            self._kept += content.numel()
+            self._stack[pages[0]] = pages
+            self._want(())
+        for number, page in enumerate(pages):
+            part = content[number * self._page_bytes : (number + 1) * self._page_bytes]
+            use = (Use(page, Mode.WRITE),)
+            with self._transfers.lock:
+                self._make_room()
+                self._cache.acquire(use, threaded=False)
+                self._frames.pages[page].resident = True
+                self._unwritten[page] = None
+            (memory,) = self._cache.contents(use)
+            self._device.copy(bytes_of(memory)[: len(part)], part, stream)
+            mark = self._device.mark(stream)
+            with self._transfers.lock:
+                self._cache.release(use, mark)
+        return kept, mark
+
+    def load(self, kept: Kept, into: torch.Tensor) -> None:
+        """Copy the bytes of a tensor out of its pages, on the current stream.
+
+        Args:
+            into: flat, of bytes, on the device.
+
+        Raises:
+            StorageError, CorruptPageError, StallError: a drive failed.
+        """
+        stream = self._device.current()
+        with self._transfers.lock:
+            self._reap()
+            wanted = self._from(kept)
+        for number, page in enumerate(kept.pages):
+            use = (Use(page, Mode.READ),)
+            with self._transfers.lock:
+                self._want(wanted[number : number + self._most])
+                self._cache.acquire(use, threaded=False)
+            part = into[number * self._page_bytes : (number + 1) * self._page_bytes]
+            (memory,) = self._cache.contents(use)
+            self._device.copy(part, bytes_of(memory)[: len(part)], stream)
+            mark = self._device.mark(stream)
+            with self._transfers.lock:
+                self._cache.release(use, mark)
+
+    def end_step(self) -> dict[str, int]:
+        """Close the books of a step; return the bytes in memory by role."""
+        with self._transfers.lock:
+            self._reap()
+            self.predicted_bytes, self._written = self._written, 0
+            self.kept_bytes, self._kept = self._kept, 0
+            return self._frames.held_bytes()
+
+    def census(self) -> dict[str, int]:
+        """Return the number of frames by status, as `Frames.census`."""
+        with self._transfers.lock:
+            return self._frames.census()
+
+    def drain(self) -> bool:
+        """Wait for all transfers and copies, as `Pager.drain`; it is not used afterwards."""
+        copies = self._cache.copies
+        with self._transfers.lock:
+            self._cache.drop_claims()
+            self._transfers.drain(lambda: not copies.pending)
+            done = not copies.pending
+        copies.close()
+        return done
+
+    # Pages #
+
+    def _new_pages(self, nbytes: int) -> tuple[int, ...]:
+        """Return pages for so many bytes, that nobody has."""
+        with self._transfers.lock:
+            self._reap()
+        lengths = [self._page_bytes] * (nbytes // self._page_bytes)
+        if rest := nbytes % self._page_bytes:
+            lengths.append(align_up(rest, PAGE_ALIGNMENT))
+        pages = [self._free[length].popleft() if self._free[length] else -1 for length in lengths]
+        begin = len(self._pages)
+        missing = [length for length, page in zip(lengths, pages, strict=True) if page < 0]
+        more = [
+            Page(index=begin + number, role=Role.ACTIVATION, unit=0, segment=0, start=0, count=0, nbytes=length)
+            for number, length in enumerate(missing)
+        ]
+        if more and self._store is not None:
+            self._store.add(more, self._path_of)  # not under the lock: files grow
+        with self._transfers.lock:
+            self._pages += more
+            self._frames.grow()
+        new = iter(more)
+        return tuple(page if page >= 0 else next(new).index for page in pages)
+
+    def _path_of(self, page: Page) -> int:
+        """Deal a page to the path that has least, for its share."""
+        path = min(range(len(self._shares)), key=lambda k: (self._dealt[k] + page.nbytes) / self._shares[k])
+        self._dealt[path] += page.nbytes
+        return path
+
+    def _reap(self) -> None:
+        """Give up the pages of tensors that nobody has any more. Under the lock."""
+        pages = self._frames.pages
+        for _ in range(len(self._given_up)):
+            numbers = self._given_up.popleft()
+            self._stack.pop(numbers[0], None)
+            for page in numbers:
+                self._unwritten.pop(page, None)
+                pages[page].resident = False
+                if page in self._claimed:
+                    self._claimed.remove(page)
+                    self._cache.release_claim(page)
+            if any(pages[page].reading or pages[page].writing or pages[page].pins for page in numbers):
+                self._given_up.append(numbers)  # what is in flight comes to its end
+                continue
+            for page in numbers:
+                self._cache.discard(page)
+                self._free[self._pages[page].nbytes].append(page)
+        self._cache.prefetch()
+
+    def _make_room(self) -> None:
+        """Write the oldest pages until a page more can stay. Under the lock. [Note: a stack]
+
+        Raises:
+            BudgetError: there is nowhere to write them to. Else as `Cache.acquire`.
+        """
+        self._reap()
+        if self._store is None:
+            if not self._frames.free:
+                raise BudgetError(
+                    f"activations need more than the {format_size(self._frames.count * self._page_bytes)} of host "
+                    'memory that are for them; set activations.host_bytes higher, or activations.tier = "nvme"'
+                )
+            return
+        while len(self._unwritten) >= self._most:
+            page = next(iter(self._unwritten))
+            use = (Use(page, Mode.READ),)
+            self._cache.acquire(use, threaded=False)  # until a device has copied all of it
+            self._cache.release(use)
+            del self._unwritten[page]
+            self._frames.pages[page].resident = False
+            self._written += self._pages[page].nbytes
+            self._cache.evict(page)
+
+    # What comes next #
+
+    def _from(self, kept: Kept) -> list[int]:
+        """Return the pages of a tensor, and those that come next, as far as there are frames. Under the lock."""
+        found: list[int] = []
+        below = False
+        for first, pages in reversed(self._stack.items()):
+            below = below or first == kept.pages[0]
+            if below:
+                found += pages
+            if len(found) >= len(kept.pages) + self._most:
+                break
+        return found
+
+    def _want(self, pages: Sequence[int]) -> None:
+        """Have these read, and none of the others that were wanted. Under the lock."""
+        wanted = set(pages)
+        for page in self._claimed - wanted:
+            self._cache.release_claim(page)
+        for page in pages:
+            if page not in self._claimed:
+                self._cache.claim(Use(page, Mode.READ), kept=False)
+        self._claimed = wanted
+        self._cache.prefetch()
+
+
+class _Nowhere:
+    """A store that nothing is written to."""
+
+    def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
+        """Refuse."""
+        raise InfinityError(f"activation {page} is stored nowhere")
+
+    def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
+        """Refuse."""
+        raise InfinityError(f"activation {page} cannot be stored anywhere")
+
+    def discard(self, page: int) -> None:
+        """Do nothing."""
+
+    def has(self, page: int) -> bool:
+        """Return False."""
+        return False
+
+    def expect_gradients(self, stored: bool) -> None:
+        """Do nothing."""
+
+    def oldest_request(self) -> str:
+        """Return that there is none."""
+        return "no requests are in flight"
