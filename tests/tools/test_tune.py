@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,11 @@ def test_a_trial_that_kills_its_process_is_a_failed_one(tmp_path: Path) -> None:
     assert len(until(process, tmp_path, lambda rows: len(rows) > 0)) == 1, "it is in the second trial"
     (worker,) = [one for one in workers(process.pid) if "spawn_main" in " ".join(one.cmdline())]
     worker.kill()
-    rows = until(process, tmp_path, lambda rows: len(rows) > 2)
+    kinds = partial(map, lambda row: row["outcome"]["kind"])
+    rows = until(process, tmp_path, lambda rows: "measured" in kinds(rows[2:]))  # it may skip what promises nothing
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=300)
-    assert [row["outcome"]["kind"] for row in rows[:3]] == ["measured", "failed", "measured"]
+    assert [*kinds(rows[:2])] == ["measured", "failed"]
     assert rows[1]["outcome"]["reason"] == "the process for trials was killed: out of memory?"
     assert left(tmp_path) == []
 
