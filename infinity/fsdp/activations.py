@@ -144,7 +144,7 @@ class SavedActivations:
             return
         self._end_copies()
         for tensor in _tensors((args, kwargs)):
-            if _is_worth_it(tensor):
+            if _can_be_paged(tensor) and _is_activation(tensor):
                 memory = private.weak_memory(tensor)
                 self._inputs[memory.cdata] = memory
         for saved in list(self._held.values()):
@@ -162,10 +162,10 @@ class SavedActivations:
     def _save(self, tensor: torch.Tensor) -> _Saved:
         """Return what autograd is to keep of a tensor."""
         saved = _Saved(tensor)
-        if _is_worth_it(tensor):
-            if self._is_input(tensor):
+        if _can_be_paged(tensor):
+            if self._is_input(tensor):  # also where it has been detached, as in what torch.compile makes
                 saved.paged, saved.tensor = self._page(tensor), None
-            elif not self._inside:
+            elif not self._inside and _is_activation(tensor):
                 self._held[id(saved)] = saved
         return saved
 
@@ -218,17 +218,19 @@ def _eager(hook: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _is_worth_it(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is an activation that pages can hold: no parameter, nor a view of one."""
-    whole = tensor if tensor._base is None else tensor._base
+def _can_be_paged(tensor: torch.Tensor) -> bool:
+    """Whether pages can hold a tensor, and it is worth it."""
     return (
         type(tensor) is torch.Tensor
         and tensor.is_floating_point()
         and tensor.nbytes >= _LEAST_BYTES
-        and tensor.requires_grad
-        and not whole.is_leaf
         and _is_dense(tensor)
     )
+
+
+def _is_activation(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was computed, and a gradient goes on from it: no parameter nor view of one, mask or position."""
+    return tensor.requires_grad and not (tensor if tensor._base is None else tensor._base).is_leaf
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -50,6 +50,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "trust_ratio": lambda p: importlib.import_module("support.optimizers").TrustRatio(p, lr=1e-1, momentum=0.9),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
+_OF_ACTIVATIONS = {"device": 0, "host": 128, "nvme": 4}
+"""Pages of the arena for activations, by tier: room for all of a small model, or the least."""
 NO_DTENSOR = {"rprop"}
 """Optimizers that torch cannot run on DTensors: in memory they run on the local tensors."""
 
@@ -122,6 +124,8 @@ class Paging:
     """Bytes of the device for weights and whole units; 0: what it has free."""
     homes: str = ""
     """How many units are to live there: ``all``, ``some`` or ``none``; empty where that is left open."""
+    activations: str = "device"
+    """Where they wait for backward."""
 
 
 @dataclass
@@ -353,6 +357,7 @@ def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]
         "memory": {"host_bytes": host, "page_bytes": paging.page, "device_bytes": paging.device},
         "state": {"format": paging.format},
         "update": {"placement": paging.placement, "cores": paging.cores},
+        "activations": {"tier": paging.activations, "host_bytes": _OF_ACTIVATIONS[paging.activations] * paging.page},
         "telemetry": {"runtime_dir": str(folder / "runtime")},
     }
     for section, values in sections.items():
@@ -373,7 +378,11 @@ def least_host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Op
 
 
 def host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Return the size of the arena that a paging names."""
+    """Return the size of the arena that a paging names; activations have theirs beside it."""
+    return _host_bytes(paging, model, optimizer, folder) + _OF_ACTIVATIONS[paging.activations] * paging.page
+
+
+def _host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     if paging.arena == "all":
         return 256 * MIB
     least = least_host_bytes(paging, model, optimizer, folder)

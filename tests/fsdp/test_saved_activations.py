@@ -1,0 +1,285 @@
+"""What of a forward is paged: the inputs of units, by whatever checkpoints them, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+
+import infinity
+from infinity.errors import BudgetError, ConfigError
+from infinity.run.run import Run
+
+WIDTH, LAYERS, ROWS, LENGTH = 64, 4, 4, 256
+INPUT = ROWS * LENGTH * WIDTH * 2
+"""Bytes of what a layer is called with."""
+LLAMA = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+LEAST = {"tier": "nvme", "host_bytes": "256KiB"}
+
+
+class Layer(nn.Module):
+    """A residual block; `inside` is what it computes in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.how: Callable[..., torch.Tensor] | None = None
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.how(self.inside, x) if self.how else self.inside(x)
+
+
+class Model(nn.Module):
+    """Layers between an embedding and a head; `around` is how they are called."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.around: Callable[..., torch.Tensor] | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = self.around(layer, x) if self.around else layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+def sharded(change: Callable[[Model], object]) -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    change(model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy, mesh=infinity.mesh())
+    return fully_shard(model, mp_policy=policy, mesh=infinity.mesh())
+
+
+def tokens(step: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+@contextmanager
+def offloaded(
+    model: nn.Module, folder: Path, activations: dict[str, Any], **sections: Any
+) -> Iterator[infinity.PagedOptimizer]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    settings = {
+        "storage": {"paths": [str(folder)], "timeout_seconds": 20},
+        "memory": {"host_bytes": "4MiB", "page_bytes": "64KiB"},
+        "activations": activations,
+        "telemetry": {"runtime_dir": str(folder / "runtime")},
+        **sections,
+    }
+    with infinity.offload(model, optimizer, settings) as paged:
+        yield paged
+
+
+def trained(model: nn.Module, folder: Path, activations: dict[str, Any], steps: int = 3) -> tuple[list[float], Run]:
+    losses = []
+    with offloaded(model, folder, activations) as optimizer:
+        for step in range(steps):
+            loss = model(tokens(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, optimizer.run
+
+
+def _all(model: Model, how: Callable[..., torch.Tensor]) -> None:
+    for layer in model.layers:
+        layer.how = how
+
+
+def _compiled(model: Model) -> None:
+    for layer in model.layers:
+        layer.inside = torch.compile(layer.inside, backend="aot_eager")
+
+
+WAYS: dict[str, Callable[[Model], object]] = {
+    "none": lambda model: None,
+    "inside, reentrant": lambda model: _all(model, partial(checkpoint, use_reentrant=True)),
+    "inside": lambda model: _all(model, partial(checkpoint, use_reentrant=False)),
+    "around, reentrant": lambda model: setattr(model, "around", partial(checkpoint, use_reentrant=True)),
+    "around": lambda model: setattr(model, "around", partial(checkpoint, use_reentrant=False)),
+    "torch's wrapper": lambda model: apply_activation_checkpointing(
+        model, partial(wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT), lambda module: isinstance(module, Layer)
+    ),
+    "compiled": _compiled,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_input_of_a_layer_is_kept_once(way: str, tmp_path: Path) -> None:
+    """Whoever saves it, and the losses are those with activations in memory."""
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "nvme").mkdir()
+    expected, _ = trained(sharded(WAYS[way]), tmp_path / "memory", {})
+    found, run = trained(sharded(WAYS[way]), tmp_path / "nvme", LEAST)
+    assert found == expected
+    assert run.activations is not None
+    assert run.activations.kept_bytes == LAYERS * INPUT
+    assert run.activations.predicted_bytes == LAYERS * INPUT - 2 * 65536
+
+
+def test_slices_are_kept_one_by_one(tmp_path: Path) -> None:
+    """Together as much as one input."""
+    model = sharded(WAYS["none"])
+    infinity.micro_batches(model, 4)
+    _, run = trained(model, tmp_path, LEAST)
+    assert run.activations is not None
+    assert run.activations.kept_bytes == LAYERS * INPUT
+
+
+def test_bytes_on_the_drives_are_as_predicted(tmp_path: Path) -> None:
+    """By counters of their own, within a page that was still being written."""
+    model = sharded(WAYS["inside"])
+    with offloaded(model, tmp_path, LEAST) as optimizer:
+        for step in range(5):
+            model(tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        page, predicted = optimizer.run.stats.snapshot(), optimizer.run.activations.predicted_bytes
+        written, read = (
+            page.value("io_bytes_total", op=op, state="activation", device="nvme0") for op in ("write", "read")
+        )
+        spared = page.value("prefetch_spared_bytes_total")
+        assert page.value("plan_predicted_bytes_per_step", op="write") == (
+            optimizer.run.plan.traffic.written_bytes + predicted
+        )
+    assert written == 5 * predicted > 0
+    assert 5 * predicted - spared <= read <= 5 * predicted
+
+
+def test_several_forwards_and_backwards_in_other_orders(tmp_path: Path) -> None:
+    """Two forwards before the first backward, the older one first; and a graph that is used twice."""
+    losses = []
+    for activations in ({}, LEAST):
+        folder = tmp_path / (activations.get("tier") or "device")
+        folder.mkdir()
+        model = sharded(WAYS["inside"])
+        model.set_reshard_after_backward(True)
+        with offloaded(model, folder, activations, update={"placement": "after_backward"}) as optimizer:
+            found = []
+            for step in range(3):
+                first, second = model(tokens(step)), model(tokens(step + 10))
+                first.backward(retain_graph=True)
+                second.backward()
+                first.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found += [first.item(), second.item()]
+        losses.append(found)
+    assert losses[0] == losses[1]
+
+
+def test_nothing_is_kept_without_gradients_nor_behind_an_error(tmp_path: Path) -> None:
+    """A forward under no_grad saves nothing; what one saved that failed is given up."""
+    model = sharded(WAYS["inside"])
+    with offloaded(model, tmp_path, LEAST) as optimizer:
+        pages = optimizer.run.activations
+        with torch.no_grad():
+            model(tokens())
+        assert pages._stack == {}
+        model.layers[-1].how = lambda inside, x: 1 // 0
+        with pytest.raises(ZeroDivisionError):
+            model(tokens())
+        gc.collect()
+        model.layers[-1].how = partial(checkpoint, use_reentrant=False)
+        model(tokens()).backward()
+        optimizer.step()
+        assert pages._stack == {}
+        x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        (x * x).sum().backward()
+
+
+def test_an_output_that_is_saved_does_not_keep_itself(tmp_path: Path) -> None:
+    """What a graph saves of its own results goes with it."""
+    model = sharded(WAYS["none"])
+    outputs = []
+    model.head.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)) or output.exp())
+    with offloaded(model, tmp_path, LEAST) as optimizer:
+        loss = model(tokens())
+        loss.backward()
+        del loss
+        optimizer.step()
+        gc.collect()
+        assert [output() for output in outputs] == [None]
+
+
+def test_what_is_modified_in_place_is_told_as_autograd_tells_it(tmp_path: Path) -> None:
+    """An activation that was saved, by what comes behind."""
+
+    def spoil(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        saved = output.exp()
+        result = saved * 1
+        saved.add_(1)
+        return result
+
+    for activations in ({}, LEAST):
+        folder = tmp_path / (activations.get("tier") or "device")
+        folder.mkdir()
+        model = sharded(WAYS["none"])
+        model.layers[1].up.register_forward_hook(spoil)
+        with offloaded(model, folder, activations):
+            loss = model(tokens())
+            with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+                loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_model_of_transformers_with_its_own_checkpointing(reentrant: bool, tmp_path: Path) -> None:
+    """It checkpoints around the call of a layer; masks and positions are not paged."""
+    losses = []
+    for activations in ({}, LEAST):
+        folder = tmp_path / (activations.get("tier") or "device")
+        folder.mkdir()
+        model = infinity.from_config(LlamaConfig(**LLAMA), dtype=torch.bfloat16)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+        ids = torch.randint(0, 64, (8, 128), generator=torch.Generator().manual_seed(0))
+        with offloaded(model, folder, activations) as optimizer:
+            for _ in range(3):
+                loss = model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids)).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            if activations:
+                config = model.config
+                size = 8 * 128 * config.hidden_size * 2
+                assert optimizer.run.activations.kept_bytes == config.num_hidden_layers * size
+                assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 0
+    assert losses[:3] == losses[3:]
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    """Before anything is opened, with the value and what to do."""
+    with pytest.raises(ConfigError, match=r'"host" is for models that compute on a GPU.*"nvme" or "device"'):
+        trained(sharded(WAYS["none"]), tmp_path, {"tier": "host"})
+    with pytest.raises(BudgetError, match=r"activations.host_bytes = 64 KiB has room for 1 pages .* set it to 256KiB"):
+        trained(sharded(WAYS["none"]), tmp_path, {"tier": "nvme", "host_bytes": "64KiB"})
+    with pytest.raises(BudgetError, match=r"the least is .* 3.94 MiB for activations"):
+        trained(sharded(WAYS["none"]), tmp_path, {"tier": "nvme", "host_bytes": 4 * 1024 * 1024 - 65536})

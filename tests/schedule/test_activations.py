@@ -1,0 +1,213 @@
+"""Activations in pages: what is kept is what is loaded, in any order, and pages move no more often than they must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock, Thread
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.content.layout import Page
+from infinity.errors import BudgetError, StallError, StorageError
+from infinity.memory.arena import Arena
+from infinity.memory.device import open_device
+from infinity.schedule.activations import ActivationPages, Kept
+from infinity.schedule.transfers import Transfers
+
+PAGE = 8192
+FRAMES = 6
+SPARE = 2
+
+
+class Memory:
+    """A store in memory, whose transfers end on another thread, or when they are told to."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, bytes] = {}
+        self.pages: list[Page] = []
+        self.read_bytes = self.written_bytes = 0
+        self.failing: Exception | None = None
+        self.silent = False
+        self._lock = Lock()
+
+    def add(self, pages: Any, path_of: Any) -> None:
+        assert [page.index for page in pages] == [*range(len(self.pages), len(self.pages) + len(pages))]
+        assert {path_of(page) for page in pages} <= {0, 1}
+        self.pages += pages
+
+    def read(self, page: int, memory: memoryview, done: Any) -> None:
+        def move() -> None:
+            memory[:] = self.stored[page]
+            self.read_bytes += len(memory)
+            done(None)
+
+        Thread(target=move).start()
+
+    def write(self, page: int, memory: memoryview, done: Any) -> None:
+        def move() -> None:
+            self.stored[page] = bytes(memory)
+            self.written_bytes += len(memory)
+            done(self.failing)
+
+        if not self.silent:
+            Thread(target=move).start()
+
+    def discard(self, page: int) -> None:
+        self.stored.pop(page, None)
+
+    def has(self, page: int) -> bool:
+        return page in self.stored
+
+    def expect_gradients(self, stored: bool) -> None:
+        """Nothing to do."""
+
+    def oldest_request(self) -> str:
+        return "nothing is known of it"
+
+
+class Observer:
+    """Counts what was spared."""
+
+    def __init__(self) -> None:
+        self.spared_bytes = 0
+
+    def spared(self, nbytes: int) -> None:
+        self.spared_bytes += nbytes
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@contextmanager
+def opened(store: Memory | None, timeout: float = 20) -> Iterator[tuple[ActivationPages, Observer]]:
+    device, observer = open_device(torch.device("cpu")), Observer()
+    arena = Arena(FRAMES + 3, PAGE, device=device)
+    transfers = Transfers(store or Memory(), observer, timeout=timeout, failed=lambda _: None)  # type: ignore[arg-type]
+    pages = ActivationPages(
+        arena.part(3, FRAMES),
+        PAGE,
+        device,
+        store,
+        [1.0, 3.0],
+        transfers,
+        observer,
+        timeout=timeout,  # type: ignore[arg-type]
+    )
+    try:
+        yield pages, observer
+        assert pages.drain()
+    finally:
+        arena.close()
+
+
+def content(nbytes: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def loaded(pages: ActivationPages, kept: Kept, nbytes: int) -> torch.Tensor:
+    found = torch.empty(nbytes, dtype=torch.uint8)
+    pages.load(kept, found)
+    return found
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("keep"), st.integers(1, 4 * PAGE)),
+            st.tuples(st.sampled_from(["load", "drop"]), st.integers(0, 100)),
+            st.tuples(st.just("step"), st.just(0)),
+        ),
+        max_size=40,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_kept_is_what_is_loaded(actions: list[tuple[str, int]]) -> None:
+    """In whatever order, as often as it is asked for; and what nobody has any more leaves nothing."""
+    store = Memory()
+    with opened(store) as (pages, _):
+        there: list[tuple[Kept, torch.Tensor]] = []
+        for number, (what, value) in enumerate(actions):
+            if what == "keep":
+                tensor = content(value, number)
+                there.append((pages.keep(tensor)[0], tensor))
+            elif what == "step":
+                pages.end_step()
+            elif there and what == "load":
+                kept, tensor = there[value % len(there)]
+                assert torch.equal(loaded(pages, kept, len(tensor)), tensor)
+            elif there:
+                del there[value % len(there)]
+        for kept, tensor in there:
+            assert torch.equal(loaded(pages, kept, len(tensor)), tensor)
+        there.clear()
+        kept = tensor = None  # type: ignore[assignment]
+        with pages._transfers.lock:
+            pages._transfers.lock.wait_for(lambda: not (pages._transfers.writes or pages._transfers.reads), 20)
+        pages.end_step()
+        assert store.stored == {}
+        assert pages.census() == {"free": FRAMES, "resident": 0, "streaming": 0, "writing": 0}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 10])
+@pytest.mark.parametrize("nbytes", [PAGE, 2 * PAGE + 100])
+def test_a_stack_moves_what_has_no_frame_once_each_way(layers: int, nbytes: int) -> None:
+    """Forward and backward: the last ones stay, and steps after the first one take no further slots."""
+    store = Memory()
+    with opened(store) as (pages, observer):
+        for step in range(3):
+            moved = store.written_bytes, store.read_bytes, observer.spared_bytes
+            stack = [pages.keep(content(nbytes, layer))[0] for layer in range(layers)]
+            for layer in reversed(range(layers)):
+                assert torch.equal(loaded(pages, stack.pop(), nbytes), content(nbytes, layer))
+            assert pages.end_step()["activation"] >= 0
+            lengths = [PAGE, PAGE, 4096] if nbytes > PAGE else [PAGE]
+            beyond = sum((layers * lengths)[: max(0, layers * len(lengths) - (FRAMES - SPARE))])
+            assert pages.predicted_bytes == beyond
+            assert pages.kept_bytes == layers * nbytes
+            assert store.written_bytes - moved[0] == beyond
+            assert store.read_bytes - moved[1] + observer.spared_bytes - moved[2] == beyond
+            assert len(store.pages) == (layers * len(lengths) if step else len(store.pages))
+
+
+def test_without_a_store_all_have_frames_or_it_is_said() -> None:
+    """With the value, and what to do."""
+    with opened(None) as (pages, _):
+        kept = [pages.keep(content(PAGE, number))[0] for number in range(FRAMES)]
+        with pytest.raises(
+            BudgetError, match=r'more than the 48 KiB .* set activations.host_bytes higher, or .* "nvme"'
+        ):
+            pages.keep(content(10, 0))
+        for number in reversed(range(FRAMES)):
+            assert torch.equal(loaded(pages, kept.pop(), PAGE), content(PAGE, number))
+
+
+def keep_many(pages: ActivationPages, kept: list[Kept]) -> None:
+    for number in range(20):
+        kept.append(pages.keep(content(PAGE, number))[0])
+
+
+def test_what_a_drive_fails_is_raised_and_stays() -> None:
+    """By whatever comes next."""
+    store, kept = Memory(), list[Kept]()
+    store.failing = StorageError("write", "somewhere", 0, PAGE, 5)
+    with opened(store) as (pages, _):
+        with pytest.raises(StorageError, match="EIO"):
+            keep_many(pages, kept)
+        with pytest.raises(StorageError, match="EIO"):
+            pages.keep(content(PAGE, 0))
+
+
+def test_a_drive_that_does_not_answer_is_not_waited_for() -> None:
+    """Longer than the time limit."""
+    store, kept = Memory(), list[Kept]()
+    store.silent = True
+    with opened(store, timeout=0.2) as (pages, _):
+        with pytest.raises(StallError, match="waited 0 s for a free frame of the arena"):
+            keep_many(pages, kept)
+        pages._transfers.writes = 0
