@@ -27,8 +27,9 @@ _WANTED_FRAMES = 32
 _LEAST_FILLED = 0.8
 ACTIVATION_PART: Final = 8
 """The arena over what of it is for activations, if nothing else is set: a resident page of weights saves as much."""
-LEAST_ACTIVATION_FRAMES: Final = 4
-"""Of these some are for what is being written, and for what comes next."""
+SPARE_FRAMES: Final = 2
+"""Frames of activations that are for what is being written, and for what comes next."""
+LEAST_ACTIVATION_FRAMES: Final = 2 * SPARE_FRAMES
 TOGETHER: Final = 4
 """Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
 

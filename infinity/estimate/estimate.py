@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from infinity.budget import Budget, choose_budget, device_update_bytes
+from infinity.budget import SPARE_FRAMES, Budget, choose_budget, device_update_bytes
 from infinity.config import Config
 from infinity.content.format import ITEMSIZE, Role
-from infinity.content.layout import Layout, Page
+from infinity.content.layout import PAGE_ALIGNMENT, Layout, Page
 from infinity.errors import ConfigError
 from infinity.estimate.machine import Machine
 from infinity.estimate.model import OPTIMIZERS, ModelShape
@@ -30,7 +30,7 @@ from infinity.schedule.timing import Beside
 from infinity.schedule.trace import Event, EventKind
 from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
 from infinity.store.pages import state_pages
-from infinity.units import format_size
+from infinity.units import align_up, format_size
 
 HIDDEN = 1.05
 """Storage counts as hidden where a step takes at most so much of what it would take without it."""
@@ -45,6 +45,8 @@ _MOST_TOKENS = 1 << 34
 _ACTIVATIONS = 34
 """Bytes per token and element of `hidden` that a layer keeps for backward in 16 bits, with an attention that keeps no
 matrix (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4)."""
+_AT_A_TIME = 4
+"""Tensors of the size of a layer's input that are there at a time where those are paged."""
 _LOGIT_BYTES = 12
 """Bytes per logit: in 16 bits, in fp32 for the loss, and the gradients of both."""
 
@@ -172,10 +174,19 @@ class Estimate:
         """The pages."""
         return self.budget.layout
 
-    @property
+    @cached_property
     def traffic(self) -> Traffic:
-        """Bytes of a step over the drives."""
-        return self.plan.traffic
+        """Bytes of a step over the drives, those of activations too."""
+        plan, activations = self.plan.traffic, self.activations
+        return Traffic(
+            read=plan.read | {Role.ACTIVATION: activations.moved},
+            written=plan.written | {Role.ACTIVATION: activations.moved},
+        )
+
+    @cached_property
+    def activations(self) -> Activations:
+        """What activations take where they are paged."""
+        return _activations(self.model, self.workload, self.settings, self.budget)
 
     @property
     def bandwidth(self) -> float:
@@ -193,7 +204,7 @@ class Estimate:
 
     @cached_property
     def link_traffic(self) -> LinkTraffic:
-        """Bytes that cross the link to the device in a step, each way."""
+        """Bytes that cross the link to the device in a step, each way, but for activations."""
         return link_traffic(self.events, self.layout, self.placed, update_on_device=self.updates_on_device)
 
     @cached_property
@@ -222,8 +233,8 @@ class Estimate:
         hashed = max(traffic.read_bytes, traffic.written_bytes)
         return {
             "computation": work.flops(self.model) / machine.device.flops,
-            "weights": self.link_traffic.weights / link if link else 0.0,
-            "gradients": self.link_traffic.gradients / link if link else 0.0,
+            "weights": (self.link_traffic.weights + self.activations.kept) / link if link else 0.0,
+            "gradients": (self.link_traffic.gradients + self.activations.kept) / link if link else 0.0,
             "collectives": self._exchanged_bytes / machine.interconnect if machine.interconnect else 0.0,
             "updates": max(self._update_copies)
             if self.updates_on_device
@@ -244,6 +255,7 @@ class Estimate:
         busy = self._busy(batch_tokens) | dict.fromkeys(without, 0.0)
         hash_rate = self.machine.hash_rate if busy["hashing"] else 0.0
         read, changed = self._update_copies if busy["updates"] else (0.0, 0.0)
+        tokens = batch_tokens / self.workload.batch_tokens
         return predict_seconds(
             self.plan,
             self.layout,
@@ -260,6 +272,7 @@ class Estimate:
                 interpreter=busy["interpreter"],
                 behind=BEHIND,
             ),
+            activations=2 * tokens * self.activations.moved,
             threaded=self.machine.threaded,
         )
 
@@ -303,15 +316,15 @@ class Estimate:
 
     @property
     def drive_bytes(self) -> int:
-        """Space that this rank takes on the drives from the second step on; gradients take some if it stores them."""
+        """Space that this rank takes on the drives from the second step on, with that of activations and gradients."""
         stored = self.traffic.written[Role.GRAD] > 0
-        return self.first_drive_bytes - (0 if stored else self._space_of_gradients)
+        return self.first_drive_bytes - (0 if stored else self._space_of_gradients)  # of activations: all that is kept
 
     @property
     def first_drive_bytes(self) -> int:
         """Space that it takes until the end of the first step, which is not planned, and may store gradients."""
         state = self._space(state_pages(self.layout.pages), self.settings.run.retained_commits)
-        return state + self._space_of_gradients
+        return state + self._space_of_gradients + self.activations.stored
 
     @cached_property
     def _space_of_gradients(self) -> int:
@@ -348,12 +361,13 @@ class Estimate:
         """Frames of the arena, by what they are for."""
         plan = self.plan
         kept = {"resident": len(plan.resident), "streaming": plan.streaming_frames, "kept": plan.kept.frames}
-        return {**kept, "writing": plan.frames - sum(kept.values())}
+        frames = {**kept, "writing": plan.frames - sum(kept.values())}
+        return frames | ({"activations": number} if (number := self.budget.activation_frames) else {})
 
     @property
     def working_bytes(self) -> float:
         """Memory for computation, in bytes, about: of the device, or of the host beside the arena."""
-        return working_bytes(self.model, self.workload)
+        return working_bytes(self.model, self.workload, paged=self.settings.activations.tier != "device")
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -371,14 +385,52 @@ class Estimate:
                 f"computation needs about {format_size(self.working_bytes)} of the {format_size(device.memory_bytes)} "
                 f"that {device.name} has; use more micro-batches, or activation checkpointing"
             )
+        of_activations = self.budget.activation_frames * self.layout.page_bytes
+        if self.settings.activations.tier == "host" and self.activations.kept > of_activations:
+            found.append(
+                f"activations need {format_size(self.activations.kept)} of host memory, and "
+                f"{format_size(of_activations)} are for them; set activations.host_bytes higher, or "
+                'activations.tier = "nvme"'
+            )
         return tuple(found)
 
 
-def working_bytes(model: ModelShape, work: Workload) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What a step of a rank keeps of activations in pages, in bytes; 0 where they stay where they are computed."""
+
+    kept: int = 0
+    """Inputs of all layers."""
+    moved: int = 0
+    """What of them is written to the drives, and read again."""
+    stored: int = 0
+    """Space that they take on the drives."""
+
+
+def _activations(model: ModelShape, work: Workload, settings: Config, budget: Budget) -> Activations:
+    """Return what `ActivationPages` does with the inputs of layers."""
+    tier, page_bytes = settings.activations.tier, budget.layout.page_bytes
+    if tier == "device" or not work.recomputes:
+        return Activations()
+    nbytes = int(work.tokens / work.micro_batches * ITEMSIZE[work.computed] * model.hidden)
+    slices = len(model.layers) * (work.micro_batches if work.layer_major else 1)
+    whole, rest = divmod(nbytes, page_bytes)
+    pages = [page_bytes] * whole + [align_up(rest, PAGE_ALIGNMENT)] * (rest > 0)
+    kept = slices * nbytes
+    if tier == "host":
+        return Activations(kept=kept * work.passes)
+    beyond = sum((pages * slices)[: max(0, slices * len(pages) - (budget.activation_frames - SPARE_FRAMES))])
+    return Activations(kept=kept * work.passes, moved=beyond * work.passes, stored=slices * sum(pages))
+
+
+def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> float:
     """Return the memory that computation takes, in bytes, about.
 
     The root and two layers gathered, the gradients of the largest unit as they are computed and as they are reduced,
     activations, and the logits of one micro-batch.
+
+    Args:
+        paged: whether inputs of layers are paged: then one, what comes out, and their gradients are there at a time.
     """
     itemsize = ITEMSIZE[work.computed]
     layer = max((unit.numel for unit in model.layers), default=0)
@@ -387,7 +439,9 @@ def working_bytes(model: ModelShape, work: Workload) -> float:
     inside = at_once * _ACTIVATIONS / 2 * itemsize * model.hidden
     if work.recomputes:
         tokens = work.tokens if work.layer_major else at_once
-        kept = inside + tokens * itemsize * model.hidden * len(model.layers)
+        kept = inside + tokens * itemsize * model.hidden * (
+            min(len(model.layers), _AT_A_TIME) if paged else len(model.layers)
+        )
     else:
         kept = inside * len(model.layers)
     weights = itemsize * (model.root.numel + 2 * layer)
@@ -448,7 +502,12 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     if settings.state.format != "fp32" and not any(one.encodings for one in formats.values()):
         raise ConfigError(f'state.format = "{settings.state.format}" would change nothing here; set "fp32"')
     memory = settings.memory
-    budget = choose_budget(units, formats, memory.host_bytes, memory.page_bytes, device=machine.device.link > 0)
+    if settings.activations.tier == "host" and not machine.device.link:
+        raise ConfigError('activations.tier = "host" is for an accelerator: nothing computes beside host memory here')
+    budget = choose_budget(
+        units, formats, memory.host_bytes, memory.page_bytes,
+        device=machine.device.link > 0, activations=settings.activations,
+    )  # fmt: skip
     events = _step_events(model, workload)
     wanted = settings.update.placement
     name = placed(wanted, events, late=workload.clipping)

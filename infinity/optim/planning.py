@@ -178,7 +178,7 @@ class StepPlanner:
             self._plans[start] = prepend(prefix, self._plans["pending"], self._layout)
         return self._plans[start]
 
-    def predict_seconds(self, bandwidth: float, computation: float) -> float:
+    def predict_seconds(self, bandwidth: float, computation: float, activations: float) -> float:
         """Return how many seconds the plan predicts for a step; see `PagedOptimizer.predict_seconds`.
 
         Raises:
@@ -187,5 +187,10 @@ class StepPlanner:
         if self.plan is None:
             raise InfinityError("there is no plan before the first step: take a step first")
         return predict_seconds(
-            self.plan, self._layout, bandwidth=bandwidth, computation=computation, threaded=self._threaded
+            self.plan,
+            self._layout,
+            bandwidth=bandwidth,
+            computation=computation,
+            activations=activations,
+            threaded=self._threaded,
         )

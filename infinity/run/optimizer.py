@@ -399,7 +399,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             InfinityError: there is no plan before the first step has been taken.
         """
-        return self._runner.planner.predict_seconds(bandwidth, computation)
+        activations = self.run.activations.predicted_bytes if self.run.activations is not None else 0
+        return self._runner.planner.predict_seconds(bandwidth, computation, 2 * activations)
 
     @property
     def run(self) -> Run:

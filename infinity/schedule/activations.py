@@ -1,7 +1,7 @@
 """What forwards keep for backwards, as pages: in frames of the arena, and on the drives what these have no room for.
 
 [Note: a stack] What was kept last is needed first. So what was kept last stays in its frames, and the oldest is written
-as soon as there would be fewer than `_SPARE` frames for what comes. Nothing moves fewer bytes: each page that does not
+as soon as there would be fewer than `SPARE_FRAMES` for what comes. Nothing moves fewer bytes: each page that does not
 fit is written once and read once. In backward the pages are read ahead in the reverse order, as frames come free. Where
 tensors are needed in another order, or more than once, the same holds of each, and only more bytes move.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 
+from infinity.budget import SPARE_FRAMES
 from infinity.content.format import Role
 from infinity.content.layout import PAGE_ALIGNMENT, Page
 from infinity.content.views import bytes_of
@@ -25,9 +26,6 @@ from infinity.schedule.frames import Frames
 from infinity.schedule.trace import Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
 from infinity.units import align_up, format_size
-
-_SPARE: Final = 2
-"""Frames that are for what is being written, and for what comes next."""
 
 
 class ActivationStore(PageReaderWriter, Protocol):
@@ -104,7 +102,7 @@ class ActivationPages:
         """Pages that stay in their frames, the oldest first."""
         self._claimed: set[int] = set()
         """Pages that are to be in memory soon."""
-        self._most = arena.frames - _SPARE
+        self._most = arena.frames - SPARE_FRAMES
         """Pages that stay at once, at most; fixed."""
         self._written = 0
         """Bytes that were written in this step."""

@@ -433,18 +433,33 @@ def lengths(
 
 
 def predict_seconds(
-    plan: Plan, layout: Layout, *, bandwidth: float, computation: float, beside: Beside = NOTHING, threaded: bool
+    plan: Plan,
+    layout: Layout,
+    *,
+    bandwidth: float,
+    computation: float,
+    beside: Beside = NOTHING,
+    activations: float = 0.0,
+    threaded: bool,
 ) -> float:
     """Return how many seconds a steady step takes.
 
     Args:
+        activations: bytes of these that the drives read and write beside the plan. They are spread over the step as its
+            computation is, and are counted as if each transfer of the plan took longer by its share of them.
         bandwidth: of the drives, bytes per second of reads and writes together.
         computation: seconds that the training thread takes where it waits for nothing.
         beside: what else takes seconds.
         threaded: whether updates are waited for on a thread of their own.
     """
+    total = plan.traffic.total_bytes
+    if activations:
+        least = (total + activations) / bandwidth
+        bandwidth *= total / (total + activations) if total else 1.0
+    else:
+        least = 0.0
     (length,) = lengths(plan, layout, [computation * bandwidth], beside=beside.times(bandwidth), threaded=threaded)
-    return max(max(length, plan.traffic.total_bytes) / bandwidth, beside.longest)
+    return max(max(length, total) / bandwidth, least, beside.longest)
 
 
 def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:

@@ -230,6 +230,14 @@ def train(
             min=0, help="With --resume: from the commit of this step; later ones are removed.", rich_help_panel=_STATE
         ),
     ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            callback=setting("activations.tier"),
+            help="Where inputs of layers wait for backward: device, host (from a GPU) or nvme. [default: device]",
+            rich_help_panel=_STATE,
+        ),
+    ] = None,
     retained_commits: Annotated[
         int | None,
         typer.Option(
@@ -388,6 +396,7 @@ def train(
             "memory.page_bytes": page_bytes,
             "state.format": state_format,
             "update.placement": update,
+            "activations.tier": activations,
             "run.seed": seed,
             "run.resume": resume,
             "run.resume_paths": [str(path) for path in resume_path] if resume_path else None,

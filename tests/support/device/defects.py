@@ -16,6 +16,7 @@ import torch
 from infinity.content.format import Role
 from infinity.content.views import section
 from infinity.fsdp import gradient
+from infinity.fsdp.activations import SavedActivations
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import AcceleratorDevice
 from infinity.optim.device_pages import DevicePages
@@ -23,6 +24,7 @@ from infinity.optim.fetch import GradientFetcher
 from infinity.optim.gradients import Gradients
 from infinity.optim.update import Update
 from infinity.schedule import cache, copies
+from infinity.schedule.activations import ActivationPages
 from infinity.schedule.homes import Homes
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
@@ -37,6 +39,8 @@ UPDATE, TRAINING, COPIES = "thread infinity-update_0", "thread MainThread", "thr
 IN_BACKWARD = Recipe(model="toy", steps=3)
 IN_FORWARD = Recipe(model="toy", steps=3, clip=1.0)
 LEAST = Paging(arena="least")
+KEEPING = Recipe(model="toy", steps=2, sequences=44, checkpointing=True)
+ACTIVATIONS = Paging(activations="nvme")
 HOMES = Paging(arena="least", device=64 << 20)
 """All units live on the device, where it updates."""
 
@@ -325,6 +329,48 @@ def _not_kept(purpose: str) -> Iterator[None]:
         yield
 
 
+class _Misled:
+    """A device that has one stream for the current one, and is itself in all else."""
+
+    def __init__(self, device: Any, purpose: str) -> None:
+        self._device, self._purpose = device, purpose
+
+    def current(self) -> Any:
+        return self._device.stream(self._purpose)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+@contextmanager
+def _activations_elsewhere(method: str) -> Iterator[None]:
+    """Let activations go as if another stream than the current one used them."""
+    original = getattr(ActivationPages, method)
+
+    def misled(self: Any, *args: Any) -> Any:
+        device = self._device
+        self._device = _Misled(device, "activations" if method == "keep" else "elsewhere")
+        try:
+            return original(self, *args)
+        finally:
+            self._device = device
+
+    with patch.object(ActivationPages, method, misled):
+        yield
+
+
+@contextmanager
+def _activations_without_marks() -> Iterator[None]:
+    """Let pages of activations go when they have been handed to the device."""
+    release = cache.Cache.release
+
+    def hasty(self: Any, uses: Any, mark: Any = None) -> None:
+        release(self, uses, mark if self._named else None)
+
+    with patch.object(cache.Cache, "release", hasty):
+        yield
+
+
 def _hasty_copies() -> AbstractContextManager[Any]:
     """Let the thread that waits for copies take every mark for passed."""
     return patch.object(copies, "wait", lambda *_, **__: True)
@@ -399,6 +445,35 @@ DEFECTS: dict[str, Defect] = {
         recipe=Recipe(model="toy", steps=2, evaluate=True, edit=True),
         paging=Paging(arena="all"),
         looks=100,
+    ),
+    "activations: copied before they are computed": Defect(
+        change=partial(_activations_elsewhere, "keep"),
+        later="a copy to the host (reads, the stream 'activations')",
+        earlier=f"(writes, {COMPUTATION})",
+        recipe=KEEPING,
+        paging=ACTIVATIONS,
+        looks=100,  # the host is not to have seen that something behind them has been done
+    ),
+    "activations: computed with before their copy": Defect(
+        change=partial(_activations_elsewhere, "load"),
+        later=f"(reads, {COMPUTATION})",
+        earlier="a copy to the device (writes, the stream 'elsewhere')",
+        recipe=KEEPING,
+        paging=ACTIVATIONS,
+    ),
+    "activations: their memory is used again before the copy has ended": Defect(
+        change=lambda: patch.object(SavedActivations, "_end_copies", lambda self: self._copying.clear()),
+        later=f"({COMPUTATION}), once it was freed,",
+        earlier="a copy to the host (reads, the stream 'activations')",
+        recipe=KEEPING,
+        paging=ACTIVATIONS,
+    ),
+    "activations: no mark behind their copy": Defect(
+        change=_activations_without_marks,
+        later="an NVMe write from it|a copy to the device",
+        earlier="a copy to the host (writes, the stream 'activations')",
+        recipe=KEEPING,
+        paging=ACTIVATIONS,
     ),
     "close: does not wait for copies": Defect(
         change=_closed_without_drain,

@@ -56,7 +56,8 @@ ZERO: list[Key] = [
     *lacking(_ZERO, "zenflow", "it updates most parameters later, with older gradients; here every update is of this "
              "step", "leave it out; updates overlap with computation anyway (update.placement)", switch="any",
              changes=True),
-    *lacking(_ZERO, "save_muon_momentum_buffer_in_memory", "of Muon, which is refused", "AdamW"),
+    *lacking(_ZERO, "save_muon_momentum_buffer_in_memory", "the state of every optimizer is paged",
+             "leave it out: what fits the arena stays there"),
 ]  # fmt: skip
 
 OFFLOAD: list[Key] = [
@@ -96,8 +97,8 @@ ACTIVATIONS: list[Key] = [
     *lacking("activation_checkpointing", "partition_activations",
              "it is for tensor parallelism of DeepSpeed's kind", "torch.utils.checkpoint in your model, or "
              "infinity.micro_batches, which keeps the inputs of layers only"),
-    *lacking("activation_checkpointing", "cpu_checkpointing", "activations stay where they are computed",
-             "infinity.micro_batches: memory is that of one slice and of the layers' inputs"),
+    translated("activation_checkpointing.cpu_checkpointing", "activations.tier",
+               "host: inputs of layers wait in the arena; nvme: on the drives too", "flag"),
     *unneeded("activation_checkpointing", "contiguous_memory_optimization number_checkpoints "
               "synchronize_checkpoint_boundary profile",
               "of DeepSpeed's own checkpointing; use torch.utils.checkpoint or model.gradient_checkpointing_enable(), "

@@ -29,7 +29,7 @@ class Line:
 
 def lines_of(found: Found, nvme: Sequence[str] = ()) -> list[Line]:
     """Return the settings that a configuration asks for, in the order of the file; `nvme` replaces its paths."""
-    return [*_paths(found, nvme), *_requests(found), *_memory(found)]
+    return [*_paths(found, nvme), *_requests(found), *_memory(found), *_activations(found)]
 
 
 def nvme_paths(found: Found) -> list[str]:
@@ -98,6 +98,11 @@ def _memory(found: Found) -> list[Line]:
         )
         return [Line(name="memory.host_bytes", value=None, remark=remark)]
     return []
+
+
+def _activations(found: Found) -> list[Line]:
+    name = "activation_checkpointing.cpu_checkpointing"
+    return [Line(name="activations.tier", value="host", remark=name)] if found[name] is True else []
 
 
 def _size(size: int) -> str | int:

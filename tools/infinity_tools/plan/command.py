@@ -195,6 +195,14 @@ def plan(
             rich_help_panel=_RUN,
         ),
     ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            callback=setting("activations.tier"),
+            help="Where inputs of layers wait for backward: device, host (from a GPU) or nvme. [default: device]",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     retained_commits: Annotated[
         int | None, typer.Option(min=0, help="Commits that are kept.", rich_help_panel=_RUN)
     ] = None,
@@ -268,6 +276,7 @@ def plan(
                 "memory.page_bytes": page_bytes,
                 "state.format": state_format,
                 "update.placement": update,
+                "activations.tier": activations,
                 "update.cores": update_cores,
                 "run.retained_commits": retained_commits,
             }.items()

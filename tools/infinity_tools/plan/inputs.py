@@ -113,7 +113,7 @@ def plan_of(asked: Asked, report: Report = lambda what: None) -> tuple[Estimate,
         sources["computation"] = "three layers were measured on this processor"
     else:
         machine = _machine(asked, device, drives, settings)
-        work = _fitted(asked, model, work, device)
+        work = _fitted(asked, model, work, device, settings)
     report("planning")
     return estimate(model, work, machine, settings), sources
 
@@ -331,14 +331,15 @@ def _measured(
     )
 
 
-def _fitted(asked: Asked, model: ModelShape, work: Workload, device: Accelerator) -> Workload:
+def _fitted(asked: Asked, model: ModelShape, work: Workload, device: Accelerator, settings: Config) -> Workload:
     """Return the workload in as few micro-batches as the device has memory for, unless their number was given."""
     if asked.micro_batches is not None or not device.memory_bytes:
         return work
     most = int(work.tokens) // work.sequence
     parts = [2**power for power in range(most.bit_length()) if 2**power <= most]
     tried = [replace(work, micro_batches=number) for number in parts]
-    fitting = (one for one in tried if working_bytes(model, one) <= _ROOM * device.memory_bytes)
+    paged = settings.activations.tier != "device"
+    fitting = (one for one in tried if working_bytes(model, one, paged=paged) <= _ROOM * device.memory_bytes)
     return next(fitting, work)
 
 

@@ -60,14 +60,18 @@ def _tokens(axes: Axes, found: Estimate) -> None:
 
 
 def _state(axes: Axes, found: Estimate) -> None:
-    names = [ROLES[role] for role in Role]
-    giga = {role: found.layout.bytes_of(role) / 1e9 for role in Role}
-    stays = [found.resident_bytes[role] / 1e9 for role in Role]
+    roles = [role for role in Role if role is not Role.ACTIVATION or found.activations.kept]
+    names = [ROLES[role] for role in roles]
+    giga = {role: found.layout.bytes_of(role) / 1e9 for role in roles}
+    stays = [found.resident_bytes[role] / 1e9 for role in roles]
+    if Role.ACTIVATION in roles:
+        giga[Role.ACTIVATION] = found.activations.kept / 1e9
+        stays[-1] = (found.activations.kept - found.activations.moved) / 1e9
     columns = {
-        "size": [giga[role] for role in Role],
+        "size": [giga[role] for role in roles],
         "stays in host memory": stays,
-        "read per step": [found.traffic.read[role] / 1e9 for role in Role],
-        "written per step": [found.traffic.written[role] / 1e9 for role in Role],
+        "read per step": [found.traffic.read[role] / 1e9 for role in roles],
+        "written per step": [found.traffic.written[role] / 1e9 for role in roles],
     }
     colours = ("#bbbbbb", _COLOURS["stays"], _COLOURS["read"], _COLOURS["written"])
     for number, ((label, heights), colour) in enumerate(zip(columns.items(), colours, strict=True)):

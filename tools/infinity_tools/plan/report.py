@@ -16,7 +16,12 @@ from infinity.estimate.estimate import DAY, HIDDEN, Estimate
 from infinity.units import format_size
 from infinity_tools.tables import table
 
-ROLES = {Role.PARAM: "weights", Role.UPDATE: "master, moments", Role.GRAD: "gradients"}
+ROLES = {
+    Role.PARAM: "weights",
+    Role.UPDATE: "master, moments",
+    Role.GRAD: "gradients",
+    Role.ACTIVATION: "activations",
+}
 """What the pages of each role are called."""
 RESOURCES = {
     "computation": "forward and backward",
@@ -89,6 +94,11 @@ def _places(found: Estimate) -> Table:
         name: (found.layout.bytes_of(role), found.resident_bytes[role], traffic.read[role], traffic.written[role])
         for role, name in ROLES.items()
     }
+    if found.activations.kept:
+        kept, moved, _ = vars(found.activations).values()
+        sizes[ROLES[Role.ACTIVATION]] = (kept, kept - moved, moved, moved)
+    else:
+        del sizes[ROLES[Role.ACTIVATION]]
     sizes["all"] = tuple(map(sum, zip(*sizes.values(), strict=True)))  # type: ignore[assignment]
     return table(
         "state of a rank: size, what stays in host memory, moved per step",
@@ -104,6 +114,7 @@ def _arena(found: Estimate) -> Table:
         "streaming": "pages on their way to use",
         "kept": "pages kept between uses",
         "writing": "pages being written",
+        "activations": "activations",
     }
     rows = [(names[use], str(number), format_size(number * size)) for use, number in found.frames_by_use.items()]
     title = f"arena: {format_size(found.budget.host_bytes)} in {found.budget.frames} frames of {format_size(size)}"
@@ -113,7 +124,9 @@ def _arena(found: Estimate) -> Table:
 def _step(found: Estimate) -> Table:
     seconds, traffic = found.seconds, found.traffic
     link, linked = found.link_traffic, found.machine.device.link > 0
-    moved = {"weights": link.weights * linked, "gradients": link.gradients * linked, "drives": traffic.total_bytes}
+    kept = found.activations.kept
+    weights, gradients = (link.weights + kept) * linked, (link.gradients + kept) * linked
+    moved = {"weights": weights, "gradients": gradients, "drives": traffic.total_bytes}
     if found.updates_on_device:
         moved["updates"] = link.read + link.changed
     parts = {"reads": (traffic.read_bytes, seconds.reads), "writes": (traffic.written_bytes, seconds.writes)}
@@ -134,7 +147,8 @@ def _step(found: Estimate) -> Table:
 def resource(name: str, found: Estimate) -> str:
     """Return what a resource of `Seconds` is called."""
     if name != "updates":
-        return RESOURCES[name]
+        activations = name in ("weights", "gradients") and found.activations.kept > 0
+        return f"activations and {RESOURCES[name]}" if activations else RESOURCES[name]
     return f"updates ({found.placement}{', pages to the device and back' * found.updates_on_device})"
 
 
@@ -217,13 +231,14 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
             "staged": found.placed.staged,
             "kept_units": len(found.placed.kept),
             "units_at_home": len(found.placed.at_home),
-            "to_device_bytes_per_step": found.link_traffic.to_device * linked,
-            "from_device_bytes_per_step": found.link_traffic.from_device * linked,
+            "to_device_bytes_per_step": (found.link_traffic.to_device + found.activations.kept) * linked,
+            "from_device_bytes_per_step": (found.link_traffic.from_device + found.activations.kept) * linked,
         },
         "page_bytes": found.layout.page_bytes,
         "pages": len(found.layout.pages),
         "state_bytes": found.layout.state_bytes,
-        "bytes": {role.value: found.layout.bytes_of(role) for role in Role},
+        "bytes": {role.value: found.layout.bytes_of(role) for role in Role}
+        | {Role.ACTIVATION.value: found.activations.kept},
         "resident_bytes": by_role(found.resident_bytes),
         "arena": {"bytes": found.budget.host_bytes, "frames": found.budget.frames, **found.frames_by_use},
         "read_bytes": by_role(found.traffic.read),
