@@ -233,14 +233,14 @@ class ActivationPages:
             self._stack.pop(numbers[0], None)
             for page in numbers:
                 self._unwritten.pop(page, None)
-                pages[page].resident = False
                 if page in self._claimed:
                     self._claimed.remove(page)
                     self._cache.release_claim(page)
             if any(pages[page].reading or pages[page].writing or pages[page].pins for page in numbers):
-                self._given_up.append(numbers)  # what is in flight comes to its end
+                self._given_up.append(numbers)  # what is in flight comes to its end; nothing else is begun with it
                 continue
             for page in numbers:
+                pages[page].resident = False
                 self._cache.discard(page)
                 self._free[self._pages[page].nbytes].append(page)
         self._cache.prefetch()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from infinity.content.layout import Page
 from infinity.errors import BudgetError, StallError, StorageError
 from infinity.memory.arena import Arena
-from infinity.memory.device import open_device
+from infinity.memory.device import CpuDevice, open_device
 from infinity.schedule.activations import ActivationPages, Kept
 from infinity.schedule.transfers import Transfers
 
@@ -211,3 +212,25 @@ def test_a_drive_that_does_not_answer_is_not_waited_for() -> None:
         with pytest.raises(StallError, match="waited 0 s for a free frame of the arena"):
             keep_many(pages, kept)
         pages._transfers.writes = 0
+
+
+def test_what_is_given_up_while_it_is_copied_is_not_written() -> None:
+    """A device may still be at a page that nobody has any more; it goes when the copy has ended."""
+    passed = Event()
+
+    class Mark:
+        def passed(self) -> bool:
+            return passed.is_set()
+
+        def before(self, stream: Any) -> None:
+            """Nothing waits."""
+
+    with opened(None) as (pages, _), patch.object(CpuDevice, "mark", lambda *_: Mark()):
+        pages.keep(content(PAGE, 0))
+        pages.end_step()
+        passed.set()
+        with pages._transfers.lock:
+            assert pages._transfers.lock.wait_for(lambda: not pages._cache.copies.pending, 20)
+        assert pages._transfers.failure is None
+        pages.end_step()
+        assert pages.census()["free"] == FRAMES
