@@ -11,6 +11,7 @@ from infinity.content.format import ITEMSIZE, MASTER, Role, StateFormat
 from infinity.content.layout import PAGE_ALIGNMENT, Layout, UnitSpec, build_layout
 from infinity.errors import BudgetError
 from infinity.schedule.planner import least_frames
+from infinity.schedule.stack import LEAST_FRAMES
 from infinity.schedule.trace import range_access
 from infinity.units import KIB, MIB, align_up, format_setting, format_size
 
@@ -27,9 +28,6 @@ _WANTED_FRAMES = 32
 _LEAST_FILLED = 0.8
 ACTIVATION_PART: Final = 8
 """The arena over what of it is for activations, if nothing else is set: a resident page of weights saves as much."""
-SPARE_FRAMES: Final = 2
-"""Frames of activations that are for what is being written, and for what comes next."""
-LEAST_ACTIVATION_FRAMES: Final = 2 * SPARE_FRAMES
 TOGETHER: Final = 4
 """Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
 
@@ -114,13 +112,13 @@ def activation_frames(settings: ActivationsConfig, host_bytes: int, page_bytes: 
         return 0
     wanted = settings.host_bytes or host_bytes // ACTIVATION_PART
     frames = wanted // page_bytes
-    if settings.host_bytes and frames < LEAST_ACTIVATION_FRAMES:
+    if settings.host_bytes and frames < LEAST_FRAMES:
         raise BudgetError(
             f"activations.host_bytes = {format_size(wanted)} has room for {frames} pages of {format_size(page_bytes)}, "
-            f"the least is {LEAST_ACTIVATION_FRAMES}; set it to "
-            f"{format_setting(LEAST_ACTIVATION_FRAMES * page_bytes)} or more, or memory.page_bytes lower"
+            f"the least is {LEAST_FRAMES}; set it to "
+            f"{format_setting(LEAST_FRAMES * page_bytes)} or more, or memory.page_bytes lower"
         )
-    return max(frames, LEAST_ACTIVATION_FRAMES)
+    return max(frames, LEAST_FRAMES)
 
 
 def _with_room_for_rows(units: Sequence[UnitSpec], formats: dict[str, StateFormat]) -> Layout:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from infinity.budget import SPARE_FRAMES, Budget, choose_budget, device_update_bytes
+from infinity.budget import Budget, choose_budget, device_update_bytes
 from infinity.config import Config
 from infinity.content.format import ITEMSIZE, Role
 from infinity.content.layout import PAGE_ALIGNMENT, Layout, Page
@@ -26,6 +26,7 @@ from infinity.schedule.expected import expected_events
 from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic
 from infinity.schedule.placement import Placement
 from infinity.schedule.planner import Plan, Traffic, predict_seconds
+from infinity.schedule.stack import moved_bytes
 from infinity.schedule.timing import Beside
 from infinity.schedule.trace import Event, EventKind
 from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
@@ -419,7 +420,7 @@ def _activations(model: ModelShape, work: Workload, settings: Config, budget: Bu
     kept = slices * nbytes
     if tier == "host":
         return Activations(kept=kept * work.passes)
-    beyond = sum((pages * slices)[: max(0, slices * len(pages) - (budget.activation_frames - SPARE_FRAMES))])
+    beyond = moved_bytes(pages * slices, budget.activation_frames)
     return Activations(kept=kept * work.passes, moved=beyond * work.passes, stored=slices * sum(pages))
 
 

@@ -204,8 +204,13 @@ class Run:
             pacing = Pacing(daemon, folder.run_id, folders, [str(file) for file in files], engine.pace)
             self.undo.push(pacing.close)
             capacity = stats.gauge("tier_capacity_bytes", tier="nvme")
-            capacity.set(space.nbytes)
-            space.changed = capacity.set
+            spaces: list[FileSpace | UnnamedSpace] = [space]
+
+            def changed() -> None:
+                capacity.set(sum(each.nbytes for each in spaces))
+
+            changed()
+            space.changed = changed
             if settings.storage.balance and len(files) > 1:
                 balance = Balance(
                     loads,
@@ -222,8 +227,13 @@ class Run:
             self.undo.push(partial(self._drain, pager))
             activations = None
             if budget.activation_frames:
-                further = arena.part(budget.frames, budget.activation_frames)
-                activations = self._open_activations(further, engine, daemon, ledger, loads, pager)
+                further, beside = arena.part(budget.frames, budget.activation_frames), None
+                if settings.activations.tier == "nvme":
+                    beside = UnnamedSpace(daemon, folder, self.ranks.rank)
+                    self.undo.push(beside.close)
+                    spaces.append(beside)
+                    beside.changed = changed
+                activations = self._open_activations(further, beside, engine, ledger, loads, pager)
             worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
             self.undo.push(worker.close)
             if self.ranks.local_rank == 0:
@@ -239,13 +249,17 @@ class Run:
         return _Opened(arena, engine, stats, timeline, ledger, store, pager, activations, worker, planner)
 
     def _open_activations(
-        self, arena: ArenaPart, engine: Engine, daemon: NodeDaemon, ledger: Ledger, loads: PathLoads, pager: Pager
+        self,
+        arena: ArenaPart,
+        space: UnnamedSpace | None,
+        engine: Engine,
+        ledger: Ledger,
+        loads: PathLoads,
+        pager: Pager,
     ) -> ActivationPages:
-        """Have frames for activations and, if they go to the drives, files."""
+        """Have pages for activations: in frames and, where there is space for it, in files."""
         store, settings = None, self.settings.storage
-        if self.settings.activations.tier == "nvme":
-            space = UnnamedSpace(daemon, self.folder, self.ranks.rank)
-            self.undo.push(space.close)
+        if space is not None:
             store = PageStore(
                 (),
                 (),

@@ -1,4 +1,4 @@
-"""Space for the data files of a rank: reserved with the node's daemon, then allocated."""
+"""Space for the files of a rank: reserved with the node's daemon, then allocated."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class FileSpace:
             files: of every NVMe path.
         """
         self._daemon, self._run_id, self._files = daemon, run_id, files
-        self.changed: Callable[[int], object] = lambda _: None
-        """Is told how many bytes all files have, when that changes."""
+        self.changed: Callable[[], object] = lambda: None
+        """Is called when files have become longer or shorter."""
         self._sizes = [0] * len(files)
         """Bytes by file that have been allocated."""
 
@@ -45,7 +45,7 @@ class FileSpace:
                 with self._daemon.space_reserved(str(file.parent.resolve()), missing, self._run_id):
                     reserve(file, size)
                 self._sizes[number] = size
-        self.changed(self.nbytes)
+        self.changed()
 
     def cut(self, slots: Iterable[SlotClass]) -> None:
         """Let no file be longer than these slots need.
@@ -61,7 +61,7 @@ class FileSpace:
             except OSError as error:
                 raise StorageError("shorten", str(file), size, 0, error.errno) from error
             self._sizes[number] = min(self._sizes[number], size)
-        self.changed(self.nbytes)
+        self.changed()
 
 
 class UnnamedSpace:
@@ -76,6 +76,8 @@ class UnnamedSpace:
         self._daemon, self._run_id = daemon, folder.run_id
         self.files = [root / f"rank{rank:05d}.activations" for root in folder.roots]
         """By NVMe path; names of nothing after `unname`."""
+        self.changed: Callable[[], object] = lambda: None
+        """Is called when files have become longer."""
         self._descriptors: list[int] = []
         self._sizes = [0] * len(self.files)
         """Bytes by file that have been allocated."""
@@ -86,6 +88,11 @@ class UnnamedSpace:
             except OSError as error:
                 self.close()
                 raise StorageError("open", str(file), 0, 0, error.errno) from error
+
+    @property
+    def nbytes(self) -> int:
+        """What has been allocated in all files."""
+        return sum(self._sizes)
 
     def unname(self) -> None:
         """Take the names away: who else needs the files has them open."""
@@ -104,6 +111,7 @@ class UnnamedSpace:
                 with self._daemon.space_reserved(str(file.parent.resolve()), size - before, self._run_id):
                     extend(self._descriptors[number], file, before, size)
                 self._sizes[number] = size
+                self.changed()
 
     def cut(self, slots: Sequence[SlotClass]) -> None:
         """Do nothing: all of it goes soon."""

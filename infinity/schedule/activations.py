@@ -1,9 +1,6 @@
 """What forwards keep for backwards, as pages: in frames of the arena, and on the drives what these have no room for.
 
-[Note: a stack] What was kept last is needed first. So what was kept last stays in its frames, and the oldest is written
-as soon as there would be fewer than `SPARE_FRAMES` for what comes. Nothing moves fewer bytes: each page that does not
-fit is written once and read once. In backward the pages are read ahead in the reverse order, as frames come free. Where
-tensors are needed in another order, or more than once, the same holds of each, and only more bytes move.
+Which of them move when: [Note: a stack] in `stack`.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from infinity.budget import SPARE_FRAMES
 from infinity.content.format import Role
 from infinity.content.layout import PAGE_ALIGNMENT, Page
 from infinity.content.views import bytes_of
@@ -23,6 +19,7 @@ from infinity.memory.arena import ArenaPart
 from infinity.memory.device import Device, Mark
 from infinity.schedule.cache import Cache
 from infinity.schedule.frames import Frames
+from infinity.schedule.stack import SPARE_FRAMES
 from infinity.schedule.trace import Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
 from infinity.units import align_up, format_size
@@ -246,7 +243,7 @@ class ActivationPages:
         self._cache.prefetch()
 
     def _make_room(self) -> None:
-        """Write the oldest pages until a page more can stay. Under the lock. [Note: a stack]
+        """Write the oldest pages until a page more can stay. Under the lock.
 
         Raises:
             BudgetError: there is nowhere to write them to. Else as `Cache.acquire`.

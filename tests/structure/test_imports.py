@@ -45,6 +45,7 @@ NO_TORCH = (
     "schedule.turn",
     "schedule.timing",
     "schedule.planner",
+    "schedule.stack",
     "schedule.choice",
     "budget",
     "estimate",
