@@ -307,7 +307,7 @@ class StepRunner:
             self.planner.follow(events, waiting=updates.waiting)
         pager, frames, held = self._pager, Counter(self._pager.census()), self._pager.held_bytes()
         if self._activations is not None:
-            held |= {Role.ACTIVATION.value: self._activations.end_step()[Role.ACTIVATION.value]}
+            held |= {Role.ACTIVATION.value: self._activations.end_step()}
             frames.update(self._activations.census())
             linked = self._activations.kept_bytes * self._device.asynchronous
             self._ledger.predicted_activations(self._activations.predicted_bytes, linked)

@@ -109,6 +109,8 @@ class ActivationPages:
         """Bytes of all tensors that were kept in the last step. Changed by `end_step`."""
         self._kept = 0
         """The same of this step, so far."""
+        self._used = 0
+        """Most frames that were in use at once in this step, so far."""
 
     def keep(self, content: torch.Tensor) -> tuple[Kept, Mark]:
         """Copy bytes into pages.
@@ -137,6 +139,7 @@ class ActivationPages:
                 self._cache.acquire(use, threaded=False)
                 self._frames.pages[page].resident = True
                 self._unwritten[page] = None
+                self._used = max(self._used, self._frames.count - len(self._frames.free))
             (memory,) = self._cache.contents(use)
             self._device.copy(bytes_of(memory)[: len(part)], part, stream)
             mark = self._device.mark(stream)
@@ -169,13 +172,14 @@ class ActivationPages:
             with self._transfers.lock:
                 self._cache.release(use, mark)
 
-    def end_step(self) -> dict[str, int]:
-        """Close the books of a step; return the bytes in memory by role."""
+    def end_step(self) -> int:
+        """Close the books of a step; return the most bytes of frames that were in use in it."""
         with self._transfers.lock:
             self._reap()
             self.predicted_bytes, self._written = self._written, 0
             self.kept_bytes, self._kept = self._kept, 0
-            return self._frames.held_bytes()
+            used, self._used = self._used, 0
+            return used * self._page_bytes
 
     def census(self) -> dict[str, int]:
         """Return the number of frames by status, as `Frames.census`."""

@@ -91,7 +91,12 @@ def test_figures_of_a_run_are_those_of_its_steps():
     assert run["io"]["read_per_step"] == 2 * (6 << 20)
     assert run["io"]["read_total"] == 40 * (6 << 20)
     assert run["arena"]["capacity"] == 2 * (64 << 20)
-    assert run["arena"]["roles"] == {"param": 2 * (8 << 20), "update": 2 * (16 << 20), "grad": 2 * (24 << 20)}
+    assert run["arena"]["roles"] == {
+        "param": 2 * (8 << 20),
+        "update": 2 * (16 << 20),
+        "grad": 2 * (24 << 20),
+        "activation": 0,
+    }
     assert run["commit"] == {"last": UNIX + 2, "count": 1, "seconds": 2.0}  # the last that all ranks have
     rank = run["ranks"][1]
     assert (rank["rank"], rank["steps"], rank["arena_used"], rank["errors"]) == (1, 20, 48 << 20, 0)

@@ -21,6 +21,7 @@ const ROLES = {
   param: ["weights", "c1"],
   update: ["master and moments", "c4"],
   grad: ["gradients", "s2-plain"],
+  activation: ["activations", "c3"],
 };
 const STATUSES = { live: ["running", "good"], ended: ["ended", ""], dead: ["died", "bad"] };
 
