@@ -158,10 +158,10 @@ def test_what_is_kept_is_what_is_loaded(actions: list[tuple[str, int]]) -> None:
 @pytest.mark.parametrize("layers", [1, 2, 3, 10])
 @pytest.mark.parametrize("nbytes", [PAGE, 2 * PAGE + 100])
 def test_a_stack_moves_what_has_no_frame_once_each_way(layers: int, nbytes: int) -> None:
-    """Forward and backward: the last ones stay, and steps after the first one take no further slots."""
+    """Forward and backward: the last ones stay, and further steps take the slots of those before."""
     store = Memory()
     with opened(store) as (pages, observer):
-        for step in range(3):
+        for _ in range(6):
             moved = store.written_bytes, store.read_bytes, observer.spared_bytes
             stack = [pages.keep(content(nbytes, layer))[0] for layer in range(layers)]
             for layer in reversed(range(layers)):
@@ -174,7 +174,8 @@ def test_a_stack_moves_what_has_no_frame_once_each_way(layers: int, nbytes: int)
             assert pages.kept_bytes == layers * nbytes
             assert store.written_bytes - moved[0] == beyond
             assert store.read_bytes - moved[1] + observer.spared_bytes - moved[2] == beyond
-            assert len(store.pages) == (layers * len(lengths) if step else len(store.pages))
+            # Those beyond are of tensors that were given up while a page of theirs was being written.
+            assert len(store.pages) <= layers * len(lengths) + FRAMES
 
 
 def test_without_a_store_all_have_frames_or_it_is_said() -> None:
