@@ -26,7 +26,7 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
   tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-engines bench-first-step bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
+.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
 
 demo: install
 	$(BIN)/infinity train --model llama-100m --dtype bf16 --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
@@ -109,6 +109,9 @@ bench-engines: install
 
 bench-first-step: install
 	$(BIN)/python -W ignore benchmarks/bench_first_step.py $(ARGS)
+
+bench-activations: install
+	$(BIN)/python -W ignore benchmarks/bench_activations.py $(ARGS)
 
 bench-commands: install
 	$(BIN)/python benchmarks/bench_commands.py $(ARGS)

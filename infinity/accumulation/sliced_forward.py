@@ -55,9 +55,10 @@ class SlicedForward:
     def run(self, function: Callable[..., Any], call: Call, slicing: Slicing | None) -> Any:
         """Return what a function returns for all slices; without a slicing, for the whole as one."""
         rebuilds: list[Callable[[Sequence[Any]], Any]] = []
+        call_with = call.run  # what checkpoints keep has no part in the arguments themselves
 
         def run_slice(anchor: torch.Tensor, *parts: Any) -> tuple[Any, ...]:
-            outputs, rebuild = flatten(call.run(function, parts))
+            outputs, rebuild = flatten(call_with(function, parts))
             if not rebuilds:  # that of another slice, or of one that is computed again, has the same structure
                 rebuilds.append(rebuild)
             return tuple(outputs)

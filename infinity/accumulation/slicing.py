@@ -74,10 +74,13 @@ class Call(NamedTuple):
             leaves += found
             rebuilds.append((len(found), rebuild))
 
+        # What is kept for backward calls this, so it has none of the arguments: they may be paged meanwhile.
+        positional, keywords = len(args), tuple(kwargs)
+
         def run(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
             left = iter(leaves)
             values = [rebuild(list(itertools.islice(left, number))) for number, rebuild in rebuilds]
-            return function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+            return function(*values[:positional], **dict(zip(keywords, values[positional:], strict=True)))
 
         return cls(tuple(names), tuple(leaves), run)
 

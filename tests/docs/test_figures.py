@@ -127,6 +127,18 @@ def test_engines() -> None:
     assert f"{spread_of(several)}; with one ring {spread_of(one)} ([engines.json]" in RESULTS
 
 
+def test_activations() -> None:
+    """In memory and on NVMe."""
+    said = []
+    for tokens, row in stored("activations")["rows"].items():
+        tiers = row["device"], row["nvme"]
+        peaks = " and ".join(f"{tier['peak_bytes'] / 2**20:.0f}" for tier in tiers)
+        seconds = " and ".join(f"{tier['step_seconds']:.1f}" for tier in tiers)
+        moved, kept = tiers[1]["moved_bytes"] / 2**21, tiers[1]["kept_bytes"] / 2**20
+        said.append(f"{tokens}: {peaks} MiB, {seconds} s, {moved:.0f} of {kept:.0f} MiB written and read again")
+    assert "; ".join(said) in RESULTS
+
+
 def test_step_times() -> None:
     """The table is that of step.json and of the two runs with the larger model."""
     assert [row for row in RESULTS.splitlines() if row.startswith(("| 355M, ", "| 114M, "))] == step_rows()

@@ -107,6 +107,30 @@ def test_space_is_the_state_twice_and_what_is_in_flight() -> None:
     assert gradients < stored.drive_bytes - planned("128MiB").drive_bytes < 1.1 * gradients
 
 
+def test_activations_take_frames_bytes_and_space() -> None:
+    """What stays in their frames is not moved; from a device they may all stay in host memory, or it does not fit."""
+    kept = 8 * WORK.batch_tokens * 1536 * 2
+    few, many = (
+        planned("1GiB", activations__tier="nvme", activations__host_bytes=size) for size in ("64MiB", "512MiB")
+    )
+    assert few.activations.kept == many.activations.kept == kept
+    assert few.activations.moved == kept - (64 - 2 * 8) * 2**20
+    assert many.activations.moved == 0
+    assert few.traffic.written[Role.ACTIVATION] == few.traffic.read[Role.ACTIVATION] == few.activations.moved
+    assert few.drive_bytes - planned("1GiB").drive_bytes == kept
+    assert few.working_bytes < planned("1GiB").working_bytes
+    assert few.frames_by_use["activations"] == 8
+    full, room = (
+        planned("1GiB", activations__tier="host", activations__host_bytes=size) for size in ("64MiB", "512MiB")
+    )
+    assert [problem.partition(" need")[0] for problem in full.problems] == ["activations"]
+    assert not room.problems
+    assert room.traffic.total_bytes == planned("512MiB").traffic.total_bytes
+    without = replace(MACHINE, device=replace(MACHINE.device, link=0.0))
+    with pytest.raises(ConfigError, match='"host" is for an accelerator'):
+        planned("1GiB", machine=without, activations__tier="host")
+
+
 def test_days_are_rated_bytes_over_what_is_written() -> None:
     """By all ranks of the node."""
     drives = replace(MACHINE.drives, endurance_bytes=2e15)

@@ -105,6 +105,7 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     f"{PARAM}.max_in_cpu": (1 << 30, 'host_bytes = "6004MiB"'),  # with DeepSpeed's defaults of the others
     f"{PARAM}.buffer_count": (0, 'host_bytes = "3815MiB"'),
     f"{PARAM}.buffer_size": (0, 'host_bytes = "3815MiB"'),
+    "activation_checkpointing.cpu_checkpointing": (True, 'tier = "host"'),
     "aio.block_size": (8192, 'request_bytes = "8KiB"'),
     "aio.queue_depth": (7, "queue_depth = 7"),
 }  # fmt: skip

@@ -144,3 +144,49 @@ def test_experts_are_used_in_part() -> None:
     experts = [p for p in layer.parameters if len(p.shape) == 3]
     assert experts
     assert {p.used for p in experts} == {0.5}
+
+
+@pytest.mark.parametrize("slices", [0, 2])
+def test_activations_are_kept_and_moved_as_planned(slices: int, tmp_path: Path) -> None:
+    """Whole batches with checkpointing, or slices; their bytes, their space, and those of the state beside them."""
+    source = find_model(str(_written(tmp_path, CONFIGS["llama"])))
+    model = on_meta(source)
+    shape = shape_of_module(model, source.config, "model")
+    shard(model, infinity.mesh("cpu"), bf16=True, checkpointing=not slices)
+    if slices:
+        infinity.micro_batches(model, slices)
+    settings = {
+        "storage.paths": [str(tmp_path)], "memory.host_bytes": "1MiB", "memory.page_bytes": "64KiB",
+        "activations.tier": "nvme", "activations.host_bytes": "256KiB",
+    }  # fmt: skip
+    config = Config().with_values(**settings)
+    optimizer = infinity.offload(model, torch.optim.AdamW(model.parameters(), fused=True), config)
+    try:
+        for _ in range(3):
+            tokens = torch.randint(300, (8, 160))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run = optimizer.run
+        machine = Machine(
+            drives=Drives(count=1, read=1e9, write=1e9), device=Accelerator(name="", flops=1e12),
+            update_seconds=UPDATE_SECONDS, update_cores=run.update_cores,
+        )  # fmt: skip
+        work = Workload(batch_tokens=1280, sequence=160, micro_batches=slices or 1, checkpointing=not slices)
+        found = estimate(shape, work, machine, config)
+        assert found.plan == run.plan
+        assert found.activations.kept == run.activations.kept_bytes > 0
+        assert found.activations.moved == run.activations.predicted_bytes > 0
+        assert found.traffic.total_bytes == run.plan.traffic.total_bytes + 2 * run.activations.predicted_bytes
+        taken = run.stats.snapshot().value("tier_capacity_bytes", tier="nvme")
+        assert found.drive_bytes == pytest.approx(taken, rel=0.05)
+        assert found.budget.host_bytes == run.host_bytes
+        assert found.step_seconds(1280) > found.step_seconds(1280, "drives")
+    finally:
+        optimizer.close()
+
+
+def _written(folder: Path, config: dict[str, Any]) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    return file

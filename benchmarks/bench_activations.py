@@ -1,0 +1,134 @@
+"""Memory, time and bytes of a step with activations in memory and in pages, the more tokens the more of them.
+
+A Llama of many layers trains with `infinity.micro_batches`, one sequence in a slice, so that all that grows with the
+tokens is what passes between layers. Each row is a process of its own.
+
+    python benchmarks/bench_activations.py --tokens 4096,65536 --nvme DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from bench_step import RESULTS, machine  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from infinity.units import MIB  # noqa: E402
+
+TIERS = ("device", "nvme")
+
+
+def resident(field: str) -> int:
+    """Return bytes of this process that are resident (`VmRSS`), or were at the most (`VmHWM`)."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def train(pipe: Any, options: argparse.Namespace, tokens: int, tier: str) -> None:
+    """Take steps, and send what they took."""
+    warnings.simplefilter("ignore")
+    import torch
+    from transformers import LlamaConfig
+
+    import infinity
+
+    torch.set_num_threads(options.threads)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=options.hidden, intermediate_size=2 * options.hidden,
+        num_hidden_layers=options.layers, num_attention_heads=options.hidden // 64, max_position_embeddings=options.seq,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    model = infinity.from_config(config)
+    model.train()
+    infinity.micro_batches(model, tokens // options.seq)
+    with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
+        settings = {
+            "storage": {"paths": [folder]},
+            "memory": {"host_bytes": options.host_memory},
+            "activations": {"tier": tier},
+        }
+        optimizer = infinity.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-4), settings)
+        before, seconds = resident("VmRSS"), []
+        for step in range(options.steps):
+            torch.manual_seed(step)
+            batch = torch.randint(0, 4096, (tokens // options.seq, options.seq))
+            began = time.perf_counter()
+            model(input_ids=batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.perf_counter() - began)
+        activations = optimizer.run.activations
+        found = {
+            "peak_bytes": resident("VmHWM"),
+            "grown_bytes": resident("VmHWM") - before,
+            "step_seconds": statistics.median(seconds[1:]),
+            "moved_bytes": 2 * activations.predicted_bytes if activations else 0,
+            "kept_bytes": options.layers * tokens * options.hidden * 2,  # computed in bf16
+            "stalled_seconds": statistics.median(record.stall_seconds for record in optimizer.records[1:]),
+        }
+        optimizer.close()
+    pipe.send(found)
+
+
+def main() -> None:
+    """Measure and write results/activations.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", default="4096,65536", help="tokens per step")
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--host-memory", default="128MiB")
+    parser.add_argument("--steps", type=int, default=3, help="the first one does not count for seconds")
+    parser.add_argument("--threads", type=int, default=1, help="that compute; the others are for the drives")
+    parser.add_argument("--nvme", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=RESULTS / "activations.json")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    options = parser.parse_args()
+    context, console = mp.get_context("spawn"), Console(stderr=True)
+    counts = [int(count) for count in options.tokens.split(",")]
+    rows: dict[str, dict[str, Any]] = {}
+    table = Table(
+        "tokens", "activations", ">peak, MiB", ">grown, MiB", ">s/step", ">stalled", ">kept, MiB", ">moved, MiB"
+    )
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("trainings", total=len(counts) * len(TIERS))
+        for count in counts:
+            for tier in TIERS:
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=train, args=(theirs, options, count, tier))
+                process.start()
+                theirs.close()
+                found = rows.setdefault(f"{count} tokens", {})[tier] = ours.recv()
+                process.join()
+                progress.advance(task)
+                sizes = {name: f"{value / MIB:.0f}" for name, value in found.items() if name.endswith("bytes")}
+                table.add_row(
+                    str(count), tier, sizes["peak_bytes"], sizes["grown_bytes"], f"{found['step_seconds']:.1f}",
+                    f"{found['stalled_seconds']:.2f}", sizes["kept_bytes"], sizes["moved_bytes"],
+                )  # fmt: skip
+    result = {
+        "layers": options.layers, "hidden": options.hidden, "sequence": options.seq,
+        "host_memory": options.host_memory, "rows": rows, "machine": machine(),
+    }  # fmt: skip
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    if options.json:
+        print(json.dumps(result))
+    else:
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
