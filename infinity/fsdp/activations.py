@@ -86,8 +86,8 @@ class SavedActivations:
         """Memory and version of what has been paged in the forward that runs: it may be saved again."""
         self._copying: list[tuple[torch.Tensor, int, Mark, _Paged]] = []
         """Tensors that a device still copies into pages, with their versions."""
-        self._inside = 0
-        """Units that are running."""
+        self._inside: list[Any] = []
+        """Units that are running, but for the root; the innermost last."""
         self._entered: list[saved_tensors_hooks | None] = []
         """For each forward of the root that runs, what it lets autograd save by."""
         units = [module for module in sharded.model.modules() if private.is_sharded_module(module)]
@@ -125,18 +125,20 @@ class SavedActivations:
 
     def _end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """End a forward of the root, well or not."""
-        hooks = self._entered.pop()
+        hooks = self._entered.pop() if self._entered else None  # a hook of others may have failed before `_begin`
         if hooks is not None:
             hooks.__exit__()  # type: ignore[no-untyped-call]
         self._end_copies()
 
     def _begin_unit(self, module: Any, args: Any, kwargs: Any) -> None:
         """Begin a forward of another unit."""
+        self._inside.append(module)
         self._look(module, args, kwargs)
-        self._inside += 1
 
     def _end_unit(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        self._inside -= 1
+        """End a forward of another unit, well or not."""
+        if self._inside and self._inside[-1] is module:
+            self._inside.pop()
 
     def _look(self, module: Any, args: Any, kwargs: Any) -> None:
         """Note what a unit is called with, and page what was saved of it before."""
@@ -144,7 +146,7 @@ class SavedActivations:
             return
         self._end_copies()
         for tensor in _tensors((args, kwargs)):
-            if _can_be_paged(tensor) and _is_activation(tensor):
+            if self._can_be_paged(tensor) and _is_activation(tensor):
                 memory = private.weak_memory(tensor)
                 self._inputs[memory.cdata] = memory
         for saved in list(self._held.values()):
@@ -152,6 +154,16 @@ class SavedActivations:
                 saved.paged = self._page(saved.tensor)
                 saved.tensor = None
                 del self._held[id(saved)]
+
+    def _can_be_paged(self, tensor: torch.Tensor) -> bool:
+        """Whether pages can hold a tensor, and it is worth it."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.is_floating_point()
+            and tensor.device == self._pages.device
+            and tensor.nbytes >= _LEAST_BYTES
+            and _is_dense(tensor)
+        )
 
     def _is_input(self, tensor: torch.Tensor) -> bool:
         memory = self._inputs.get(private.weak_memory(tensor).cdata)
@@ -162,7 +174,7 @@ class SavedActivations:
     def _save(self, tensor: torch.Tensor) -> _Saved:
         """Return what autograd is to keep of a tensor."""
         saved = _Saved(tensor)
-        if _can_be_paged(tensor):
+        if self._can_be_paged(tensor):
             if self._is_input(tensor):  # also where it has been detached, as in what torch.compile makes
                 saved.paged, saved.tensor = self._page(tensor), None
             elif not self._inside and _is_activation(tensor):
@@ -216,16 +228,6 @@ class SavedActivations:
 
 def _eager(hook: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _can_be_paged(tensor: torch.Tensor) -> bool:
-    """Whether pages can hold a tensor, and it is worth it."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.is_floating_point()
-        and tensor.nbytes >= _LEAST_BYTES
-        and _is_dense(tensor)
-    )
 
 
 def _is_activation(tensor: torch.Tensor) -> bool:

@@ -66,7 +66,8 @@ class Attachment:
                 running.append(module)
 
             def end(module: nn.Module, args: Any, output: Any) -> None:
-                running.pop()
+                if running and running[-1] is module:  # another hook may have failed before `begin` was called
+                    running.pop()
 
             for module in sharded.model.modules():
                 if private.is_sharded_module(module):
