@@ -126,22 +126,25 @@ class StepPlanner:
         Args:
             waiting: units whose updates wait for the next forward.
         """
-        if events != self.events:
+        changed = events != self.events
+        if changed:
             self.events = events
             self.plan = self._plan_from("pending")
-            self._pager.install(self.plan)
             self._ledger.predicted(self.plan.traffic.read_bytes, self.plan.traffic.written_bytes)
         placement = self.next_placement(waiting)
+        # Installed once: what a plan wants is read there and then.
         if placement != self.placement:
             turning = expand(events, self._layout, placement)
             self._pager.install(prepend(turning, self._plan_from("pending"), self._layout))
             return
-        if self.plan is not None:
-            self._pager.make_room(self.plan)  # gives back what stored gradients took, now that they are gone
         if self.placement.in_forward and not waiting:
             self._pager.install(self._plan_from("nothing"))
+        elif changed:
+            self._pager.install(self.plan)
         else:
             self._pager.begin_step()
+        if self.plan is not None:
+            self._pager.make_room(self.plan)  # gives back what stored gradients took, now that they are gone
 
     def to_stage(self, events: Sequence[Event]) -> int:
         """Return the unit whose weights are to be copied to the device now, or -1.

@@ -212,7 +212,7 @@ def test_a_transformer_reaches_the_closed_form(share: float, placement: str) -> 
     events = transformer_step(LAYERS)
     placed = replace(Placement.of(placement, events), overlapped=False)  # overlapping costs bytes where frames are few
     plan = make_plan(expand(events, layout, placed), layout, int(share * layout.state_bytes) // PAGE)
-    for role in Role:
+    for role in LAWS[placement][0]:
         moving = sum(page.nbytes for page in layout.pages if page.role is role and page.index not in plan.resident)
         read, written = (law[role] * moving for law in LAWS[placement])
         saved = waiting(plan, layout, events, placed, role)
