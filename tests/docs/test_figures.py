@@ -247,6 +247,23 @@ def peer_rows() -> list[str]:
     return rows
 
 
+def pair_rows() -> list[str]:
+    """Return the rows of the table of peers on two ranks."""
+    rows = []
+    for name, sizes in stored("peers").items():
+        found = sizes.get("100m", {}).get("2 ranks") if name not in ("machine", "failures") else None
+        if found and "failed" in found:
+            rows.append(f"| {name} | ends: {found['failed']} | | | |")
+        elif found:
+            row = found["512 tokens"]
+            over = spread_of(row["over_infinity"]) if "over_infinity" in row else "1.00"
+            rows.append(
+                f"| {name} | {row['step_seconds']['median']:.2f} | {over} | {row['bytes_per_parameter']:.1f} | "
+                f"{row['peak_rss_bytes'] / 2**30:.2f} |"
+            )
+    return rows
+
+
 def failure_rows() -> list[str]:
     """Return the rows of the table of failures, with the first words of what was said."""
     return [
@@ -276,6 +293,6 @@ def beside() -> str:
 
 def test_peers() -> None:
     """The tables, and what README says of them."""
-    for row in [*peer_rows(), *failure_rows()]:
+    for row in [*peer_rows(), *pair_rows(), *failure_rows()]:
         assert row in RESULTS, row
     assert beside() in " ".join(README.split())
