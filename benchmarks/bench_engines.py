@@ -23,12 +23,15 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from bench_step import RESULTS, TURN, build, machine, spread, train_step  # noqa: E402
+from loopdev import loop_device  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 ENGINES = {"threads": ("threads", 0), "io_uring": ("io_uring", 0), "io_uring, one ring": ("io_uring", 1)}
 """By name, the setting and how many rings there are; 0: as many as by default."""
+LOOPS_BYTES = 12 << 30
+"""Size of all loop devices together; the state of all engines' runs is on them."""
 
 
 def train(pipe: Any, options: argparse.Namespace, engine: str, rings: int, folders: list[str]) -> None:
@@ -65,13 +68,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="few: so that the drive is what a step waits for")
     parser.add_argument("--host-memory", default="96MiB")
     parser.add_argument("--nvme", type=Path, action="append", help="a folder on each drive")
+    parser.add_argument("--loops", type=int, default=0, help="instead of --nvme: so many loop devices in memory (root)")
     parser.add_argument("--rounds", type=int, default=20, help="rounds that count; one before them does not")
     parser.add_argument("--out", type=Path, default=RESULTS / "engines.json")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options = parser.parse_args()
     context, console = mp.get_context("spawn"), Console(stderr=True)
     with ExitStack() as stack:
-        roots = [stack.enter_context(tempfile.TemporaryDirectory(dir=at)) for at in options.nvme or [Path()]]
+        loops = [stack.enter_context(loop_device(LOOPS_BYTES // options.loops)) for _ in range(options.loops)]
+        roots = [stack.enter_context(tempfile.TemporaryDirectory(dir=at)) for at in loops or options.nvme or [Path()]]
         pipes, processes = {}, []
         for name, (engine, rings) in ENGINES.items():
             folders = [f"{root}/{name.replace(', ', '-').replace(' ', '-')}" for root in roots]
@@ -105,7 +110,7 @@ def main() -> None:
     }
     result = {
         "model": options.model, "tokens": options.tokens, "host_memory": options.host_memory,
-        "drives": len(roots), "rows": rows, "machine": machine(),
+        "drives": len(roots), "loops": options.loops, "rows": rows, "machine": machine(),
     }  # fmt: skip
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     if options.json:

@@ -122,9 +122,10 @@ def test_the_first_step() -> None:
 
 def test_engines() -> None:
     """In training, over threads."""
-    rows = stored("engines")["rows"]
-    one, several = (rows[name]["over_threads"] for name in ("io_uring, one ring", "io_uring"))
-    assert f"{spread_of(several)}; with one ring {spread_of(one)} ([engines.json]" in RESULTS
+    for name in ("engines", "engines-1loop", "engines-2loops"):
+        rows = stored(name)["rows"]
+        one, several = (rows[engine]["over_threads"] for engine in ("io_uring, one ring", "io_uring"))
+        assert f"{spread_of(several)}; with one ring {spread_of(one)} ([{name}.json]" in RESULTS
 
 
 def test_activations() -> None:
