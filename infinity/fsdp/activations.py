@@ -109,12 +109,15 @@ class SavedActivations:
 
     def detach(self) -> None:
         """Remove the hooks. What has been saved can be loaded as long as there are pages. Idempotent."""
+        self._drop_interrupted()
         self._undo.close()
 
     # Forwards #
 
     def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
         """Begin a forward of the root."""
+        if not private.in_backward():
+            self._drop_interrupted()
         hooks = None
         if torch.is_grad_enabled() and not private.in_backward():
             self._inputs.clear()
@@ -129,6 +132,13 @@ class SavedActivations:
         if hooks is not None:
             hooks.__exit__()  # type: ignore[no-untyped-call]
         self._end_copies()
+
+    def _drop_interrupted(self) -> None:
+        """Forget forwards that were interrupted: torch calls `_end` behind an `Exception` only."""
+        self._inside.clear()
+        for hooks in filter(None, reversed(self._entered)):
+            hooks.__exit__()  # type: ignore[no-untyped-call]
+        self._entered.clear()
 
     def _begin_unit(self, module: Any, args: Any, kwargs: Any) -> None:
         """Begin a forward of another unit."""

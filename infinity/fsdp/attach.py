@@ -61,6 +61,8 @@ class Attachment:
 
             # The outermost tells: checkpointing runs the units inside of it under no_grad, and computes them again.
             def begin(module: nn.Module, args: Any) -> None:
+                if module is sharded.model and not private.in_backward():
+                    running.clear()  # of a forward that was interrupted: torch calls `end` behind an `Exception` only
                 if not running:
                     listener.forward(torch.is_grad_enabled())
                 running.append(module)

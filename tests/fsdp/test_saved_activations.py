@@ -219,6 +219,40 @@ def test_nothing_is_kept_without_gradients_nor_behind_an_error(tmp_path: Path) -
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
+def test_a_forward_that_is_interrupted_is_forgotten(tmp_path: Path) -> None:
+    """By the next one: an evaluation is none of a training, and inputs are paged as before."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = sharded(WAYS["around"])
+    with offloaded(model, tmp_path, LEAST) as optimizer:
+        for step in range(3):
+            model(tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = optimizer.run.activations.kept_bytes
+        hook = model.layers[2].norm.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens())
+        hook.remove()
+        gc.collect()
+        with torch.no_grad():
+            model(tokens())
+        assert not optimizer._runner._grad_enabled
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        for _ in range(2):  # the first one also has what the one kept that was interrupted
+            model(tokens()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.run.activations.kept_bytes == kept > 0
+        hook = model.layers[2].norm.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens())
+        hook.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
 def test_an_output_that_is_saved_does_not_keep_itself(tmp_path: Path) -> None:
     """What a graph saves of its own results goes with it."""
     model = sharded(WAYS["none"])
