@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import statistics
 import sys
 import tempfile
@@ -21,20 +20,16 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
-from bench_step import RESULTS, machine  # noqa: E402
+import psutil  # noqa: E402
+from bench_step import RESULTS, apart, machine  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 from infinity.units import MIB  # noqa: E402
+from infinity_tools.measure import peak_rss  # noqa: E402
+from infinity_tools.tables import table  # noqa: E402
 
 TIERS = ("device", "nvme")
-
-
-def resident(field: str) -> int:
-    """Return bytes of this process that are resident (`VmRSS`), or were at the most (`VmHWM`)."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def train(pipe: Any, options: argparse.Namespace, tokens: int, tier: str) -> None:
@@ -61,7 +56,7 @@ def train(pipe: Any, options: argparse.Namespace, tokens: int, tier: str) -> Non
             "activations": {"tier": tier},
         }
         optimizer = infinity.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-4), settings)
-        before, seconds = resident("VmRSS"), []
+        before, seconds = psutil.Process().memory_info().rss, []
         for step in range(options.steps):
             torch.manual_seed(step)
             batch = torch.randint(0, 4096, (tokens // options.seq, options.seq))
@@ -72,8 +67,8 @@ def train(pipe: Any, options: argparse.Namespace, tokens: int, tier: str) -> Non
             seconds.append(time.perf_counter() - began)
         activations = optimizer.run.activations
         found = {
-            "peak_bytes": resident("VmHWM"),
-            "grown_bytes": resident("VmHWM") - before,
+            "peak_bytes": peak_rss(),
+            "grown_bytes": peak_rss() - before,
             "step_seconds": statistics.median(seconds[1:]),
             "moved_bytes": 2 * activations.predicted_bytes if activations else 0,
             "kept_bytes": options.layers * tokens * options.hidden * 2,  # computed in bf16
@@ -97,28 +92,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "activations.json")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options = parser.parse_args()
-    context, console = mp.get_context("spawn"), Console(stderr=True)
+    console = Console(stderr=True)
     counts = [int(count) for count in options.tokens.split(",")]
     rows: dict[str, dict[str, Any]] = {}
-    table = Table(
-        "tokens", "activations", ">peak, MiB", ">grown, MiB", ">s/step", ">stalled", ">kept, MiB", ">moved, MiB"
-    )
+    shown: list[tuple[str, ...]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("trainings", total=len(counts) * len(TIERS))
         for count in counts:
             for tier in TIERS:
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=train, args=(theirs, options, count, tier))
-                process.start()
-                theirs.close()
-                found = rows.setdefault(f"{count} tokens", {})[tier] = ours.recv()
-                process.join()
+                found = rows.setdefault(f"{count} tokens", {})[tier] = apart(train, options, count, tier)
                 progress.advance(task)
-                sizes = {name: f"{value / MIB:.0f}" for name, value in found.items() if name.endswith("bytes")}
-                table.add_row(
-                    str(count), tier, sizes["peak_bytes"], sizes["grown_bytes"], f"{found['step_seconds']:.1f}",
-                    f"{found['stalled_seconds']:.2f}", sizes["kept_bytes"], sizes["moved_bytes"],
-                )  # fmt: skip
+                peak, grown, kept, moved = (
+                    f"{found[f'{name}_bytes'] / MIB:.0f}" for name in ("peak", "grown", "kept", "moved")
+                )
+                seconds, stalled = f"{found['step_seconds']:.1f}", f"{found['stalled_seconds']:.2f}"
+                shown.append((str(count), tier, peak, grown, seconds, stalled, kept, moved))
     result = {
         "layers": options.layers, "hidden": options.hidden, "sequence": options.seq,
         "host_memory": options.host_memory, "rows": rows, "machine": machine(),
@@ -127,7 +115,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(result))
     else:
-        Console().print(table)
+        headings = (">tokens", "activations", ">peak", ">grown", ">s/step", ">stalled", ">kept", ">moved")
+        Console().print(table("a step; sizes in MiB", headings, shown))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import statistics
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
-from bench_step import RESULTS, build, machine, spread, train_step  # noqa: E402
+from bench_step import RESULTS, apart, build, machine, spread, train_step  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -76,7 +75,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "first_step.json")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     options = parser.parse_args()
-    context, console = mp.get_context("spawn"), Console(stderr=True)
+    console = Console(stderr=True)
     counts = [int(count) for count in options.tokens.split(",")]
     found: dict[tuple[int, str], list[list[float]]] = {}
     with Progress(console=console, transient=True) as progress:
@@ -84,12 +83,7 @@ def main() -> None:
         for _ in range(options.starts):
             for count in counts:
                 for name, how in WAYS.items():
-                    ours, theirs = context.Pipe(duplex=False)
-                    process = context.Process(target=start, args=(theirs, options, count), kwargs=how)
-                    process.start()
-                    theirs.close()
-                    found.setdefault((count, name), []).append(ours.recv())
-                    process.join()
+                    found.setdefault((count, name), []).append(apart(start, options, count, **how))
                     progress.advance(task)
     rows: dict[str, dict[str, Any]] = {}
     table = Table("tokens", "", "others", "first over them (spread)", "second over them (spread)")

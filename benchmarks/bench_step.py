@@ -171,6 +171,18 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
         optimizer.close()
 
 
+def apart(function: Callable[..., None], *arguments: Any, **named: Any) -> Any:
+    """Call a function in a process of its own, with a pipe first, and return what it sends."""
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=function, args=(theirs, *arguments), kwargs=named)
+    process.start()
+    theirs.close()  # so that one that has failed is not waited for
+    found = ours.recv()
+    process.join()
+    return found
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """Return median, least and greatest."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -316,17 +328,11 @@ def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 
     cases = [("fp32", placement, share) for placement in PLACEMENTS for share in SHARES]
     cases += [(fmt, "in_backward", 0.0) for fmt in FORMATS if fmt != "fp32"]
-    context = mp.get_context("spawn")
     found = []
     with Progress(transient=True) as progress:
         for case in progress.track(cases, description="bytes by arena"):
-            ours, theirs = context.Pipe()
             with tempfile.TemporaryDirectory(dir=folder) as home:
-                process = context.Process(target=count_bytes, args=(theirs, options, home, *case))
-                process.start()
-                theirs.close()
-                found.append(ours.recv())
-                process.join()
+                found.append(apart(count_bytes, options, home, *case))
     return found
 
 
