@@ -6,9 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from infinity.content.format import Role
 from infinity.estimate.estimate import STORAGE, Estimate
-from infinity_tools.plan.report import ROLES, headline, resource
+from infinity_tools.plan.report import ROLES, headline, resource, sizes_of
 
 _POINTS = 9
 """Batch sizes that are drawn, each twice the one before, around that of the plan."""
@@ -60,18 +59,13 @@ def _tokens(axes: Axes, found: Estimate) -> None:
 
 
 def _state(axes: Axes, found: Estimate) -> None:
-    roles = [role for role in Role if role is not Role.ACTIVATION or found.activations.kept]
-    names = [ROLES[role] for role in roles]
-    giga = {role: found.layout.bytes_of(role) / 1e9 for role in roles}
-    stays = [found.resident_bytes[role] / 1e9 for role in roles]
-    if Role.ACTIVATION in roles:
-        giga[Role.ACTIVATION] = found.activations.kept / 1e9
-        stays[-1] = (found.activations.kept - found.activations.moved) / 1e9
+    sizes = sizes_of(found)
+    names = [ROLES[role] for role in sizes]
     columns = {
-        "size": [giga[role] for role in roles],
-        "stays in host memory": stays,
-        "read per step": [found.traffic.read[role] / 1e9 for role in roles],
-        "written per step": [found.traffic.written[role] / 1e9 for role in roles],
+        "size": [size / 1e9 for size, _ in sizes.values()],
+        "stays in host memory": [stays / 1e9 for _, stays in sizes.values()],
+        "read per step": [found.traffic.read[role] / 1e9 for role in sizes],
+        "written per step": [found.traffic.written[role] / 1e9 for role in sizes],
     }
     colours = ("#bbbbbb", _COLOURS["stays"], _COLOURS["read"], _COLOURS["written"])
     for number, ((label, heights), colour) in enumerate(zip(columns.items(), colours, strict=True)):

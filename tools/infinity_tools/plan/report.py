@@ -88,17 +88,20 @@ def _parts(found: Estimate, changes: Sequence[Change]) -> Iterator[RenderableTyp
         yield table("what would help most", ("change", ">seconds per token", ""), rows)
 
 
+def sizes_of(found: Estimate) -> dict[Role, tuple[int, int]]:
+    """Return the bytes of pages by role, and how much of that stays in memory; of activations where they are paged."""
+    sizes = {role: (found.layout.bytes_of(role), found.resident_bytes[role]) for role in Role}
+    kept, moved = found.activations.kept, found.activations.moved
+    sizes[Role.ACTIVATION] = kept, kept - moved
+    return {role: size for role, size in sizes.items() if role is not Role.ACTIVATION or kept}
+
+
 def _places(found: Estimate) -> Table:
     traffic = found.traffic
     sizes = {
-        name: (found.layout.bytes_of(role), found.resident_bytes[role], traffic.read[role], traffic.written[role])
-        for role, name in ROLES.items()
+        ROLES[role]: (size, stays, traffic.read[role], traffic.written[role])
+        for role, (size, stays) in sizes_of(found).items()
     }
-    if found.activations.kept:
-        kept, moved, _ = vars(found.activations).values()
-        sizes[ROLES[Role.ACTIVATION]] = (kept, kept - moved, moved, moved)
-    else:
-        del sizes[ROLES[Role.ACTIVATION]]
     sizes["all"] = tuple(map(sum, zip(*sizes.values(), strict=True)))  # type: ignore[assignment]
     return table(
         "state of a rank: size, what stays in host memory, moved per step",
