@@ -26,7 +26,7 @@ _FRAMES_OF_MANY = 256
 _SMALLEST_PAGE = 64 * KIB
 _WANTED_FRAMES = 32
 _LEAST_FILLED = 0.8
-ACTIVATION_PART: Final = 8
+_ACTIVATION_PART: Final = 8
 """The arena over what of it is for activations, if nothing else is set: a resident page of weights saves as much."""
 TOGETHER: Final = 4
 """Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
@@ -110,7 +110,7 @@ def activation_frames(settings: ActivationsConfig, host_bytes: int, page_bytes: 
     """
     if settings.tier == "device":
         return 0
-    wanted = settings.host_bytes or host_bytes // ACTIVATION_PART
+    wanted = settings.host_bytes or host_bytes // _ACTIVATION_PART
     frames = wanted // page_bytes
     if settings.host_bytes and frames < LEAST_FRAMES:
         raise BudgetError(

@@ -54,14 +54,12 @@ class _Saved:
 class _Paged:
     """A tensor in pages, for all that have saved it."""
 
-    __slots__ = ("__weakref__", "kept", "like", "loaded", "modified")
+    __slots__ = ("__weakref__", "kept", "like", "modified")
 
     def __init__(self, kept: Kept, like: torch.Tensor) -> None:
         self.kept = kept
         self.like = like
         """A tensor without memory, of its shape, strides and dtype."""
-        self.loaded: weakref.ref[torch.Tensor] | None = None
-        """The tensor that was made of it last, while somebody has that."""
         self.modified = False
         """Whether the tensor was modified in place before all of it was copied."""
 
@@ -199,9 +197,6 @@ class SavedActivations:
             if saved.modified:
                 raise RuntimeError(f"{_MODIFIED}: a tensor of shape {tuple(saved.tensor.shape)}")
             return saved.tensor
-        there = paged.loaded() if paged.loaded is not None else None
-        if there is not None:
-            return there
         self._end_copies()
         if paged.modified:
             raise RuntimeError(f"{_MODIFIED}: the input of a unit, of shape {tuple(paged.like.shape)}")
@@ -209,7 +204,6 @@ class SavedActivations:
             paged.like.shape, paged.like.stride(), dtype=paged.like.dtype, device=self._pages.device
         )
         self._pages.load(paged.kept, _bytes(found))
-        paged.loaded = weakref.ref(found)
         return found
 
     def _page(self, tensor: torch.Tensor) -> _Paged:

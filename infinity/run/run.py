@@ -34,7 +34,7 @@ from infinity.ranks import Ranks
 from infinity.run.balance import Balance, PathLoads
 from infinity.run.pacing import Pacing
 from infinity.run.place import RunPlace
-from infinity.run.space import FileSpace, UnnamedSpace
+from infinity.run.space import FileSpace, Space, UnnamedSpace
 from infinity.run.update_device import choose_update_device
 from infinity.run.wear import WearWarning
 from infinity.schedule.activations import ActivationPages
@@ -204,7 +204,7 @@ class Run:
             pacing = Pacing(daemon, folder.run_id, folders, [str(file) for file in files], engine.pace)
             self.undo.push(pacing.close)
             capacity = stats.gauge("tier_capacity_bytes", tier="nvme")
-            spaces: list[FileSpace | UnnamedSpace] = [space]
+            spaces: list[Space] = [space]
 
             def changed() -> None:
                 capacity.set(sum(each.nbytes for each in spaces))

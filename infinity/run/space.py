@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from infinity.errors import StorageError
@@ -12,16 +13,18 @@ from infinity.store.extents import SlotClass, file_sizes
 from infinity.store.folder import RunFolder, allocated_bytes, extend, reserve
 
 
-class FileSpace:
-    """Makes data files as long as they need to be, while nobody else on the node takes that space."""
+class Space:
+    """A file on every NVMe path, as long as it needs to be, while nobody else on the node takes that space."""
 
     def __init__(self, daemon: NodeDaemon, run_id: str, files: Sequence[Path]) -> None:
         """Allocate nothing yet.
 
         Args:
-            files: of every NVMe path.
+            files: by NVMe path.
         """
-        self._daemon, self._run_id, self._files = daemon, run_id, files
+        self._daemon, self._run_id = daemon, run_id
+        self.files = files
+        """By NVMe path; fixed."""
         self.changed: Callable[[], object] = lambda: None
         """Is called when files have become longer or shorter."""
         self._sizes = [0] * len(files)
@@ -32,17 +35,24 @@ class FileSpace:
         """What has been allocated in all files."""
         return sum(self._sizes)
 
+    def _reserved(self, number: int, nbytes: int) -> AbstractContextManager[None]:
+        """Return a context in which so much of the drive of a file is for it. Raises `BudgetError` on entry."""
+        return self._daemon.space_reserved(str(self.files[number].parent.resolve()), nbytes, self._run_id)
+
+
+class FileSpace(Space):
+    """The data files, which a run may go on from."""
+
     def allocate(self, slots: Iterable[SlotClass]) -> None:
         """Let there be blocks for all of these slots; what is there already stays.
 
         Raises:
             BudgetError: there is no room; files that came first may have grown. StorageError: a drive failed.
         """
-        for number, size in enumerate(file_sizes(slots, len(self._files))):
-            file = self._files[number]
+        for number, size in enumerate(file_sizes(slots, len(self.files))):
+            file = self.files[number]
             if size > self._sizes[number] or not file.exists():
-                missing = size - allocated_bytes(file)
-                with self._daemon.space_reserved(str(file.parent.resolve()), missing, self._run_id):
+                with self._reserved(number, size - allocated_bytes(file)):
                     reserve(file, size)
                 self._sizes[number] = size
         self.changed()
@@ -53,8 +63,8 @@ class FileSpace:
         Raises:
             StorageError: a drive failed.
         """
-        for number, size in enumerate(file_sizes(slots, len(self._files))):
-            file = self._files[number]
+        for number, size in enumerate(file_sizes(slots, len(self.files))):
+            file = self.files[number]
             try:
                 if file.exists() and os.path.getsize(file) > size:
                     os.truncate(file, size)
@@ -64,8 +74,8 @@ class FileSpace:
         self.changed()
 
 
-class UnnamedSpace:
-    """Files of a rank that nobody goes on from: they lose their names once they are open, and go with the process."""
+class UnnamedSpace(Space):
+    """Files that nobody goes on from: they lose their names once they are open, and go with the process."""
 
     def __init__(self, daemon: NodeDaemon, folder: RunFolder, rank: int) -> None:
         """Make the files, empty.
@@ -73,14 +83,9 @@ class UnnamedSpace:
         Raises:
             StorageError: that cannot be done.
         """
-        self._daemon, self._run_id = daemon, folder.run_id
-        self.files = [root / f"rank{rank:05d}.activations" for root in folder.roots]
-        """By NVMe path; names of nothing after `unname`."""
-        self.changed: Callable[[], object] = lambda: None
-        """Is called when files have become longer."""
+        super().__init__(daemon, folder.run_id, [root / f"rank{rank:05d}.activations" for root in folder.roots])
         self._descriptors: list[int] = []
-        self._sizes = [0] * len(self.files)
-        """Bytes by file that have been allocated."""
+        """By NVMe path; they are all that leads to the files after `unname`. Empty after `close`."""
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         for file in self.files:
             try:
@@ -88,11 +93,6 @@ class UnnamedSpace:
             except OSError as error:
                 self.close()
                 raise StorageError("open", str(file), 0, 0, error.errno) from error
-
-    @property
-    def nbytes(self) -> int:
-        """What has been allocated in all files."""
-        return sum(self._sizes)
 
     def unname(self) -> None:
         """Take the names away: who else needs the files has them open."""
@@ -106,10 +106,10 @@ class UnnamedSpace:
             BudgetError: there is no room; files that came first may have grown. StorageError: a drive failed.
         """
         for number, size in enumerate(file_sizes(slots, len(self.files))):
-            before, file = self._sizes[number], self.files[number]
+            before = self._sizes[number]
             if size > before:
-                with self._daemon.space_reserved(str(file.parent.resolve()), size - before, self._run_id):
-                    extend(self._descriptors[number], file, before, size)
+                with self._reserved(number, size - before):
+                    extend(self._descriptors[number], self.files[number], before, size)
                 self._sizes[number] = size
                 self.changed()
 

@@ -188,13 +188,7 @@ class ActivationPages:
 
     def drain(self) -> bool:
         """Wait for all transfers and copies, as `Pager.drain`; it is not used afterwards."""
-        copies = self._cache.copies
-        with self._transfers.lock:
-            self._cache.drop_claims()
-            self._transfers.drain(lambda: not copies.pending)
-            done = not copies.pending
-        copies.close()
-        return done
+        return self._cache.drain()
 
     # Pages #
 

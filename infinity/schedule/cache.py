@@ -24,7 +24,7 @@ _WRITTEN_BACK = 4
 
 
 class Cache:
-    """Moves pages between frames and the store. Everything is called, read and changed under the lock.
+    """Moves pages between frames and the store. Everything but `drain` is called, read and changed under the lock.
 
     Between `acquire` and `release` the pages of an access are pinned: their content is there, and nobody else moves it.
     `claim` and `release_claim` say what the window of a plan wants in memory; `prefetch` reads it.
@@ -332,6 +332,19 @@ class Cache:
     def _release_frame(self, page: int) -> None:
         self._frames.release(page)
         self._transfers.lock.notify_all()
+
+    def drain(self) -> bool:
+        """Wait for all transfers and copies without raising, after a failure a moment only. Not under the lock.
+
+        Returns:
+            Whether the device is done with the frames.
+        """
+        with self._transfers.lock:
+            self.drop_claims()
+            self._transfers.drain(lambda: not self.copies.pending)
+            done = not self.copies.pending
+        self.copies.close()
+        return done
 
     # Transfers #
 

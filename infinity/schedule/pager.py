@@ -396,14 +396,9 @@ class Pager:
         Returns:
             Whether the device is done with the arena.
         """
-        copies = self._cache.copies
         with self.transfers.lock:
             self._cursor = None
-            self._cache.drop_claims()
-            self.transfers.drain(lambda: not copies.pending)
-            done = not copies.pending
-        copies.close()
-        return done
+        return self._cache.drain()
 
     def census(self) -> dict[str, int]:
         """Return the number of frames by status: free, resident, streaming, writing."""

@@ -657,9 +657,7 @@ def reserve(file: Path, size: int) -> None:
     except OSError as error:
         if not existed:
             file.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _no_room(file, size, free, error.strerror or str(error)) from error
-        raise StorageError("reserve", str(file), 0, size, error.errno) from error
+        raise _not_reserved(file, 0, size, free, error) from error
     finally:
         os.close(descriptor)
 
@@ -679,9 +677,13 @@ def extend(descriptor: int, file: Path, begin: int, end: int) -> None:
     try:
         os.posix_fallocate(descriptor, begin, end - begin)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _no_room(file, end - begin, free, error.strerror or str(error)) from error
-        raise StorageError("reserve", str(file), begin, end - begin, error.errno) from error
+        raise _not_reserved(file, begin, end - begin, free, error) from error
+
+
+def _not_reserved(file: Path, begin: int, size: int, free: int, error: OSError) -> BudgetError | StorageError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return _no_room(file, size, free, error.strerror or str(error))
+    return StorageError("reserve", str(file), begin, size, error.errno)
 
 
 def _no_room(file: Path, size: int, free: int, reason: str) -> BudgetError:
