@@ -65,12 +65,12 @@ def train(pipe: Any, options: argparse.Namespace, tokens: int, tier: str) -> Non
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - began)
-        activations = optimizer.run.activations
+        activations = optimizer.run.activation_traffic
         found = {
             "peak_bytes": peak_rss(),
             "grown_bytes": peak_rss() - before,
             "step_seconds": statistics.median(seconds[1:]),
-            "moved_bytes": 2 * activations.predicted_bytes if activations else 0,
+            "moved_bytes": activations.read + activations.written,
             "kept_bytes": options.layers * tokens * options.hidden * 2,  # computed in bf16
             "stalled_seconds": statistics.median(record.stall_seconds for record in optimizer.records[1:]),
         }

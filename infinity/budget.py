@@ -98,7 +98,7 @@ def choose_budget(
     frames = max(0, host_bytes - beside) // page_bytes
     least = least_frames(widest_access(layout))
     if frames < min(least, len(layout.pages)):
-        raise BudgetError(_explain(layout, host_bytes, least, beside, of_activations * page_bytes))
+        raise BudgetError(_explain(layout, host_bytes, least, beside - of_activations * page_bytes, activations))
     return Budget(layout, min(frames, len(layout.pages)), of_activations)
 
 
@@ -207,12 +207,17 @@ def widest_access(layout: Layout) -> int:
     )
 
 
-def _explain(layout: Layout, host_bytes: int, least: int, beside: int, activations: int) -> str:
+def _explain(layout: Layout, host_bytes: int, least: int, beside: int, settings: ActivationsConfig | None) -> str:
+    page_bytes = layout.page_bytes
     least = min(least, len(layout.pages))
-    need = least * layout.page_bytes + beside
+    need, activations = least * page_bytes + beside, 0
+    # The part for activations may grow with the arena, though by less.
+    while settings and (more := activation_frames(settings, need + activations, page_bytes) * page_bytes) > activations:
+        activations = more
+    need += activations
     lower = "" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower"
     whole = whole_bytes(layout)
-    gradients = beside - whole - activations
+    gradients = beside - whole
     others = f", and {format_size(gradients)} for gradients that come from the device" if gradients else ""
     others += f", and {format_size(activations)} for activations" if activations else ""
     if whole:

@@ -16,7 +16,7 @@ from functools import cached_property
 from infinity.budget import Budget, choose_budget, device_update_bytes
 from infinity.config import Config
 from infinity.content.format import ITEMSIZE, Role
-from infinity.content.layout import PAGE_ALIGNMENT, Layout, Page
+from infinity.content.layout import Layout, Page
 from infinity.errors import ConfigError
 from infinity.estimate.machine import Machine
 from infinity.estimate.model import OPTIMIZERS, ModelShape
@@ -26,12 +26,12 @@ from infinity.schedule.expected import expected_events
 from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic
 from infinity.schedule.placement import Placement
 from infinity.schedule.planner import Plan, Traffic, predict_seconds
-from infinity.schedule.stack import moved_bytes
+from infinity.schedule.stack import moved_bytes, page_lengths
 from infinity.schedule.timing import Beside
 from infinity.schedule.trace import Event, EventKind
 from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
 from infinity.store.pages import state_pages
-from infinity.units import align_up, format_size
+from infinity.units import format_setting, format_size
 
 HIDDEN = 1.05
 """Storage counts as hidden where a step takes at most so much of what it would take without it."""
@@ -178,11 +178,11 @@ class Estimate:
     @cached_property
     def traffic(self) -> Traffic:
         """Bytes of a step over the drives, those of activations too."""
-        plan, activations = self.plan.traffic, self.activations
-        return Traffic(
-            read=plan.read | {Role.ACTIVATION: activations.moved},
-            written=plan.written | {Role.ACTIVATION: activations.moved},
-        )
+        return self._traffic(self.activations)
+
+    def _traffic(self, activations: Activations) -> Traffic:
+        plan, moved = self.plan.traffic, {Role.ACTIVATION: activations.moved}
+        return Traffic(read=plan.read | moved, written=plan.written | moved)
 
     @cached_property
     def activations(self) -> Activations:
@@ -192,8 +192,11 @@ class Estimate:
     @property
     def bandwidth(self) -> float:
         """Bytes per second that the drives give this rank for this mix of reads and writes."""
-        total = self.traffic.total_bytes
-        return self.machine.bandwidth(self.traffic.written_bytes / total if total else 0.5)
+        return self._bandwidth(self.traffic)
+
+    def _bandwidth(self, traffic: Traffic) -> float:
+        total = traffic.total_bytes
+        return self.machine.bandwidth(traffic.written_bytes / total if total else 0.5)
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -212,7 +215,7 @@ class Estimate:
     def seconds(self) -> Seconds:
         """Where the time of a step goes."""
         machine, traffic = self.machine, self.traffic
-        busy = self._busy(self.workload.batch_tokens)
+        busy = self._busy(self.workload)
         whole = self.step_seconds(self.workload.batch_tokens)
 
         def load(name: str) -> Load:
@@ -226,21 +229,21 @@ class Estimate:
             **{name: load(name) for name in busy},
         )
 
-    def _busy(self, batch_tokens: int) -> dict[str, float]:
-        """Return how long each resource works in a step of so many tokens, by its name in `Seconds`."""
-        machine, traffic = self.machine, self.traffic
-        work = replace(self.workload, batch_tokens=batch_tokens)
+    def _busy(self, work: Workload) -> dict[str, float]:
+        """Return how long each resource works in a step of that workload, by its name in `Seconds`."""
+        machine, activations = self.machine, _activations(self.model, work, self.settings, self.budget)
+        traffic = self._traffic(activations)
         link = machine.device.link
         hashed = max(traffic.read_bytes, traffic.written_bytes)
         return {
             "computation": work.flops(self.model) / machine.device.flops,
-            "weights": (self.link_traffic.weights + self.activations.kept) / link if link else 0.0,
-            "gradients": (self.link_traffic.gradients + self.activations.kept) / link if link else 0.0,
+            "weights": (self.link_traffic.weights + activations.kept) / link if link else 0.0,
+            "gradients": (self.link_traffic.gradients + activations.kept) / link if link else 0.0,
             "collectives": self._exchanged_bytes / machine.interconnect if machine.interconnect else 0.0,
             "updates": max(self._update_copies)
             if self.updates_on_device
             else self._trained * machine.update(self.settings.state.format),
-            "drives": traffic.total_bytes / self.bandwidth,
+            "drives": traffic.total_bytes / self._bandwidth(traffic),
             "hashing": hashed / machine.hash_rate if machine.hash_rate else 0.0,
             "interpreter": len(self.plan.trace) * machine.access_seconds,
             "fixed": machine.fixed_seconds,
@@ -253,14 +256,16 @@ class Estimate:
             batch_tokens: per step, over all ranks.
             without: resources that take no time, by their names in `Seconds`.
         """
-        busy = self._busy(batch_tokens) | dict.fromkeys(without, 0.0)
+        work = replace(self.workload, batch_tokens=batch_tokens)
+        activations = _activations(self.model, work, self.settings, self.budget)
+        traffic = self._traffic(activations)
+        busy = self._busy(work) | dict.fromkeys(without, 0.0)
         hash_rate = self.machine.hash_rate if busy["hashing"] else 0.0
         read, changed = self._update_copies if busy["updates"] else (0.0, 0.0)
-        tokens = batch_tokens / self.workload.batch_tokens
         return predict_seconds(
             self.plan,
             self.layout,
-            bandwidth=_AT_ONCE if "drives" in without else self.bandwidth,
+            bandwidth=_AT_ONCE if "drives" in without else self._bandwidth(traffic),
             computation=busy["computation"] + busy["collectives"] + busy["fixed"],
             beside=Beside(
                 updates=0.0 if self.updates_on_device else busy["updates"],
@@ -268,12 +273,12 @@ class Estimate:
                 gradients=busy["gradients"],
                 read=read,
                 changed=changed,
-                verifying=self.traffic.read_bytes / hash_rate if hash_rate else 0.0,
-                hashing=self.traffic.written_bytes / hash_rate if hash_rate else 0.0,
+                verifying=traffic.read_bytes / hash_rate if hash_rate else 0.0,
+                hashing=traffic.written_bytes / hash_rate if hash_rate else 0.0,
                 interpreter=busy["interpreter"],
                 behind=BEHIND,
             ),
-            activations=2 * tokens * self.activations.moved,
+            activations=2 * activations.moved,
             threaded=self.machine.threaded,
         )
 
@@ -325,11 +330,23 @@ class Estimate:
     def first_drive_bytes(self) -> int:
         """Space that it takes until the end of the first step, which is not planned, and may store gradients."""
         state = self._space(state_pages(self.layout.pages), self.settings.run.retained_commits)
-        return state + self._space_of_gradients + self.activations.stored
+        return state + self._space_of_gradients + self._space_of_activations
 
     @cached_property
     def _space_of_gradients(self) -> int:
         return self._space([page for page in self.layout.pages if page.role is Role.GRAD], 0)
+
+    @property
+    def _space_of_activations(self) -> int:
+        if self.settings.activations.tier != "nvme":
+            return 0
+        pages = [
+            Page(index=number, role=Role.ACTIVATION, unit=0, segment=0, start=0, count=0, nbytes=length)
+            for number, length in enumerate(self.activations.pages * self.activations.tensors)
+        ]
+        drives = self.machine.drives.count
+        slots = plan_slots(pages, spread(pages, [1.0] * drives), SPARE_SLOTS, 0)
+        return sum(file_sizes(slots, drives))
 
     def _space(self, of: Sequence[Page], retained: int) -> int:
         drives = self.machine.drives.count
@@ -386,12 +403,13 @@ class Estimate:
                 f"computation needs about {format_size(self.working_bytes)} of the {format_size(device.memory_bytes)} "
                 f"that {device.name} has; use more micro-batches, or activation checkpointing"
             )
-        of_activations = self.budget.activation_frames * self.layout.page_bytes
-        if self.settings.activations.tier == "host" and self.activations.kept > of_activations:
+        need, frames = len(self.activations.pages) * self.activations.tensors, self.budget.activation_frames
+        if self.settings.activations.tier == "host" and need > frames:
+            page_bytes = self.layout.page_bytes
             found.append(
-                f"activations need {format_size(self.activations.kept)} of host memory, and "
-                f"{format_size(of_activations)} are for them; set activations.host_bytes higher, or "
-                'activations.tier = "nvme"'
+                f"activations need {format_size(need * page_bytes)} of host memory, {need} pages, and "
+                f"{format_size(frames * page_bytes)} are for them; set activations.host_bytes to "
+                f'{format_setting(need * page_bytes)} or more, or activations.tier = "nvme"'
             )
         return tuple(found)
 
@@ -404,8 +422,10 @@ class Activations:
     """Inputs of all layers."""
     moved: int = 0
     """What of them is written to the drives, and read again."""
-    stored: int = 0
-    """Space that they take on the drives."""
+    pages: tuple[int, ...] = ()
+    """Lengths of the pages of an input."""
+    tensors: int = 0
+    """Inputs that there are at once: those of a forward."""
 
 
 def _activations(model: ModelShape, work: Workload, settings: Config, budget: Budget) -> Activations:
@@ -415,13 +435,10 @@ def _activations(model: ModelShape, work: Workload, settings: Config, budget: Bu
         return Activations()
     nbytes = int(work.tokens / work.micro_batches * ITEMSIZE[work.computed] * model.hidden)
     slices = len(model.layers) * (work.micro_batches if work.layer_major else 1)
-    whole, rest = divmod(nbytes, page_bytes)
-    pages = [page_bytes] * whole + [align_up(rest, PAGE_ALIGNMENT)] * (rest > 0)
+    pages = tuple(page_lengths(nbytes, page_bytes))
+    moved = moved_bytes(pages, slices, budget.activation_frames) if tier == "nvme" else 0
     kept = slices * nbytes
-    if tier == "host":
-        return Activations(kept=kept * work.passes)
-    beyond = moved_bytes(pages * slices, budget.activation_frames)
-    return Activations(kept=kept * work.passes, moved=beyond * work.passes, stored=slices * sum(pages))
+    return Activations(kept=kept * work.passes, moved=moved * work.passes, pages=pages, tensors=slices)
 
 
 def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> float:
@@ -450,14 +467,15 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
     return weights + gradients + kept + at_once * model.vocabulary * _LOGIT_BYTES
 
 
-def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates: int) -> int:
+def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates: int, *, paged: bool) -> int:
     """Return the memory of a device that computation and updates leave, about, less the margin that a run leaves too.
 
     Args:
         updates: bytes that updates take there.
+        paged: as for `working_bytes`.
     """
     memory = machine.device.memory_bytes
-    return max(0, int(memory - working_bytes(model, workload)) - device_margin(memory) - updates)
+    return max(0, int(memory - working_bytes(model, workload, paged=paged)) - device_margin(memory) - updates)
 
 
 def _step_events(model: ModelShape, workload: Workload) -> tuple[Event, ...]:
@@ -521,7 +539,8 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     if not machine.device.link:
         device_bytes = 0
     elif not device_bytes:
-        device_bytes = spare_bytes(model, workload, machine, device_update_bytes(budget.layout) if on_device else 0)
+        updates = device_update_bytes(budget.layout) if on_device else 0
+        device_bytes = spare_bytes(model, workload, machine, updates, paged=settings.activations.tier != "device")
     placement, plan = choose_plan(
         name,
         events,

@@ -6,10 +6,17 @@ as it is: gathered weights, what the root keeps between its units, and what laye
 
 Checkpointing around the call of a unit saves its input before the call: so what is saved outside of units is held until
 a unit is called with it, or nobody needs it any more.
+
+[Note: hooks of others] Hooks for saved tensors that were set around the model have all that it saves, and nothing is
+paged: `torch.utils.checkpoint` of the whole model counts what is saved, and `save_on_cpu` has a place for it already.
+
+[Note: modified in place] What is in pages is what was saved, so it may be modified behind that, where autograd without
+hooks would raise; but not while a device copies it.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,10 +31,11 @@ from infinity.memory.device import Mark
 from infinity.schedule.activations import ActivationPages, Kept
 from infinity.units import KIB
 
+_log = logging.getLogger("infinity")
 _LEAST_BYTES: Final = 16 * KIB
 """Smaller tensors are not worth a page."""
-_Key = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
-
+_Key = tuple[int, int, int]
+"""Memory by `cdata`, offset and length in bytes."""
 
 _MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
@@ -35,7 +43,7 @@ _MODIFIED = "one of the variables needed for gradient computation has been modif
 class _Saved:
     """What autograd has in the place of a tensor that it saves. It is held until it is paged, if it ever is."""
 
-    __slots__ = ("__weakref__", "_version", "paged", "tensor")
+    __slots__ = ("__weakref__", "_version", "like", "paged", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Not the tensor itself: of what an operation returns, that would lead back here, and never be freed.
@@ -43,7 +51,16 @@ class _Saved:
         """The tensor, without its graph; None when it is paged."""
         self._version = tensor._version
         self.paged: _Paged | None = None
-        """Where it is then."""
+        """Where its bytes are then."""
+        self.like: torch.Tensor | None = None
+        """A tensor without memory, of its shape, strides and dtype, when it is paged."""
+
+    def page(self, paged: _Paged) -> None:
+        """Let go of the tensor: its bytes are in pages."""
+        assert self.tensor is not None
+        shape, strides = self.tensor.shape, self.tensor.stride()
+        self.like = torch.empty_strided(shape, strides, dtype=self.tensor.dtype, device="meta")
+        self.paged, self.tensor = paged, None
 
     @property
     def modified(self) -> bool:
@@ -52,16 +69,14 @@ class _Saved:
 
 
 class _Paged:
-    """A tensor in pages, for all that have saved it."""
+    """A stretch of memory in pages, for all that have saved a tensor in it, whatever its shape."""
 
-    __slots__ = ("__weakref__", "kept", "like", "modified")
+    __slots__ = ("__weakref__", "kept", "modified")
 
-    def __init__(self, kept: Kept, like: torch.Tensor) -> None:
+    def __init__(self, kept: Kept) -> None:
         self.kept = kept
-        self.like = like
-        """A tensor without memory, of its shape, strides and dtype."""
         self.modified = False
-        """Whether the tensor was modified in place before all of it was copied."""
+        """Whether it was modified before all of it was copied. Changed by `_end_copies`."""
 
 
 class SavedActivations:
@@ -88,6 +103,8 @@ class SavedActivations:
         """Units that are running, but for the root; the innermost last."""
         self._entered: list[saved_tensors_hooks | None] = []
         """For each forward of the root that runs, what it lets autograd save by."""
+        self._warned = False
+        """Whether it was said that nothing is paged. [Note: hooks of others]"""
         units = [module for module in sharded.model.modules() if private.is_sharded_module(module)]
         with ExitStack() as undo:
             for unit in units:
@@ -120,9 +137,20 @@ class SavedActivations:
         if torch.is_grad_enabled() and not private.in_backward():
             self._inputs.clear()
             self._paged.clear()
-            hooks = saved_tensors_hooks(self._save, self._load)
-            hooks.__enter__()
+            if private.saved_tensors_are_hooked():
+                self._warn()
+            else:
+                hooks = saved_tensors_hooks(_eager(self._save), _eager(self._load))
+                hooks.__enter__()
         self._entered.append(hooks)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "activations.tier has no effect: hooks for saved tensors around the model (torch.utils.checkpoint, "
+                "save_on_cpu) have all that it saves; leave them out, or checkpoint its layers"
+            )
 
     def _end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """End a forward of the root, well or not."""
@@ -159,8 +187,7 @@ class SavedActivations:
                 self._inputs[memory.cdata] = memory
         for saved in list(self._held.values()):
             if saved.tensor is not None and self._is_input(saved.tensor) and not saved.modified:
-                saved.paged = self._page(saved.tensor)
-                saved.tensor = None
+                saved.page(self._page(saved.tensor))
                 del self._held[id(saved)]
 
     def _can_be_paged(self, tensor: torch.Tensor) -> bool:
@@ -184,7 +211,7 @@ class SavedActivations:
         saved = _Saved(tensor)
         if self._can_be_paged(tensor):
             if self._is_input(tensor):  # also where it has been detached, as in what torch.compile makes
-                saved.paged, saved.tensor = self._page(tensor), None
+                saved.page(self._page(tensor))
             elif not self._inside and _is_activation(tensor):
                 self._held[id(saved)] = saved
         return saved
@@ -197,27 +224,28 @@ class SavedActivations:
             if saved.modified:
                 raise RuntimeError(f"{_MODIFIED}: a tensor of shape {tuple(saved.tensor.shape)}")
             return saved.tensor
-        self._end_copies()
-        if paged.modified:
-            raise RuntimeError(f"{_MODIFIED}: the input of a unit, of shape {tuple(paged.like.shape)}")
-        found = torch.empty_strided(
-            paged.like.shape, paged.like.stride(), dtype=paged.like.dtype, device=self._pages.device
-        )
+        like = saved.like
+        assert like is not None
+        found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._pages.device)
         self._pages.load(paged.kept, _bytes(found))
+        self._end_copies()  # behind `load`, which waits for those of these pages
+        if paged.modified:
+            raise RuntimeError(f"{_MODIFIED} while it was copied: the input of a unit, of shape {tuple(like.shape)}")
         return found
 
     def _page(self, tensor: torch.Tensor) -> _Paged:
-        """Copy a tensor into pages, unless that has been done."""
+        """Copy the memory of a tensor into pages, unless that has been done."""
         memory = private.weak_memory(tensor)
-        key = memory.cdata, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        key: _Key = memory.cdata, int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
         if key in self._paged:
             before, version, known = self._paged[key]
             there = known()
             if there is not None and not before.expired() and version == tensor._version:
+                self._pages.keep_again(there.kept)
                 return there
         tensor = tensor.detach()  # has the same version, also later
         kept, mark = self._pages.keep(_bytes(tensor))
-        paged = _Paged(kept, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+        paged = _Paged(kept)
         self._paged[key] = memory, tensor._version, weakref.ref(paged)
         if not mark.passed():
             self._copying.append((tensor, tensor._version, mark, paged))
@@ -230,7 +258,7 @@ class SavedActivations:
             paged.modified = tensor._version != version
 
 
-def _eager(hook: Callable[..., None]) -> Callable[..., None]:
+def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 

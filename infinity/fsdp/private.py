@@ -149,6 +149,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether hooks are set that have what autograd saves (`torch.autograd.graph.saved_tensors_hooks`)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def weak_memory(tensor: torch.Tensor) -> Any:
     """Return a weak reference to the memory of a tensor: `cdata`, a number that no other memory has meanwhile, and
     `expired()`.

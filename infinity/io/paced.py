@@ -1,4 +1,4 @@
-"""An engine in front of another one, which hands requests on as fast as a file is allowed to be moved.
+"""An engine in front of another one, which hands requests on as fast as the files of a folder are allowed to be moved.
 
 For drives that several jobs share: the node's daemon tells each of them how fast it may go (`infinity.run.pacing`). As
 long as nothing is told, requests pass through at once.
@@ -6,6 +6,7 @@ long as nothing is told, requests pass through at once.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -34,7 +35,7 @@ class _Request:
 
 @dataclass(eq=False, slots=True)
 class _Bucket:
-    """The token bucket of a file: a request may go when there is a token, and takes one per byte, also those to come.
+    """The token bucket of a folder: a request may go when there is a token, and takes one per byte, also those to come.
 
     So a request larger than the bucket waits for no more than its predecessors. All under the engine's condition.
     """
@@ -56,9 +57,9 @@ class _Bucket:
 
 
 class PacedEngine:
-    """Hands requests on to another engine; those of a file that has a rate wait until they may go.
+    """Hands requests on to another engine; those of files in a folder that has a rate wait until they may go.
 
-    Life cycle: *open*, without rates and without a thread; the first rate starts the pacing thread. A file whose rate
+    Life cycle: *open*, without rates and without a thread; the first rate starts the pacing thread. A folder whose rate
     is taken back has what waits handed on at once. `close` takes back all rates, ends the thread, and closes the other
     engine, which completes what it was handed.
 
@@ -70,7 +71,7 @@ class PacedEngine:
         self._changed = threading.Condition()
         """Lock of what follows; notified when the pacing thread may have to do something else than sleep."""
         self._buckets: dict[str, _Bucket] = {}
-        """By path of the file. Replaced and not changed, so that `submit` looks without the lock."""
+        """By folder of the files. Replaced and not changed, so that `submit` looks without the lock."""
         self._released: deque[_Request] = deque()
         """What waited for a rate that was taken back."""
         self._thread: threading.Thread | None = None
@@ -92,12 +93,12 @@ class PacedEngine:
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         """Hand a transfer on, now or when it may go. Raises `ValueError` (misaligned, empty) or `InfinityError`."""
-        if file.path not in self._buckets:
+        if not self._buckets or (folder := os.path.dirname(file.path)) not in self._buckets:
             return self._engine.submit(op, file, offset, memory)
         pinned = pin_request(op, file, offset, memory)
         ticket = Ticket(op, file.path, offset, pinned.length)
         with self._changed:
-            bucket = self._buckets.get(file.path)
+            bucket = self._buckets.get(folder)
             if bucket is not None:
                 bucket.waiting.append(_Request(ticket, file, memory, pinned))
                 self._changed.notify()
@@ -106,7 +107,7 @@ class PacedEngine:
         return self._engine.submit(op, file, offset, memory)
 
     def pace(self, rates: Mapping[str, float]) -> None:
-        """Set the bytes per second of files by their path, above 0, reads and writes together; others have no limit.
+        """Set the bytes per second of the files in a folder, above 0, all together and both ways; others have no limit.
 
         After `close`, nothing happens.
         """
@@ -114,12 +115,12 @@ class PacedEngine:
             if self._closed or (not rates and not self._buckets):
                 return
             buckets = {}
-            for path, rate in rates.items():
-                bucket = buckets[path] = self._buckets.get(path) or _Bucket(rate)
+            for folder, rate in rates.items():
+                bucket = buckets[folder] = self._buckets.get(folder) or _Bucket(rate)
                 bucket.seconds_left(time.monotonic())  # what has come so far has come at the old rate
                 bucket.rate = rate
-            for path in self._buckets.keys() - rates.keys():
-                self._released.extend(self._buckets[path].waiting)
+            for folder in self._buckets.keys() - rates.keys():
+                self._released.extend(self._buckets[folder].waiting)
             self._buckets = buckets
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="infinity-io-pace", daemon=True)

@@ -309,8 +309,8 @@ class StepRunner:
         if self._activations is not None:
             held |= {Role.ACTIVATION.value: self._activations.end_step()}
             frames.update(self._activations.census())
-            linked = self._activations.kept_bytes * self._device.asynchronous
-            self._ledger.predicted_activations(self._activations.predicted_bytes, linked)
+            moved, linked = self._activations.traffic, self._device.asynchronous
+            self._ledger.predicted_activations(moved.read, moved.written, moved.loaded * linked, moved.kept * linked)
         elements = updates.elements  # read once: the worker's thread adds to it
         updated, self._counted = elements - self._counted, elements
         self._ledger.linked(*self._device.take_copied())

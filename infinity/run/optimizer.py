@@ -399,8 +399,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             InfinityError: there is no plan before the first step has been taken.
         """
-        activations = self.run.activations.predicted_bytes if self.run.activations is not None else 0
-        return self._runner.planner.predict_seconds(bandwidth, computation, 2 * activations)
+        moved = self.run.activation_traffic
+        return self._runner.planner.predict_seconds(bandwidth, computation, moved.read + moved.written)
 
     @property
     def run(self) -> Run:

@@ -30,18 +30,18 @@ class Pacing:
         daemon: NodeDaemon,
         run_id: str,
         paths: Sequence[str],
-        files: Sequence[str],
+        folders: Sequence[str],
         pace: Callable[[Mapping[str, float]], None],
     ) -> None:
         """Begin to ask.
 
         Args:
             paths: the run's NVMe paths, absolute.
-            files: data file of this rank on each of them.
-            pace: is told the bytes per second of files; those that are not there have no limit.
+            folders: the run's folder on each of them, where the files of this rank are.
+            pace: is told the bytes per second by folder; those that are not there have no limit.
         """
         self._daemon, self._run_id, self._pace = daemon, run_id, pace
-        self._files = dict(zip(paths, files, strict=True))  # data file by path
+        self._folders = dict(zip(paths, folders, strict=True))  # by path
         self._ended = threading.Event()  # set by `close`
         self._thread = threading.Thread(target=self._ask, name="infinity-pacing", daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ class Pacing:
         told: dict[str, float] = {}
         silent = 0
         while not self._ended.wait(_EVERY_SECONDS):
-            answer = self._daemon.ask("pace", run_id=self._run_id, paths=list(self._files))
+            answer = self._daemon.ask("pace", run_id=self._run_id, paths=list(self._folders))
             silent = silent + 1 if answer is None else 0
             if answer is None and silent < _WITHOUT_ANSWER:
                 continue
@@ -67,12 +67,12 @@ class Pacing:
                 self._pace(rates)
 
     def _rates(self, answer: Mapping[str, Any]) -> dict[str, float]:
-        """Return the usable part of an answer, by file."""
+        """Return the usable part of an answer, by folder."""
         rates = answer.get("rates")
         if not isinstance(rates, dict):
             return {}
         return {
-            self._files[path]: max(float(rate), _LEAST)
+            self._folders[path]: max(float(rate), _LEAST)
             for path, rate in rates.items()
-            if path in self._files and type(rate) in (int, float) and 0 < rate <= _MOST
+            if path in self._folders and type(rate) in (int, float) and 0 < rate <= _MOST
         }

@@ -34,10 +34,10 @@ from infinity.ranks import Ranks
 from infinity.run.balance import Balance, PathLoads
 from infinity.run.pacing import Pacing
 from infinity.run.place import RunPlace
-from infinity.run.space import FileSpace, Space, UnnamedSpace
+from infinity.run.space import FileSpace, UnnamedSpace
 from infinity.run.update_device import choose_update_device
 from infinity.run.wear import WearWarning
-from infinity.schedule.activations import ActivationPages
+from infinity.schedule.activations import ActivationPages, ActivationTraffic
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
 from infinity.store.extents import SPARE_SLOTS
@@ -155,6 +155,11 @@ class Run:
         return self.planner.plan
 
     @property
+    def activation_traffic(self) -> ActivationTraffic:
+        """What activations in pages moved in the last step."""
+        return self.activations.traffic if self.activations is not None else ActivationTraffic()
+
+    @property
     def host_bytes(self) -> int:
         """Size of the host arena of this rank, in bytes."""
         return self.arena.nbytes
@@ -201,16 +206,23 @@ class Run:
             self.undo.push(store.close)
             store.expect_gradients(True)  # until the first step has shown whether they are stored
             folders = [str(Path(path).resolve()) for path in self.place.paths]
-            pacing = Pacing(daemon, folder.run_id, folders, [str(file) for file in files], engine.pace)
+            pacing = Pacing(daemon, folder.run_id, folders, [str(file.parent) for file in files], engine.pace)
             self.undo.push(pacing.close)
             capacity = stats.gauge("tier_capacity_bytes", tier="nvme")
-            spaces: list[Space] = [space]
+            of_activations = stats.gauge("tier_used_bytes", tier="nvme", state=Role.ACTIVATION.value)
+            beside = UnnamedSpace(daemon, folder, self.ranks.rank) if settings.activations.tier == "nvme" else None
+            if beside is not None:
+                self.undo.push(beside.close)
 
             def changed() -> None:
-                capacity.set(sum(each.nbytes for each in spaces))
+                extra = beside.nbytes if beside is not None else 0
+                capacity.set(space.nbytes + extra)
+                of_activations.set(extra)
 
             changed()
             space.changed = changed
+            if beside is not None:
+                beside.changed = changed
             if settings.storage.balance and len(files) > 1:
                 balance = Balance(
                     loads,
@@ -227,12 +239,7 @@ class Run:
             self.undo.push(partial(self._drain, pager))
             activations = None
             if budget.activation_frames:
-                further, beside = arena.part(budget.frames, budget.activation_frames), None
-                if settings.activations.tier == "nvme":
-                    beside = UnnamedSpace(daemon, folder, self.ranks.rank)
-                    self.undo.push(beside.close)
-                    spaces.append(beside)
-                    beside.changed = changed
+                further = arena.part(budget.frames, budget.activation_frames)
                 activations = self._open_activations(further, beside, engine, ledger, loads, pager)
             worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
             self.undo.push(worker.close)
@@ -243,7 +250,7 @@ class Run:
             layout, pager, ledger, frames=budget.frames, wanted=settings.update.placement, threaded=worker.threaded,
             exchanges=self._exchanges,
         )  # fmt: skip
-        for role in Role:
+        for role in set(Role) - {Role.ACTIVATION}:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
         stats.gauge("tier_capacity_bytes", tier="host").set(arena.nbytes)
         return _Opened(arena, engine, stats, timeline, ledger, store, pager, activations, worker, planner)

@@ -5,24 +5,25 @@ Which of them move when: [Note: a stack] in `stack`.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from infinity.content.format import Role
-from infinity.content.layout import PAGE_ALIGNMENT, Page
+from infinity.content.layout import Page
 from infinity.content.views import bytes_of
 from infinity.errors import BudgetError, InfinityError
 from infinity.memory.arena import ArenaPart
 from infinity.memory.device import Device, Mark
 from infinity.schedule.cache import Cache
 from infinity.schedule.frames import Frames
-from infinity.schedule.stack import SPARE_FRAMES
+from infinity.schedule.stack import SPARE_FRAMES, page_lengths
 from infinity.schedule.trace import Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
-from infinity.units import align_up, format_size
+from infinity.units import format_size
 
 
 class ActivationStore(PageReaderWriter, Protocol):
@@ -30,6 +31,20 @@ class ActivationStore(PageReaderWriter, Protocol):
 
     def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
         """Have further pages; see `PageStore.add`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationTraffic:
+    """Bytes of activations that a step moves."""
+
+    kept: int = 0
+    """Copied into pages."""
+    loaded: int = 0
+    """Copied out of pages."""
+    written: int = 0
+    """Of pages to the drives."""
+    read: int = 0
+    """Of pages from the drives; less, where a page is wanted again while it is being written."""
 
 
 class Kept:
@@ -87,28 +102,31 @@ class ActivationPages:
         self._cache = Cache(
             self._frames, transfers, store or _Nowhere(), observer,
             timeout=timeout, enter_thread=device.enter_thread, named=False,
+            setting="activations.host_bytes",
         )  # fmt: skip
         self._cache.eager = True
         self._free: dict[int, deque[int]] = defaultdict(deque)
-        """Numbers of pages that nobody has, by length, the one that was given up first next."""
+        """Numbers of pages that nobody has, by length, the one that was given up first next. There are few lengths."""
         self._given_up: deque[tuple[int, ...]] = deque()
         """Pages of tensors that nobody has any more, until `_reap`."""
         self._stack: dict[int, tuple[int, ...]] = {}
-        """Pages of each tensor by the first one, in the order in which they were kept."""
+        """Pages of each tensor by the first one, in the order in which they were kept, the last time."""
+        self._again: set[int] = set()
+        """First pages of tensors that were kept more than once, so that they are wanted more than once."""
+        self._loaded: set[int] = set()
+        """First pages of those that have been loaded and were not kept again: who has them needs them no more."""
         self._unwritten: dict[int, None] = {}
         """Pages that stay in their frames, the oldest first."""
         self._claimed: set[int] = set()
         """Pages that are to be in memory soon."""
         self._most = arena.frames - SPARE_FRAMES
         """Pages that stay at once, at most; fixed."""
-        self._written = 0
-        """Bytes that were written in this step."""
-        self.predicted_bytes = 0
-        """Bytes that a step like the last one writes, and reads. Changed by `end_step`."""
-        self.kept_bytes = 0
-        """Bytes of all tensors that were kept in the last step. Changed by `end_step`."""
-        self._kept = 0
-        """The same of this step, so far."""
+        self.traffic = ActivationTraffic()
+        """Of the last step, and so of one like it. Changed by `end_step`."""
+        self._moved: Counter[str] = Counter()
+        """The same of this step so far, by field, but for what was read."""
+        self._fetched = 0
+        """Bytes that had been read when this step began."""
         self._used = 0
         """Most frames that were in use at once in this step, so far."""
 
@@ -128,7 +146,7 @@ class ActivationPages:
         self._device.mark(self._device.current()).before(stream)
         with self._transfers.lock:
             self._transfers.check()
-            self._kept += content.numel()
+            self._moved["kept"] += content.numel()
             self._stack[pages[0]] = pages
             self._want(())
         for number, page in enumerate(pages):
@@ -147,6 +165,16 @@ class ActivationPages:
                 self._cache.release(use, mark)
         return kept, mark
 
+    def keep_again(self, kept: Kept) -> None:
+        """Have the bytes of a tensor be wanted before all that was kept since. [Note: a stack]"""
+        with self._transfers.lock:
+            self._stack[kept.pages[0]] = self._stack.pop(kept.pages[0])
+            self._again.add(kept.pages[0])
+            for page in kept.pages:
+                if page in self._unwritten:
+                    del self._unwritten[page]
+                    self._unwritten[page] = None
+
     def load(self, kept: Kept, into: torch.Tensor) -> None:
         """Copy the bytes of a tensor out of its pages, on the current stream.
 
@@ -159,11 +187,18 @@ class ActivationPages:
         stream = self._device.current()
         with self._transfers.lock:
             self._reap()
+            self._moved["loaded"] += into.numel()
             wanted = self._from(kept)
+            if kept.pages[0] in self._loaded:  # a graph that is used again, and so in its order
+                self._loaded.clear()
+            elif kept.pages[0] not in self._again:
+                self._loaded.add(kept.pages[0])
+            stays = kept.pages[0] in self._again and len(kept.pages) < self._most  # it is wanted again
         for number, page in enumerate(kept.pages):
             use = (Use(page, Mode.READ),)
             with self._transfers.lock:
-                self._want(wanted[number : number + self._most])
+                begin = 0 if stays else number
+                self._want(wanted[begin : begin + self._most])
                 self._cache.acquire(use, threaded=False)
             part = into[number * self._page_bytes : (number + 1) * self._page_bytes]
             (memory,) = self._cache.contents(use)
@@ -176,8 +211,9 @@ class ActivationPages:
         """Close the books of a step; return the most bytes of frames that were in use in it."""
         with self._transfers.lock:
             self._reap()
-            self.predicted_bytes, self._written = self._written, 0
-            self.kept_bytes, self._kept = self._kept, 0
+            before, self._fetched = self._fetched, self._cache.fetched_bytes
+            self.traffic = ActivationTraffic(**self._moved, read=self._fetched - before)
+            self._moved.clear()
             used, self._used = self._used, 0
             return used * self._page_bytes
 
@@ -193,26 +229,35 @@ class ActivationPages:
     # Pages #
 
     def _new_pages(self, nbytes: int) -> tuple[int, ...]:
-        """Return pages for so many bytes, that nobody has."""
+        """Return pages for so many bytes, that nobody has. Raises as `ActivationStore.add`."""
         with self._transfers.lock:
             self._reap()
-        lengths = [self._page_bytes] * (nbytes // self._page_bytes)
-        if rest := nbytes % self._page_bytes:
-            lengths.append(align_up(rest, PAGE_ALIGNMENT))
-        pages = [self._free[length].popleft() if self._free[length] else -1 for length in lengths]
+        lengths = page_lengths(nbytes, self._page_bytes)
         begin = len(self._pages)
-        missing = [length for length, page in zip(lengths, pages, strict=True) if page < 0]
         more = [
             Page(index=begin + number, role=Role.ACTIVATION, unit=0, segment=0, start=0, count=0, nbytes=length)
-            for number, length in enumerate(missing)
+            for number, length in enumerate(self._missing(lengths))
         ]
         if more and self._store is not None:
-            self._store.add(more, self._path_of)  # not under the lock: files grow
+            dealt = self._dealt.copy()
+            try:
+                self._store.add(more, self._path_of)  # not under the lock: files grow
+            except BaseException:
+                self._dealt = dealt
+                raise
         with self._transfers.lock:
             self._pages += more
             self._frames.grow()
-        new = iter(more)
-        return tuple(page if page >= 0 else next(new).index for page in pages)
+        for page in more:
+            self._free[page.nbytes].append(page.index)
+        return tuple(self._free[length].popleft() for length in lengths)
+
+    def _missing(self, lengths: Sequence[int]) -> list[int]:
+        """Return the lengths of which there are not enough free pages, as often as one is missing."""
+        missing = Counter(lengths)
+        for length in missing:
+            missing[length] -= len(self._free[length])
+        return list((+missing).elements())
 
     def _path_of(self, page: Page) -> int:
         """Deal a page to the path that has least, for its share."""
@@ -226,6 +271,8 @@ class ActivationPages:
         for _ in range(len(self._given_up)):
             numbers = self._given_up.popleft()
             self._stack.pop(numbers[0], None)
+            self._again.discard(numbers[0])
+            self._loaded.discard(numbers[0])
             for page in numbers:
                 self._unwritten.pop(page, None)
                 if page in self._claimed:
@@ -248,7 +295,10 @@ class ActivationPages:
         """
         self._reap()
         if self._store is None:
-            if not self._frames.free:
+            while not self._frames.free:
+                if self._given_up and self._cache.wait_for_frame():  # a device still copies what nobody has any more
+                    self._reap()
+                    continue
                 raise BudgetError(
                     f"activations need more than the {format_size(self._frames.count * self._page_bytes)} of host "
                     'memory that are for them; set activations.host_bytes higher, or activations.tier = "nvme"'
@@ -261,18 +311,23 @@ class ActivationPages:
             self._cache.release(use)
             del self._unwritten[page]
             self._frames.pages[page].resident = False
-            self._written += self._pages[page].nbytes
+            self._moved["written"] += self._pages[page].nbytes
             self._cache.evict(page)
 
     # What comes next #
 
     def _from(self, kept: Kept) -> list[int]:
-        """Return the pages of a tensor, and those that come next, as far as there are frames. Under the lock."""
-        found: list[int] = []
+        """Return the pages of a tensor, and those that come next, as far as there are frames. Under the lock.
+
+        Next come others that were kept again for what is above it, as long as somebody has them, then those below it,
+        but not what has been loaded.
+        """
+        found = list(kept.pages)
         below = False
         for first, pages in reversed(self._stack.items()):
-            below = below or first == kept.pages[0]
-            if below:
+            if first == kept.pages[0]:
+                below = True
+            elif (below or first in self._again) and first not in self._loaded:
                 found += pages
             if len(found) >= len(kept.pages) + self._most:
                 break
@@ -311,6 +366,5 @@ class _Nowhere:
     def expect_gradients(self, stored: bool) -> None:
         """Do nothing."""
 
-    def oldest_request(self) -> str:
+    def oldest_request(self) -> None:
         """Return that there is none."""
-        return "no requests are in flight"

@@ -40,16 +40,18 @@ class Cache:
         timeout: float,
         enter_thread: Callable[[], None],
         named: bool = True,
+        setting: str = "memory.host_bytes",
     ) -> None:
         """Begin with nothing in memory.
 
         Args:
             named: whether the observer knows pages by their numbers, and is told which one was waited for.
+            setting: which setting gives it more frames, for errors.
             timeout: seconds after which a copy between a frame and a device is an error.
             enter_thread: is called first in the thread that waits for those.
         """
         self._frames, self._transfers, self._store, self._observer = frames, transfers, store, observer
-        self._named = named
+        self._named, self._setting = named, setting
         self._reads = self._writes = 0
         """Pages that are being read, and written: those of this cache, which need not be all of `Transfers`."""
         self.eager = False
@@ -58,6 +60,8 @@ class Cache:
         it when a plan is installed."""
         self._held_leases = 0
         """Leases whose pages are pinned; their frames come back without anything that the training thread does."""
+        self.fetched_bytes = 0
+        """Bytes that were read, ever, or would have been but for a write that had not ended."""
         self._returned = 0
         """Transfers, copies and held leases that have ended, ever: each may have left a frame."""
         self._wanted: deque[int] = deque()
@@ -203,6 +207,7 @@ class Cache:
             if state.frame < 0:
                 self._wanted.append(use.page)
             elif state.writing:
+                self.fetched_bytes += self._frames.nbytes(use.page)
                 self._observer.spared(self._frames.nbytes(use.page))
 
     def release_claim(self, page: int) -> None:
@@ -316,7 +321,7 @@ class Cache:
             idle = not (self._writes or self._held_leases or self.copies.pending)
             if idle and not self._evict_kept() and not self._reads:
                 raise InfinityError(
-                    f"all {frames.count} frames of the arena are in use at once; set memory.host_bytes higher"
+                    f"all {frames.count} frames of the arena are in use at once; set {self._setting} higher"
                 )
             if not frames.free:
                 self._awaited += 1
@@ -324,6 +329,13 @@ class Cache:
                     self._wait(partial(self._may_have_frame, self._returned), "arena", page, threaded=threaded)
                 finally:
                     self._awaited -= 1
+
+    def wait_for_frame(self) -> bool:
+        """Wait until a frame may have come free by a copy that ends; return False where none is being made."""
+        if not self.copies.pending:
+            return False
+        self._wait(partial(self._may_have_frame, self._returned), "arena", -1, threaded=False)
+        return True
 
     def _may_have_frame(self, returned: int) -> bool:
         """Whether a frame is free, or something has ended since `returned` that may leave one."""
@@ -356,6 +368,7 @@ class Cache:
         state = self._frames.pages[page]
         state.reading, state.dirty = True, False
         self._reads += 1
+        self.fetched_bytes += self._frames.nbytes(page)
 
         def ended(error: Exception | None) -> None:
             state.reading = False

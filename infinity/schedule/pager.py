@@ -125,7 +125,7 @@ class Pager:
     ) -> None:
         self._layout, self._device, self._observer, self._timeout = layout, device, observer, timeout
         self._store = store
-        self.transfers = Transfers(store, observer, timeout=timeout, failed=failed)
+        self.transfers = Transfers(observer, timeout=timeout, failed=failed)
         self._frames = Frames(layout.pages, arena)
         self._cache = Cache(
             self._frames, self.transfers, store, observer, timeout=timeout, enter_thread=device.enter_thread

@@ -58,8 +58,8 @@ class PageReaderWriter(Protocol):
     def expect_gradients(self, stored: bool) -> None:
         """Have room for all gradients if each step stores them; not under the lock. Raises what keeps it from that."""
 
-    def oldest_request(self) -> str:
-        """Describe the request that has been in flight longest."""
+    def oldest_request(self) -> tuple[float, str] | None:
+        """Return since when the oldest request is in flight (`time.perf_counter`) and what it is, if there is one."""
 
 
 class PagerObserver(Protocol):
@@ -97,7 +97,6 @@ class Transfers:
     once; transfers in flight still end, so that frames are not used again under them.
 
     Args:
-        store: is asked which request is the oldest, where something takes too long.
         observer: is told of waits and of the time in which something is in flight.
         timeout: seconds after which a wait is an error.
         failed: is told of the first error, once, from any thread and under the lock; it must not wait.
@@ -105,13 +104,14 @@ class Transfers:
 
     def __init__(
         self,
-        store: PageReaderWriter,
         observer: PagerObserver,
         *,
         timeout: float,
         failed: Callable[[Exception], None],
     ) -> None:
-        self._store, self._observer, self._timeout, self._failed = store, observer, timeout, failed
+        self._observer, self._timeout, self._failed = observer, timeout, failed
+        self._stores: list[PageReaderWriter] = []
+        """Stores that pages have been moved of; asked for the oldest request where something takes too long."""
         self.lock = Condition()
         """The one lock; notified whenever something ends that may be waited for."""
         self.reads = 0
@@ -131,7 +131,7 @@ class Transfers:
         self, store: PageReaderWriter, page: int, memory: memoryview, then: Callable[[Exception | None], None]
     ) -> None:
         """Start reading a page of a store; `then` is called under the lock at the end, with what went wrong."""
-        self._report_moving()
+        self._begin(store)
         self.reads += 1
 
         def done(error: Exception | None) -> None:
@@ -146,7 +146,7 @@ class Transfers:
         self, store: PageReaderWriter, page: int, memory: memoryview, then: Callable[[Exception | None], None]
     ) -> None:
         """Start writing a page of a store; `then` is called under the lock at the end, with what went wrong."""
-        self._report_moving()
+        self._begin(store)
         self.writes += 1
 
         def done(error: Exception | None) -> None:
@@ -156,6 +156,11 @@ class Transfers:
                 self._end(error, then)
 
         store.write(page, memory, done)
+
+    def _begin(self, store: PageReaderWriter) -> None:
+        self._report_moving()
+        if store not in self._stores:
+            self._stores.append(store)
 
     def _end(self, error: Exception | None, then: Callable[[Exception | None], None]) -> None:
         if error is not None:
@@ -200,11 +205,15 @@ class Transfers:
         if not finished:
             hung = self._exchanging and cause in _HELD_UP
             what = "any page to be read or written" if hung else _WAITS[cause]
-            error = StallError(f"waited {self._timeout:.0f} s for {what}; {self._store.oldest_request()}")
+            error = StallError(f"waited {self._timeout:.0f} s for {what}; {self._oldest_request()}")
             if self.reads or self.writes:
                 self._observer.gave_up("read" if cause == "read" or not self.writes else "write", error)
             self.fail(error)
             self.check()
+
+    def _oldest_request(self) -> str:
+        requests = [request for store in self._stores if (request := store.oldest_request()) is not None]
+        return min(requests)[1] if requests else "no request is in flight"
 
     def _wait(self, ended: Callable[[], bool], *, held_up: bool) -> bool:
         """Wait until `ended()`; return False if the time limit passes before."""

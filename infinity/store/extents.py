@@ -204,6 +204,31 @@ def missing_slots(
     return tuple(more)
 
 
+def further_slots(
+    classes: Sequence[SlotClass],
+    before: Mapping[tuple[int, int], int],
+    members: Mapping[tuple[int, int], int],
+    spare: int,
+) -> tuple[SlotClass, ...]:
+    """Return further slots, behind the classes, for pages that are more now. It takes no longer where there are many.
+
+    Args:
+        classes: the slots so far, which suffice for the pages before.
+        before: how many pages there were by (path, length).
+        members: how many there are now.
+        spare: writes of a class that may be in flight at once at most.
+    """
+    ends = list(file_sizes(classes, 1 + max((path for path, _ in members), default=-1)))
+    more = []
+    for (path, length), count in sorted(members.items()):
+        were = before.get((path, length), 0)
+        missing = count + _spare(count, spare) - were - _spare(were, spare)
+        if missing:
+            more.append(SlotClass(path=path, length=length, offset=ends[path], count=missing))
+            ends[path] += missing * length
+    return tuple(more)
+
+
 class _Used:
     """Extents that do not overlap each other, and what they touch."""
 

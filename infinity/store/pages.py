@@ -26,6 +26,7 @@ from infinity.store.extents import (
     Extent,
     ExtentAllocator,
     SlotClass,
+    further_slots,
     missing_slots,
     needed_slots,
     overlapping,
@@ -243,6 +244,8 @@ class PageStore:
         """Which slots are free; has a lock of its own."""
         self._slots = tuple(slots)
         """All slots of the state. Grows with `spread_anew`, `add` and `allow_edits`."""
+        self._added: Counter[tuple[int, int]] = Counter()
+        """Pages that `add` has brought, by (path, length)."""
         self._edited: set[int] = set()
         """Fixed pages that may be written again. Grows with `allow_edits`."""
         self._lengths = lengths
@@ -288,7 +291,7 @@ class PageStore:
             self._paths = tuple(paths)
 
     def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
-        """Have further pages, whose numbers come behind those so far.
+        """Have further pages, whose numbers come behind those so far; of a store that keeps no commits.
 
         Args:
             path_of: returns the path that versions of a page go to.
@@ -297,14 +300,12 @@ class PageStore:
             BudgetError: there is no room for them; they are not there then. StorageError: a drive failed.
         """
         with self._gradients.growing:
-            before = self._pages, self._paths
+            paths = [path_of(page) for page in pages]
+            members = self._added + Counter((path, page.nbytes) for path, page in zip(paths, pages, strict=True))
+            self._have(further_slots(self._slots, self._added, members, self._spare))
+            self._added = members
             self._pages = (*self._pages, *pages)
-            self._paths = (*self._paths, *map(path_of, pages))
-            try:
-                self._make_room(self._paths, self._edited)
-            except Exception:
-                self._pages, self._paths = before
-                raise
+            self._paths = (*self._paths, *paths)
 
     def allow_edits(self, pages: Iterable[int]) -> None:
         """From now on, let fixed pages be written again; others may be already.
@@ -329,7 +330,10 @@ class PageStore:
         needed = needed_slots(
             state, [on[page.index] for page in state], self._spare, max(self.retained, len(self._commits)), edited
         )
-        slots = missing_slots(self._slots, needed, behind=self._gradients.area)
+        self._have(missing_slots(self._slots, needed, behind=self._gradients.area))
+
+    def _have(self, slots: Sequence[SlotClass]) -> None:
+        """Have further slots; `growing` is held."""
         self._lengths.allocate(slots)
         self._extents.add(slots)
         self._slots = (*self._slots, *slots)
@@ -558,16 +562,17 @@ class PageStore:
                 if self._current.get(page) != old:
                     self._extents.give(old.extent)
 
-    def oldest_request(self) -> str:
-        """Describe what has been in flight longest, for stall reports."""
+    def oldest_request(self) -> tuple[float, str] | None:
+        """Return since when the oldest request is in flight (`time.perf_counter`) and what it is, if there is one."""
         with self._lock:
             tickets = sorted(self._pending.values(), key=lambda ticket: ticket.submitted)
         if not tickets:
-            return "no request is in flight"
+            return None
         first = tickets[0]
         return (
+            first.submitted,
             f"oldest of {len(tickets)} requests in flight: {first.op.value} of {first.length} bytes at offset "
-            f"{first.offset} of {first.path}, for {perf_counter() - first.submitted:.1f} s"
+            f"{first.offset} of {first.path}, for {perf_counter() - first.submitted:.1f} s",
         )
 
     def _remember(self, ticket: Ticket) -> None:

@@ -143,7 +143,7 @@ class Ledger:
         }
         self._planned: dict[str, int] = {}  # bytes of a step by ``read`` and ``write``, of the plan; empty without one
         self._planned_link: dict[str, int] = {}  # the same by direction of the link
-        self._activations = 0, 0  # bytes that these add to each of them, and to each direction of the link
+        self._activations = dict.fromkeys((*OPS, *LINK_DIRECTIONS), 0)  # bytes that these add to each of them
         self._stats = stats  # for the cells of errors, which are looked up when there is one
         self._lock = Lock()
         """Held while a finished transfer is counted, and while `_moved` is copied."""
@@ -289,18 +289,18 @@ class Ledger:
         self._planned_link = dict(zip(LINK_DIRECTIONS, (to_device, from_device), strict=True))
         self._publish()
 
-    def predicted_activations(self, moved: int, linked: int) -> None:
-        """Publish with both what activations add to each direction: bytes of the drives, and of the link."""
-        if (moved, linked) != self._activations:
-            self._activations = moved, linked
+    def predicted_activations(self, read: int, written: int, to_device: int, from_device: int) -> None:
+        """Publish with both what activations add to them, in bytes."""
+        found = dict(zip(self._activations, (read, written, to_device, from_device), strict=True))
+        if found != self._activations:
+            self._activations = found
             self._publish()
 
     def _publish(self) -> None:
-        moved, linked = self._activations
         for op, nbytes in self._planned.items():
-            self._predicted[op].set(nbytes + moved)
+            self._predicted[op].set(nbytes + self._activations[op])
         for way, nbytes in self._planned_link.items():
-            self._predicted_link[way].set(nbytes + linked)
+            self._predicted_link[way].set(nbytes + self._activations[way])
 
     def linked(self, to_device: int, from_device: int) -> None:
         """Count what has been copied to the device and from it, in bytes."""

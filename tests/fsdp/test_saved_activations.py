@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,10 +19,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
+from transformers import LlamaConfig, T5Config, T5ForConditionalGeneration
 
 import infinity
 from infinity.errors import BudgetError, ConfigError
+from infinity.memory.device import CpuDevice
 from infinity.run.run import Run
 
 WIDTH, LAYERS, ROWS, LENGTH = 64, 4, 4, 256
@@ -127,6 +130,7 @@ WAYS: dict[str, Callable[[Model], object]] = {
         model, partial(wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT), lambda module: isinstance(module, Layer)
     ),
     "compiled": _compiled,
+    "compiled whole": lambda model: model.compile(backend="aot_eager"),
 }
 
 
@@ -139,8 +143,8 @@ def test_each_input_of_a_layer_is_kept_once(way: str, tmp_path: Path) -> None:
     found, run = trained(sharded(WAYS[way]), tmp_path / "nvme", LEAST)
     assert found == expected
     assert run.activations is not None
-    assert run.activations.kept_bytes == LAYERS * INPUT
-    assert run.activations.predicted_bytes == LAYERS * INPUT - 2 * 65536
+    assert run.activations.traffic.kept == LAYERS * INPUT
+    assert run.activations.traffic.written == LAYERS * INPUT - 2 * 65536
 
 
 def test_slices_are_kept_one_by_one(tmp_path: Path) -> None:
@@ -149,7 +153,7 @@ def test_slices_are_kept_one_by_one(tmp_path: Path) -> None:
     infinity.micro_batches(model, 4)
     _, run = trained(model, tmp_path, LEAST)
     assert run.activations is not None
-    assert run.activations.kept_bytes == LAYERS * INPUT
+    assert run.activations.traffic.kept == LAYERS * INPUT
 
 
 def test_bytes_on_the_drives_are_as_predicted(tmp_path: Path) -> None:
@@ -160,7 +164,7 @@ def test_bytes_on_the_drives_are_as_predicted(tmp_path: Path) -> None:
             model(tokens(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        page, predicted = optimizer.run.stats.snapshot(), optimizer.run.activations.predicted_bytes
+        page, predicted = optimizer.run.stats.snapshot(), optimizer.run.activations.traffic.written
         written, read = (
             page.value("io_bytes_total", op=op, state="activation", device="nvme0") for op in ("write", "read")
         )
@@ -215,7 +219,7 @@ def test_nothing_is_kept_without_gradients_nor_behind_an_error(tmp_path: Path) -
         model(tokens()).backward()
         optimizer.step()
         assert pages._stack == {}
-        assert pages.kept_bytes > 0
+        assert pages.traffic.kept > 0
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
@@ -231,7 +235,7 @@ def test_a_forward_that_is_interrupted_is_forgotten(tmp_path: Path) -> None:
             model(tokens(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        kept = optimizer.run.activations.kept_bytes
+        kept = optimizer.run.activations.traffic.kept
         hook = model.layers[2].norm.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(tokens())
@@ -245,7 +249,7 @@ def test_a_forward_that_is_interrupted_is_forgotten(tmp_path: Path) -> None:
             model(tokens()).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert optimizer.run.activations.kept_bytes == kept > 0
+        assert optimizer.run.activations.traffic.kept == kept > 0
         hook = model.layers[2].norm.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(tokens())
@@ -308,7 +312,7 @@ def test_a_model_of_transformers_with_its_own_checkpointing(reentrant: bool, tmp
             if activations:
                 config = model.config
                 size = 8 * 128 * config.hidden_size * 2
-                assert optimizer.run.activations.kept_bytes == config.num_hidden_layers * size
+                assert optimizer.run.activations.traffic.kept == config.num_hidden_layers * size
                 assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 0
     assert losses[:3] == losses[3:]
 
@@ -321,3 +325,116 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         trained(sharded(WAYS["none"]), tmp_path, {"tier": "nvme", "host_bytes": "64KiB"})
     with pytest.raises(BudgetError, match=r"the least is .* 3.94 MiB for activations"):
         trained(sharded(WAYS["none"]), tmp_path, {"tier": "nvme", "host_bytes": 4 * 1024 * 1024 - 65536})
+
+
+def test_an_input_in_two_shapes_is_kept_once(tmp_path: Path) -> None:
+    """Its bytes; each that saved it gets its shape."""
+
+    def flat(inside: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, WIDTH)
+        return inside(x) + (rows * rows).view_as(x) / 8
+
+    losses = []
+    for activations in ({}, LEAST):
+        folder = tmp_path / (activations.get("tier") or "device")
+        folder.mkdir()
+        found, run = trained(sharded(lambda model: _all(model, flat)), folder, activations)
+        losses.append(found)
+    assert losses[0] == losses[1]
+    assert run.activation_traffic.kept == LAYERS * INPUT
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu"])
+def test_hooks_around_the_model_have_what_it_saves(
+    around: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is paged, and it is said, once."""
+    losses = []
+    for activations in ({}, LEAST):
+        folder = tmp_path / (activations.get("tier") or "device")
+        folder.mkdir()
+        model = sharded(WAYS["inside"])
+        with offloaded(model, folder, activations) as optimizer:
+            for step in range(3):
+                if around == "checkpoint":
+                    loss = checkpoint(model, tokens(step), use_reentrant=False)
+                else:
+                    with torch.autograd.graph.save_on_cpu():
+                        loss = model(tokens(step))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            assert optimizer.run.activation_traffic.kept == 0
+    assert losses[:3] == losses[3:]
+    said = [record.message for record in caplog.records if "activations.tier has no effect" in record.message]
+    assert len(said) == 1
+    assert "checkpoint its layers" in said[0]
+
+
+def test_what_several_layers_of_a_decoder_need_is_read_as_predicted(tmp_path: Path) -> None:
+    """T5 checkpoints around its layers; each of a decoder has the encoder's output, and all have its positions."""
+    config = T5Config(
+        vocab_size=64, d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=3, num_decoder_layers=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    losses = []
+    for activations in ({}, {"tier": "nvme", "host_bytes": "768KiB"}):
+        folder = tmp_path / (activations.get("tier") or "device")
+        folder.mkdir()
+        torch.manual_seed(0)
+        model = T5ForConditionalGeneration(config)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for block in (*model.encoder.block, *model.decoder.block):
+            fully_shard(block, mp_policy=policy, mesh=infinity.mesh())
+        fully_shard(model, mp_policy=policy, mesh=infinity.mesh())
+        ids = torch.randint(2, 64, (8, 128), generator=torch.Generator().manual_seed(0))
+        with offloaded(model, folder, activations) as optimizer:
+            for _ in range(4):
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            if activations:
+                traffic, page = optimizer.run.activation_traffic, optimizer.run.stats.snapshot()
+                written, read = (
+                    page.value("io_bytes_total", op=op, state="activation", device="nvme0") for op in ("write", "read")
+                )
+                spared = page.value("prefetch_spared_bytes_total")
+                assert written == 4 * traffic.written > 0
+                assert 4 * traffic.read - spared <= read <= 4 * traffic.read
+                size = 8 * 128 * 64 * 2
+                assert traffic.kept == (3 + 4 + 1 + 2) * size
+                assert traffic.read == traffic.written
+                assert page.value("tier_used_bytes", tier="nvme", state="activation") >= traffic.kept
+    assert losses[:4] == losses[4:]
+
+
+def test_an_input_that_is_modified_while_a_device_copies_it(tmp_path: Path) -> None:
+    """Its pages may have anything, so it is told; what is modified behind its copy is as it was saved."""
+    passed = Event()
+
+    class Mark:
+        def passed(self) -> bool:
+            return passed.is_set()
+
+        def before(self, stream: Any) -> None:
+            """Nothing waits."""
+
+    def spoil(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        with torch.no_grad():
+            args[0].add_(1)
+        passed.set()
+
+    model = sharded(WAYS["inside"])
+    with offloaded(model, tmp_path, {"tier": "nvme", "host_bytes": "2MiB"}):
+        model.layers[1].register_forward_hook(spoil)
+        with patch.object(CpuDevice, "mark", lambda *_: Mark()):
+            loss = model(tokens())
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation while it was copied: .* \(4, 256, 64\)"
+        ):
+            loss.backward()

@@ -34,7 +34,7 @@ def test_it_goes_no_faster_than_its_rate(paced: PacedEngine, tmp_path: Path) -> 
     file = paced.open(str(tmp_path / "file"), create=True)
     rate = 4 * SIZE
     with mapped(SIZE) as memory:
-        paced.pace({file.path: rate})
+        paced.pace({str(tmp_path): rate})
         began = time.monotonic()
         tickets = [
             paced.submit(Op.WRITE, file, at, memory[at : at + BLOCK]) for at in range(0, SIZE, BLOCK) for _ in "xx"
@@ -45,18 +45,36 @@ def test_it_goes_no_faster_than_its_rate(paced: PacedEngine, tmp_path: Path) -> 
         tickets.clear()
 
 
-def test_other_files_are_not_held_back(paced: PacedEngine, tmp_path: Path) -> None:
-    """Even if a file may hardly move anything; what waits goes when its rate is taken back."""
-    slow, free = (paced.open(str(tmp_path / name), create=True) for name in ("slow", "free"))
+def test_files_of_a_folder_share_its_rate(paced: PacedEngine, tmp_path: Path) -> None:
+    """What one moves, the other has to wait for."""
+    files = [paced.open(str(tmp_path / name), create=True) for name in ("pages", "activations")]
+    rate = 4 * SIZE
     with mapped(SIZE) as memory:
-        paced.pace({slow.path: 1.0})
+        paced.pace({str(tmp_path): rate})
+        began = time.monotonic()
+        tickets = [
+            paced.submit(Op.WRITE, file, at, memory[at : at + BLOCK]) for at in range(0, SIZE, BLOCK) for file in files
+        ]
+        for ticket in tickets:
+            ticket.wait(PATIENCE)
+        assert time.monotonic() - began >= (2 * SIZE - BLOCK) / rate - 0.1
+        tickets.clear()
+
+
+def test_other_folders_are_not_held_back(paced: PacedEngine, tmp_path: Path) -> None:
+    """Even if the files of one may hardly move anything; what waits goes when its rate is taken back."""
+    for name in ("slow", "free"):
+        (tmp_path / name).mkdir()
+    slow, free = (paced.open(str(tmp_path / name / "file"), create=True) for name in ("slow", "free"))
+    with mapped(SIZE) as memory:
+        paced.pace({str(tmp_path / "slow"): 1.0})
         waiting = [paced.submit(Op.WRITE, slow, at, memory[at : at + BLOCK]) for at in range(0, SIZE, BLOCK)]
         paced.submit(Op.WRITE, free, 0, memory).wait(PATIENCE)
         assert not waiting[-1].done
         paced.pace({})
         for ticket in waiting:
             ticket.wait(PATIENCE)
-        assert (tmp_path / "slow").stat().st_size == SIZE
+        assert (tmp_path / "slow" / "file").stat().st_size == SIZE
         waiting.clear()
 
 
@@ -72,11 +90,11 @@ def test_a_file_s_requests_keep_their_order(tmp_path: Path) -> None:
     engine = PacedEngine(Noted(1, 1 << 20))
     file = engine.open(str(tmp_path / "file"), create=True)
     with mapped(SIZE) as memory:
-        engine.pace({file.path: 1.0})
+        engine.pace({str(tmp_path): 1.0})
         for at in range(0, SIZE, BLOCK):
             engine.submit(Op.WRITE, file, at, memory[at : at + BLOCK])
             if at == SIZE // 2:
-                engine.pace({file.path: 1e12})
+                engine.pace({str(tmp_path): 1e12})
         engine.close()
     assert seen == sorted(seen)
     assert len(seen) == SIZE // BLOCK
@@ -87,12 +105,12 @@ def test_closing_completes_what_waits(tmp_path: Path) -> None:
     engine = PacedEngine(ThreadEngine(4, 1 << 20))
     file = engine.open(str(tmp_path / "file"), create=True)
     with mapped(SIZE) as memory:
-        engine.pace({file.path: 1.0})
+        engine.pace({str(tmp_path): 1.0})
         tickets = [engine.submit(Op.WRITE, file, at, memory[at : at + BLOCK]) for at in range(0, SIZE, BLOCK)]
         engine.close()
         assert all(ticket.done and ticket.error is None for ticket in tickets)
         assert not pacing_threads()
-        engine.pace({file.path: 1.0})
+        engine.pace({str(tmp_path): 1.0})
         assert not pacing_threads()
         with pytest.raises(InfinityError):
             engine.submit(Op.WRITE, file, 0, memory)
@@ -103,7 +121,7 @@ def test_what_the_other_engine_refuses_fails(paced: PacedEngine, tmp_path: Path)
     """On the pacing thread there is nobody to raise it to: whoever waits hears it."""
     file = paced.open(str(tmp_path / "file"), create=True)
     with mapped(BLOCK) as memory:
-        paced.pace({file.path: 1e9})
+        paced.pace({str(tmp_path): 1e9})
         paced.forget(file)
         ticket = paced.submit(Op.WRITE, file, 0, memory)
         with pytest.raises(InfinityError, match="not open"):
@@ -123,7 +141,7 @@ def test_a_rate_of_next_to_nothing_does_not_end_the_thread(paced: PacedEngine, t
     """A clock has a largest time to wait; when the rate is gone, requests go on."""
     file = paced.open(str(tmp_path / "file"), create=True)
     with mapped(2 * BLOCK) as memory:
-        paced.pace({file.path: 1e-9})
+        paced.pace({str(tmp_path): 1e-9})
         tickets = [paced.submit(Op.WRITE, file, at, memory[at : at + BLOCK]) for at in (0, BLOCK)]
         time.sleep(0.2)
         paced.pace({})

@@ -163,8 +163,8 @@ class Kept:
     def expect_gradients(self, stored: bool) -> None:
         """Always has room."""
 
-    def oldest_request(self) -> str:
-        return "nothing is in flight"
+    def oldest_request(self) -> tuple[float, str] | None:
+        return None
 
 
 class Silence:

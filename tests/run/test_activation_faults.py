@@ -107,7 +107,7 @@ def test_files_have_no_name_and_go_with_the_run(tmp_path: Path) -> None:
         optimizer.step()
         assert not list(tmp_path.rglob("*.activations"))
         assert any(name.endswith(".activations (deleted)") for name in open_files())
-        kept, state = optimizer.run.activations.kept_bytes, optimizer.run.layout.state_bytes
+        kept, state = optimizer.run.activations.traffic.kept, optimizer.run.layout.state_bytes
         reserved = optimizer.run.stats.snapshot().value("tier_capacity_bytes", tier="nvme")
         assert reserved >= state + kept
     assert not any(".activations" in name for name in open_files())

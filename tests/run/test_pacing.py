@@ -12,7 +12,7 @@ import pytest
 from infinity.run import pacing
 from infinity.run.pacing import Pacing
 
-FILES = {"/drive/0": "/drive/0/run/rank00000.pages", "/drive/1": "/drive/1/run/rank00000.pages"}
+FOLDERS = {"/drive/0": "/drive/0/run", "/drive/1": "/drive/1/run"}
 
 
 class Answers:
@@ -24,7 +24,7 @@ class Answers:
         self.ended = threading.Event()
 
     def ask(self, op: str, **values: object) -> dict[str, Any] | None:
-        assert (op, values) == ("pace", {"run_id": "r", "paths": list(FILES)})
+        assert (op, values) == ("pace", {"run_id": "r", "paths": list(FOLDERS)})
         self.asked += 1
         if len(self._answers) > 1:
             return self._answers.pop(0)
@@ -36,7 +36,7 @@ def told(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any] | None) -> li
     """Return what the engine was told while a daemon gave these answers."""
     monkeypatch.setattr(pacing, "_EVERY_SECONDS", 0.001)
     daemon, found = Answers(*answers), []
-    it = Pacing(daemon, "r", list(FILES), list(FILES.values()), found.append)  # type: ignore[arg-type]
+    it = Pacing(daemon, "r", list(FOLDERS), list(FOLDERS.values()), found.append)  # type: ignore[arg-type]
     assert daemon.ended.wait(300)
     it.close()
     return found
@@ -47,17 +47,17 @@ def rates(**values: object) -> dict[str, Any]:
 
 
 def test_it_is_told_when_the_answer_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By file; a drive that is not named has no limit."""
+    """By folder; a drive that is not named has no limit."""
     found = told(monkeypatch, rates(), rates(d0=5e8), rates(d0=5e8), rates(d0=4e8, d1=1e8), rates(), rates())
-    assert found == [{FILES["/drive/0"]: 5e8}, {FILES["/drive/0"]: 4e8, FILES["/drive/1"]: 1e8}, {}]
+    assert found == [{FOLDERS["/drive/0"]: 5e8}, {FOLDERS["/drive/0"]: 4e8, FOLDERS["/drive/1"]: 1e8}, {}]
 
 
 def test_a_daemon_that_is_gone_limits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """After three questions without an answer; one that is slow once changes nothing."""
     assert told(monkeypatch, rates(d0=5e8), None, rates(d0=5e8), None, None, rates(d0=5e8)) == [
-        {FILES["/drive/0"]: 5e8}
+        {FOLDERS["/drive/0"]: 5e8}
     ]
-    assert told(monkeypatch, rates(d0=5e8), None, None, None, None) == [{FILES["/drive/0"]: 5e8}, {}]
+    assert told(monkeypatch, rates(d0=5e8), None, None, None, None) == [{FOLDERS["/drive/0"]: 5e8}, {}]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_daemon_that_is_gone_limits_nobody(monkeypatch: pytest.MonkeyPatch) ->
 )  # fmt: skip
 def test_garbage_is_no_limit(garbage: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a daemon may say."""
-    assert told(monkeypatch, garbage, garbage, rates(d1=2e8)) == [{FILES["/drive/1"]: 2e8}]
+    assert told(monkeypatch, garbage, garbage, rates(d1=2e8)) == [{FOLDERS["/drive/1"]: 2e8}]
 
 
 def test_a_rate_that_would_stop_a_run_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests would run into their time-out, and training never depends on the daemon."""
-    assert told(monkeypatch, rates(d0=1e-300), rates(d0=1e-300)) == [{FILES["/drive/0"]: float(1 << 20)}]
+    assert told(monkeypatch, rates(d0=1e-300), rates(d0=1e-300)) == [{FOLDERS["/drive/0"]: float(1 << 20)}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, Timer
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +18,7 @@ from infinity.errors import BudgetError, StallError, StorageError
 from infinity.memory.arena import Arena
 from infinity.memory.device import CpuDevice, open_device
 from infinity.schedule.activations import ActivationPages, Kept
+from infinity.schedule.stack import page_lengths
 from infinity.schedule.transfers import Transfers
 
 PAGE = 8192
@@ -67,8 +68,8 @@ class Memory:
     def expect_gradients(self, stored: bool) -> None:
         """Nothing to do."""
 
-    def oldest_request(self) -> str:
-        return "nothing is known of it"
+    def oldest_request(self) -> tuple[float, str] | None:
+        return 0.0, "the request of the test"
 
 
 class Observer:
@@ -88,7 +89,7 @@ class Observer:
 def opened(store: Memory | None, timeout: float = 20) -> Iterator[tuple[ActivationPages, Observer]]:
     device, observer = open_device(torch.device("cpu")), Observer()
     arena = Arena(FRAMES + 3, PAGE, device=device)
-    transfers = Transfers(store or Memory(), observer, timeout=timeout, failed=lambda _: None)  # type: ignore[arg-type]
+    transfers = Transfers(observer, timeout=timeout, failed=lambda _: None)  # type: ignore[arg-type]
     pages = ActivationPages(
         arena.part(3, FRAMES),
         PAGE,
@@ -168,10 +169,11 @@ def test_a_stack_moves_what_has_no_frame_once_each_way(layers: int, nbytes: int)
                 assert torch.equal(loaded(pages, stack.pop(), nbytes), content(nbytes, layer))
             used = pages.end_step()
             lengths = [PAGE, PAGE, 4096] if nbytes > PAGE else [PAGE]
+            assert page_lengths(nbytes, PAGE) == lengths
             beyond = sum((layers * lengths)[: max(0, layers * len(lengths) - (FRAMES - SPARE))])
-            assert pages.predicted_bytes == beyond
+            assert pages.traffic.written == beyond
             assert min(layers * len(lengths), FRAMES - SPARE) <= used // PAGE <= FRAMES
-            assert pages.kept_bytes == layers * nbytes
+            assert pages.traffic.kept == layers * nbytes
             assert store.written_bytes - moved[0] == beyond
             assert store.read_bytes - moved[1] + observer.spared_bytes - moved[2] == beyond
             # Those beyond are of tensors that were given up while a page of theirs was being written.
@@ -211,7 +213,7 @@ def test_a_drive_that_does_not_answer_is_not_waited_for() -> None:
     store, kept = Memory(), list[Kept]()
     store.silent = True
     with opened(store, timeout=0.2) as (pages, _):
-        with pytest.raises(StallError, match="waited 0 s for a free frame of the arena"):
+        with pytest.raises(StallError, match="waited 0 s for a free frame of the arena; the request of the test"):
             keep_many(pages, kept)
         pages._transfers.writes = 0
 
@@ -236,3 +238,97 @@ def test_what_is_given_up_while_it_is_copied_is_not_written() -> None:
         assert pages._transfers.failure is None
         pages.end_step()
         assert pages.census()["free"] == FRAMES
+
+
+@given(st.integers(1, 200_000), st.sampled_from([4096, 65536, 1 << 20, 3 * 4096]))
+def test_pages_have_few_lengths(nbytes: int, page_bytes: int) -> None:
+    """They hold the tensor, and little more."""
+    lengths = page_lengths(nbytes, page_bytes)
+    assert nbytes <= sum(lengths) < nbytes + max(4096, (nbytes % page_bytes) / 4 + 1)
+    assert all(length == page_bytes for length in lengths[:-1])
+    assert 0 < lengths[-1] <= page_bytes
+    assert lengths[-1] % 4096 == 0
+    most = 4 * 8  # lengths between powers of two, from 4 KiB to 1 MiB
+    assert len({page_lengths(rest, 1 << 20)[-1] for rest in range(4096, 1 << 20, 4096)}) <= most
+
+
+def test_lengths_that_vary_take_no_more_and_more_space() -> None:
+    """Of batches that are never as long as one before."""
+    store = Memory()
+    with opened(store) as (pages, _):
+        taken = []
+        for step in range(60):
+            nbytes = 100_000 + 523 * (37 * step % 60)
+            stack = [pages.keep(content(nbytes, layer))[0] for layer in range(3)]
+            while stack:
+                loaded(pages, stack.pop(), nbytes)
+            pages.end_step()
+            taken.append(sum(page.nbytes for page in store.pages))
+        assert taken[-1] == taken[30] < 4 * 3 * 132_000
+
+
+def test_what_is_refused_leaves_numbers_and_shares() -> None:
+    """So that a caller who lets tensors go can go on."""
+    store = Memory()
+    with opened(store) as (pages, _):
+        kept = [pages.keep(content(PAGE, number))[0] for number in range(3)]
+        del kept[1:]
+        pages.end_step()
+        shares, add = pages._dealt.copy(), store.add
+
+        def refuse(pages: Any, path_of: Any) -> None:
+            for page in pages:
+                path_of(page)
+            raise BudgetError("no room")
+
+        store.add = refuse  # type: ignore[method-assign]
+        for _ in range(3):
+            with pytest.raises(BudgetError):
+                pages.keep(content(4 * PAGE, 0))
+        store.add = add  # type: ignore[method-assign]
+        assert pages._dealt == shares
+        kept.append(pages.keep(content(2 * PAGE, 7))[0])
+        assert len(store.pages) == 3
+        assert torch.equal(loaded(pages, kept[1], 2 * PAGE), content(2 * PAGE, 7))
+
+
+def test_what_is_kept_again_stays_in_its_frames() -> None:
+    """As an encoder's output, which each layer of a decoder needs: read once by none, written by none."""
+    store = Memory()
+    with opened(store) as (pages, observer):
+        encoder = [pages.keep(content(PAGE, number))[0] for number in range(8)]
+        memory, decoder = pages.keep(content(PAGE, 100))[0], []
+        for layer in range(8):
+            decoder.append(pages.keep(content(PAGE, 200 + layer))[0])
+            pages.keep_again(memory)
+        for layer in reversed(range(8)):
+            assert torch.equal(loaded(pages, decoder.pop(), PAGE), content(PAGE, 200 + layer))
+            assert torch.equal(loaded(pages, memory, PAGE), content(PAGE, 100))
+        del memory
+        for number in reversed(range(8)):
+            assert torch.equal(loaded(pages, encoder.pop(), PAGE), content(PAGE, number))
+        pages.end_step()
+        beyond = (17 - (FRAMES - SPARE)) * PAGE
+        assert pages.traffic.written == store.written_bytes == beyond
+        assert pages.traffic.read == store.read_bytes + observer.spared_bytes == beyond
+        assert pages.traffic.kept == 17 * PAGE
+        assert pages.traffic.loaded == 24 * PAGE
+
+
+def test_host_memory_that_comes_back_is_waited_for() -> None:
+    """A device is behind: it still copies what nobody has any more."""
+    passed = Event()
+
+    class Mark:
+        def passed(self) -> bool:
+            return passed.is_set()
+
+        def before(self, stream: Any) -> None:
+            """Nothing waits."""
+
+    with opened(None) as (pages, _), patch.object(CpuDevice, "mark", lambda *_: Mark()):
+        for number in range(FRAMES):
+            pages.keep(content(PAGE, number))  # and given up
+        Timer(0.3, passed.set).start()
+        kept, _ = pages.keep(content(PAGE, 50))
+        assert torch.equal(loaded(pages, kept, PAGE), content(PAGE, 50))

@@ -11,16 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.budget import FETCHED, choose_budget, range_gradient_bytes
+from infinity.config import ActivationsConfig
 from infinity.content.format import Role
-from infinity.content.layout import Layout, build_layout
+from infinity.content.layout import Layout, ShardSpec, UnitSpec, build_layout
 from infinity.errors import BudgetError
 from infinity.schedule.choice import choose_plan
 from infinity.schedule.link import link_traffic
 from infinity.schedule.placement import Placement, expand, expand_pending, next_gather
 from infinity.schedule.planner import prepend
+from infinity.schedule.stack import LEAST_FRAMES
 from infinity.schedule.tier import SLOTS, unit_bytes, with_device
 from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event, EventKind, Mode
+from infinity.units import parse_size
 from support.layouts import FORMATS, home_bytes, layouts, placements, steps, transformer, transformer_step
 
 LAYERS = 5
@@ -244,6 +247,21 @@ def test_gradients_on_their_way_take_a_part_of_the_memory() -> None:
     choose_budget(units, formats, least, 64 << 10, device=True)
     with pytest.raises(BudgetError):
         choose_budget(units, formats, least - 4096, 64 << 10, device=True)
+
+
+def test_the_least_that_is_said_is_enough_for_activations_too() -> None:
+    """Their part grows with the arena, which a parameter that is updated whole makes large; and it is the least."""
+    shard = ShardSpec(name="whole", numel=1 << 20, padded=1 << 20, segment_key="k", trainable=True, whole=1 << 20)
+    formats, page = {"k": next(iter(FORMATS.values()))}, 64 << 10
+    units = [UnitSpec(name="unit", shards=(shard,))]
+    of = ActivationsConfig(tier="nvme")
+    with pytest.raises(BudgetError, match="for activations") as refused:
+        choose_budget(units, formats, page, page, activations=of)
+    least = parse_size(str(refused.value).split("memory.host_bytes to ")[1].split(" or more")[0])
+    budget = choose_budget(units, formats, least, page, activations=of)
+    assert budget.activation_frames > LEAST_FRAMES
+    with pytest.raises(BudgetError):
+        choose_budget(units, formats, int(0.98 * least), page, activations=of)
 
 
 def test_a_layout_without_gathers_is_left_alone() -> None:

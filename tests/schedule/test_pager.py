@@ -68,8 +68,8 @@ class SlowStore:
     def expect_gradients(self, stored: bool) -> None:
         """Always has room."""
 
-    def oldest_request(self) -> str:
-        return "the request of the test"
+    def oldest_request(self) -> tuple[float, str] | None:
+        return 0.0, "the request of the test"
 
     def _later(self, action: Callable[[], None]) -> None:
         delay = self._random.uniform(0, self._seconds)

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -31,6 +33,7 @@ from infinity.store.extents import (
     ExtentAllocator,
     SlotClass,
     file_sizes,
+    further_slots,
     plan_slots,
     respread,
     spread,
@@ -363,6 +366,28 @@ def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int
     assert classes[: len(fewer)] == fewer, "who retains more finds all slots of who retains less"
 
 
+@given(
+    st.lists(st.dictionaries(st.tuples(st.integers(0, 2), st.sampled_from([4096, 8192, 65536])), st.integers(1, 70)))
+)
+def test_slots_that_come_one_by_one_are_those_of_all_at_once(added: list[dict[tuple[int, int], int]]) -> None:
+    """As many, with room for writes in flight, and none on another."""
+    slots: tuple[SlotClass, ...] = ()
+    members: Counter[tuple[int, int]] = Counter()
+    for more in added:
+        slots = (*slots, *further_slots(slots, members, members + Counter(more), 16))
+        members += Counter(more)
+    pages = [
+        Page(index=number, role=Role.ACTIVATION, unit=0, segment=0, start=0, count=0, nbytes=length)
+        for number, (_, length) in enumerate(members.elements())
+    ]
+    at_once = plan_slots(pages, [path for path, _ in members.elements()], 16, 0)
+    assert file_sizes(slots, 3) == file_sizes(at_once, 3)
+    spans = sorted((slot.path, slot.offset, slot.offset + slot.length) for item in slots for slot in item)
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(spans))
+    found = Counter((item.path, item.length) for item in slots for _ in range(item.count))
+    assert found == Counter((item.path, item.length) for item in at_once for _ in range(item.count))
+
+
 @given(layouts(), st.lists(st.integers(1, 20), min_size=2, max_size=4), st.data())
 def test_as_few_pages_move_as_balance_needs(layout: Layout, before: list[int], data: st.DataObject) -> None:
     """Each path comes within two pages of its new share of every role, and none both gets and loses."""
@@ -570,12 +595,14 @@ def test_a_stall_report_names_the_oldest_request(tmp_path: Path) -> None:
     """Operation, offset and path of what has been in flight longest."""
     rig = Rig(tmp_path, (Fault(kind=FaultKind.STUCK, at=(1,)),))
     rig.write(0, content_of(0, 0))
-    assert rig.store.oldest_request() == "no request is in flight"
+    assert rig.store.oldest_request() is None
     memory = memoryview(mmap.mmap(-1, 4096))
     ended = Event()
     rig.store.read(0, memory, lambda error: ended.set())
-    assert "read of 4096 bytes" in rig.store.oldest_request()
-    assert str(rig.files[0]) in rig.store.oldest_request()
+    since, said = rig.store.oldest_request() or (0.0, "")
+    assert 0 < since <= time.perf_counter()
+    assert "read of 4096 bytes" in said
+    assert str(rig.files[0]) in said
     rig.engine.release()
     assert ended.wait(300)
     rig.close()

@@ -29,7 +29,7 @@ class _Paced(PacedEngine):
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
         file = super().open(path, create=create)
-        self._rates[path] = 2e8
+        self._rates[os.path.dirname(path)] = 2e8
         self.pace(self._rates)
         return file
 

@@ -175,9 +175,9 @@ def test_activations_are_kept_and_moved_as_planned(slices: int, tmp_path: Path) 
         work = Workload(batch_tokens=1280, sequence=160, micro_batches=slices or 1, checkpointing=not slices)
         found = estimate(shape, work, machine, config)
         assert found.plan == run.plan
-        assert found.activations.kept == run.activations.kept_bytes > 0
-        assert found.activations.moved == run.activations.predicted_bytes > 0
-        assert found.traffic.total_bytes == run.plan.traffic.total_bytes + 2 * run.activations.predicted_bytes
+        assert found.activations.kept == run.activations.traffic.kept > 0
+        assert found.activations.moved == run.activations.traffic.written > 0
+        assert found.traffic.total_bytes == run.plan.traffic.total_bytes + 2 * run.activations.traffic.written
         taken = run.stats.snapshot().value("tier_capacity_bytes", tier="nvme")
         assert found.drive_bytes == pytest.approx(taken, rel=0.05)
         assert found.budget.host_bytes == run.host_bytes

@@ -114,7 +114,7 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
     """Return what this rank counted. Nothing is in flight any more."""
     read, written = nvme_totals(optimizer)
     traffic = optimizer.run.plan.traffic if optimizer.run.plan is not None else None
-    activations = optimizer.run.activations.predicted_bytes if optimizer.run.activations is not None else 0
+    activations = optimizer.run.activation_traffic
     bandwidth, seconds = _rates(optimizer)
     page = optimizer.run.stats.snapshot()
     return RankReport(
@@ -128,8 +128,8 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
         read_bytes_total=read,
         written_bytes_total=written,
         retries_total=sum(int(page.value("io_retries_total", op=op)) for op in OPS),
-        predicted_read_bytes=traffic.read_bytes + activations if traffic else 0,
-        predicted_written_bytes=traffic.written_bytes + activations if traffic else 0,
+        predicted_read_bytes=traffic.read_bytes + activations.read if traffic else 0,
+        predicted_written_bytes=traffic.written_bytes + activations.written if traffic else 0,
         bandwidth=bandwidth,
         predicted_seconds=seconds,
     )
