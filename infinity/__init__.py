@@ -8,7 +8,7 @@ from infinity.errors import InfinityError
 from infinity.hugepages import use_for_tensors
 
 if TYPE_CHECKING:
-    from infinity.accumulation.micro_batches import micro_batches
+    from infinity.accumulation.micro_batches import micro_batches, sliced_loss
     from infinity.fsdp.mesh import mesh
     from infinity.models.pretrained import from_config, from_pretrained
     from infinity.run.live import close_all
@@ -27,6 +27,7 @@ __all__ = [
     "mesh",
     "micro_batches",
     "offload",
+    "sliced_loss",
 ]
 
 use_for_tensors()
@@ -40,6 +41,7 @@ _HOMES = {
     "mesh": "infinity.fsdp.mesh",
     "micro_batches": "infinity.accumulation.micro_batches",
     "offload": "infinity.run.offload",
+    "sliced_loss": "infinity.accumulation.micro_batches",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,21 +22,32 @@ _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
 class SlicedCausalLM(SlicedForward):
-    """The forward of a causal language model of transformers: with labels, head and loss slice by slice."""
+    """The forward of a causal language model of transformers: with labels, head and loss slice by slice.
 
-    def __init__(self, model: nn.Module, count: int, layers: dict[str, nn.Module]) -> None:
-        """Take over.
+    A slice is of rows, as of layers, or of `tokens`, whatever rows they are of: no token has a part in the logits and
+    the loss of another.
+    """
+
+    def __init__(self, model: nn.Module, count: int, layers: Mapping[str, nn.Module]) -> None:
+        """Take over; slices of tokens stay.
 
         Raises:
             UnsupportedError: a unit other than the root has a part of the head.
         """
+        self.tokens: int | None = model.forward.tokens if isinstance(model.forward, SlicedCausalLM) else None
+        """Tokens in a slice; None: those of `count` slices of rows. Changed by `sliced_loss`."""
         super().__init__(model, count)
         base: Any = model.base_model
         self._base: nn.Module = getattr(base, "decoder", base)  # some models call that part of it
         of_base = set(self._base.modules())
         for name, layer in layers.items():
             if layer not in of_base:
-                raise UnsupportedError(f"micro_batches needs the head in the unit of the model, but {name} is a unit")
+                raise UnsupportedError(
+                    f"head and loss can be sliced in the unit of the model only, but {name} is a unit"
+                )
+        of_layers = {module for layer in layers.values() for module in layer.modules()}
+        self.norms = [module for module in self._base.modules() if module not in of_layers and _may_be_norm(module)]
+        """What the root runs between layers and head; fixed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return loss and no logits where there are labels, else what the model returns.
@@ -44,7 +55,7 @@ class SlicedCausalLM(SlicedForward):
         Raises:
             UnsupportedError: the loss is not a sum over labels.
         """
-        if not self.count:
+        if not self.count and self.tokens is None:
             return self.whole(*args, **kwargs)
         signature = inspect.signature(self.whole)
         given = signature.bind(*args, **kwargs).arguments
@@ -56,7 +67,7 @@ class SlicedCausalLM(SlicedForward):
             return self.whole(*args, **kwargs)
         model: Any = self.module
         if given.get("output_router_logits", getattr(model.config, "output_router_logits", False)):
-            raise UnsupportedError("micro_batches cannot slice the loss of routers; set output_router_logits=False")
+            raise UnsupportedError("the loss of routers cannot be sliced; set output_router_logits=False")
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         of_loss = {name: given.pop(name) for name in _OF_THE_LOSS if name in given}
@@ -77,14 +88,20 @@ class SlicedCausalLM(SlicedForward):
             )
             return loss.reshape(1)
 
-        call = Call.of(loss_of, (outputs.last_hidden_state, targets, given), {})
-        rows = len(targets)
-        if rows % self.count:
-            raise ConfigError(f"a batch of {rows}, which {self.count} micro-batches cannot share equally")
-        slicing = Slicing(
-            tuple(0 if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else None for x in call.leaves), (0,)
-        )
-        losses = self.run(loss_of, call, slicing if self.count > 1 else None)
+        hidden, rows, count = outputs.last_hidden_state, len(targets), self.count
+        if count and rows % count:
+            raise ConfigError(f"a batch of {rows}, which {count} micro-batches cannot share equally")
+        if self.tokens is None:
+            call = Call.of(loss_of, (hidden, targets, given), {})
+            slicing = Slicing(
+                tuple(0 if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else None for x in call.leaves), (0,)
+            )
+        else:
+            call = Call.of(loss_of, (hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1), given), {})
+            slicing = Slicing((1, 1, *[None] * (len(call.leaves) - 2)), (0,))
+            count = -(-targets.numel() // self.tokens)
+            count = -(-targets.numel() // -(-targets.numel() // count))  # as `chunk` counts
+        losses = self.run(loss_of, call, slicing if count > 1 else None, count)
         return CausalLMOutputWithPast(loss=losses.sum())
 
 
@@ -110,7 +127,7 @@ def _answering(module: nn.Module, answer: Any) -> Iterator[None]:
         if before is not None:
             replace_forward(module, before)
     if not asked:
-        raise UnsupportedError(f"micro_batches cannot tell the head of this model from its {type(module).__name__}")
+        raise UnsupportedError(f"the head of this model cannot be told from its {type(module).__name__}")
 
 
 def is_causal_lm(model: Any) -> bool:
@@ -129,3 +146,9 @@ def is_causal_lm(model: Any) -> bool:
     if not found:
         _log.warning("head and loss of %s run on the whole batch at once", type(model).__name__)
     return found
+
+
+def _may_be_norm(module: nn.Module) -> bool:
+    """Whether all that a module has is vectors, as a norm."""
+    parameters = list(module.parameters())
+    return bool(parameters) and not list(module.children()) and all(parameter.ndim == 1 for parameter in parameters)

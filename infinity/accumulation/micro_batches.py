@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from infinity.accumulation.causal_lm import SlicedCausalLM, is_causal_lm
-from infinity.accumulation.sliced_forward import SlicedForward, replace_forward
+from infinity.accumulation.sliced_forward import SlicedForward, SlicedNorm, replace_forward
 from infinity.accumulation.slicing import BatchDim
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
@@ -50,6 +50,44 @@ def micro_batches(model: nn.Module, count: int, *, batch_dim: BatchDim = None) -
     _sliced(model, count, batch_dim, head=True)
 
 
+def sliced_loss(model: nn.Module, tokens: int) -> None:
+    """Let a causal language model of transformers compute head and loss for so many tokens at a time.
+
+    For long sequences and large vocabularies: logits, in the compute dtype and in fp32, and their gradients are there
+    of `tokens` only, and are computed again in backward. With `labels` the model returns no logits then, and the loss
+    of the whole batch: the sum over all labels, divided by their number (or by `num_items_in_batch`). Gradients of
+    slices are added up in the reduce dtype, first to last, so they differ from those of the whole in the last bits;
+    paged and in memory are equal to the bit. It is called after `fully_shard`, before or after `infinity.offload` and
+    `micro_batches`.
+
+    Args:
+        model: `fully_shard` was called on it; the head is in the unit of the model itself.
+        tokens: per slice of the tokens of a batch, all its sequences one behind the other.
+
+    Raises:
+        ConfigError: `tokens` is below 1.
+        UnsupportedError: it is no such model.
+    """
+    if tokens < 1:
+        raise ConfigError(f"sliced_loss needs a number of 1 or more, got {tokens}")
+    if not private.is_sharded_module(model):
+        raise UnsupportedError("sliced_loss needs a sharded model: call fully_shard on it first")
+    if not is_causal_lm(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} is no causal language model of transformers whose loss is a sum over labels; "
+            "slice its loss in your own code"
+        )
+    forward = model.forward
+    if not isinstance(forward, SlicedCausalLM):
+        forward = SlicedCausalLM(model, 0, _units(model))
+        replace_forward(model, forward)
+    forward.tokens = tokens
+
+
+def _units(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if name and private.is_sharded_module(module)}
+
+
 class LayerMajor:
     """Slices the batches of a sharded model like `micro_batches`, but only those that run inside of `slices`."""
 
@@ -79,7 +117,7 @@ class LayerMajor:
 
 def _sliced(model: nn.Module, count: int, batch_dim: BatchDim, *, head: bool) -> list[SlicedForward]:
     """Put sliced forwards in the place of those of the model's units."""
-    layers = {name: module for name, module in model.named_modules() if name and private.is_sharded_module(module)}
+    layers = _units(model)
     if not private.is_sharded_module(model) or not layers:
         raise UnsupportedError(
             "micro_batches needs a sharded model: call fully_shard on its layers and on itself first"
@@ -96,7 +134,8 @@ def _sliced(model: nn.Module, count: int, batch_dim: BatchDim, *, head: bool) ->
             raise UnsupportedError(f"micro_batches needs units side by side, but {name} contains {inner}")
     forwards = [SlicedForward(layer, count, batch_dim) for layer in layers.values()]
     if head and is_causal_lm(model):
-        forwards.append(SlicedCausalLM(model, count, layers))
+        whole = SlicedCausalLM(model, count, layers)
+        forwards += [whole, *(SlicedNorm(norm, count, unit=model) for norm in whole.norms)]
     for forward in forwards:
         replace_forward(forward.module, forward)
     return forwards

@@ -8,6 +8,7 @@ dtype, as FSDP2 does when it accumulates. The other form would add them up insid
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
@@ -17,7 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.accumulation.slicing import BatchDim, Call, Slicing, SlicingFinder, flatten
+from infinity.errors import UnsupportedError
 from infinity.fsdp import private
+
+_log = logging.getLogger("infinity")
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -28,11 +32,20 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 class SlicedForward:
     """The forward of a module, slice by slice."""
 
-    def __init__(self, module: nn.Module, count: int, batch_dim: BatchDim = None) -> None:
-        """Take over from the forward that `module` has."""
+    def __init__(
+        self, module: nn.Module, count: int, batch_dim: BatchDim = None, *, unit: nn.Module | None = None
+    ) -> None:
+        """Take over from the forward that `module` has.
+
+        Args:
+            module: its forward runs slice by slice.
+            count: how many slices; 0: none, the module's own forward runs.
+            batch_dim: as `micro_batches` takes it.
+            unit: `fully_shard` was called on it, and it gathers the module's parameters; None: the module itself.
+        """
         forward = module.forward
-        # How many slices; 0: none, the module's own forward runs.
         self.module, self.count = module, count
+        self._unit = module if unit is None else unit
         # The forward of the module itself, for a whole batch.
         self.whole: Callable[..., Any] = forward.whole if isinstance(forward, SlicedForward) else forward
         # Finds out, once per kind of call, how batches are sliced.
@@ -50,9 +63,9 @@ class SlicedForward:
             return self.whole(*args, **kwargs)
         call = Call.of(self.whole, args, kwargs)
         slicing = None if self.count == 1 else self._finder.find(self.whole, call, self.count)
-        return self.run(self.whole, call, slicing)
+        return self.run(self.whole, call, slicing, self.count)
 
-    def run(self, function: Callable[..., Any], call: Call, slicing: Slicing | None) -> Any:
+    def run(self, function: Callable[..., Any], call: Call, slicing: Slicing | None, count: int) -> Any:
         """Return what a function returns for all slices; without a slicing, for the whole as one."""
         rebuilds: list[Callable[[Sequence[Any]], Any]] = []
         call_with = call.run  # what checkpoints keep has no part in the arguments themselves
@@ -64,15 +77,28 @@ class SlicedForward:
             return tuple(outputs)
 
         if slicing is not None:
-            private.add_up_gradients(self.module)
+            private.add_up_gradients(self._unit)
         # Without it a slice would not be part of the graph where its inputs need no gradient, but parameters do.
         anchor = torch.empty(0, requires_grad=any(param.requires_grad for param in self.module.parameters()))
         recompute = torch.is_grad_enabled() and any(
             leaf.requires_grad for leaf in (anchor, *call.leaves) if isinstance(leaf, torch.Tensor)
         )
-        slices = [call.leaves] if slicing is None else slicing.split(call.leaves, self.count)
+        slices = [call.leaves] if slicing is None else slicing.split(call.leaves, count)
         outputs = [
             checkpoint(run_slice, anchor, *parts, use_reentrant=True) if recompute else run_slice(anchor, *parts)
             for parts in reversed(slices)  # see [Note: order of summation]
         ]
         return rebuilds[0](outputs[0] if slicing is None else slicing.join(outputs[::-1]))
+
+
+class SlicedNorm(SlicedForward):
+    """The forward of what the root runs behind its layers, slice by slice where that can be: norms save much."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the whole batch gives; in one go where slices could be seen. Raises `ConfigError` as above."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except UnsupportedError as error:
+            _log.warning("%s runs on the whole batch at once: %s", type(self.module).__name__, error)
+            self.count = 0
+            return self.whole(*args, **kwargs)

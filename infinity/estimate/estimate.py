@@ -67,6 +67,8 @@ class Workload:
     layer_major: bool = True
     """Whether each layer runs all micro-batches before the next one (`infinity.micro_batches`), or a loop runs each
     micro-batch through the whole model."""
+    loss_tokens: int | None = None
+    """Tokens whose logits are there at a time (`infinity.sliced_loss`); None: those of a micro-batch."""
     checkpointing: bool = False
     """Whether only the inputs of layers are kept, and layers are computed again in backward."""
     clipping: bool = False
@@ -401,7 +403,7 @@ class Estimate:
         if device.memory_bytes and self.working_bytes > device.memory_bytes:
             found.append(
                 f"computation needs about {format_size(self.working_bytes)} of the {format_size(device.memory_bytes)} "
-                f"that {device.name} has; use more micro-batches, or activation checkpointing"
+                f"that {device.name} has; use more micro-batches, activation checkpointing, or --loss-tokens"
             )
         need, frames = len(self.activations.pages) * self.activations.tensors, self.budget.activation_frames
         if self.settings.activations.tier == "host" and need > frames:
@@ -445,7 +447,7 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
     """Return the memory that computation takes, in bytes, about.
 
     The root and two layers gathered, the gradients of the largest unit as they are computed and as they are reduced,
-    activations, and the logits of one micro-batch.
+    activations, and the logits of one micro-batch, or of a slice of it.
 
     Args:
         paged: whether inputs of layers are paged: then one, what comes out, and their gradients are there at a time.
@@ -464,7 +466,8 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
         kept = inside * len(model.layers)
     weights = itemsize * (model.root.numel + 2 * layer)
     gradients = (itemsize + reduced) * max(model.root.numel, layer)
-    return weights + gradients + kept + at_once * model.vocabulary * _LOGIT_BYTES
+    logits = min(at_once, work.loss_tokens or at_once) * model.vocabulary
+    return weights + gradients + kept + logits * _LOGIT_BYTES
 
 
 def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates: int, *, paged: bool) -> int:

@@ -12,22 +12,37 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 from infinity.units import MIB
 
-CREEP_BYTES = 256 * MIB
+CREEP_BYTES = 64 * MIB
 """How much more than units need may be kept, before all that is free is given back."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = (1 << 31) - 1
+
+
+@dataclass(slots=True)
+class _Need:
+    """What a unit needs; changed where it has begun with nothing kept."""
+
+    base: int = 0
+    """Resident bytes of the process when it began."""
+    grown: int = 0
+    """Bytes by which the process has grown meanwhile, at most."""
 
 
 class FreedMemory:
     """Lets the C library keep freed memory, in blocks of any size, while the process is as large as units need it.
 
     Life cycle: measuring, in the first step, where every unit begins with nothing kept: how large the process is when a
-    unit has ended is what it needs. Then bounding: the heap may creep by `CREEP_BYTES` beyond that; a unit that needs
-    more, seen after all was given back, raises it. Only glibc can be told so; others keep what they keep. Everything is
-    read and changed by the training thread.
+    unit has ended is what it needs. Then bounding: the process may be larger by `CREEP_BYTES` than the largest unit
+    needs it; a unit that needs more, seen after all was given back, raises that. What units of one size free fits the
+    next one. But where a unit needs more than is kept, as the head of a language model does behind its layers, what is
+    kept may be of no use to it: it is given back before, if the process would become too large beside it.
+
+    Only glibc can be told so; others keep what they keep. Everything is read and changed by the training thread.
     """
 
     def __init__(self) -> None:
@@ -38,31 +53,42 @@ class FreedMemory:
             libc.malloc_trim.argtypes = [ctypes.c_size_t]
             if libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER):
                 self._libc = libc
-        self._needed = _resident_bytes()
+        self._largest = _resident_bytes()
         """Resident bytes of the process that the largest unit needs, as far as that is known; at first those at the
         start."""
+        self._needs: dict[Hashable, _Need] = {}
+        """What units need, by what `bound` was told of them."""
+        self._running = _Need()
+        """Of the unit that runs."""
         self._measuring = False
         """Whether the last call of `bound` measured."""
         self._emptied = False
         """Whether the last call of `bound` has given back what was free."""
 
-    def bound(self, *, measure: bool = False) -> None:
+    def bound(self, unit: Hashable = None, *, measure: bool = False) -> None:
         """Give all freed memory back if the process is larger than it has to be. Once per unit, from one thread.
 
         Args:
+            unit: names what begins: it needs about as much each time.
             measure: whether to see how large it has to be, and to give back what is free at every call meanwhile.
         """
         if self._libc is None:
             return
         resident = _resident_bytes()
         if measure and not self._measuring:
-            self._needed = 0
+            self._largest = 0
+            self._needs.clear()
         elif self._emptied:  # so all that has been allocated since is of one unit
-            self._needed = max(self._needed, resident)
+            self._largest = max(self._largest, resident)
+            self._running.grown = max(self._running.grown, resident - self._running.base)
         self._measuring = measure
-        self._emptied = measure or resident > self._needed + CREEP_BYTES
+        self._running = need = self._needs.setdefault(unit, _Need(base=resident))
+        limit = self._largest + CREEP_BYTES
+        useless = resident - need.base + CREEP_BYTES < need.grown and resident + need.grown > limit
+        self._emptied = measure or resident > limit or useless
         if self._emptied:
             self._libc.malloc_trim(0)
+            need.base = _resident_bytes()
 
 
 def _resident_bytes() -> int:

@@ -133,7 +133,8 @@ class StepRunner:
         training = self._grad_enabled or private.in_backward()
         begins = self._layout.begins_unit(shard)
         if begins:
-            self._freed.bound(measure=training and self.planner.plan is None)
+            of = unit, private.in_backward(), self._grad_enabled
+            self._freed.bound(of, measure=training and self.planner.plan is None)
             self._check_frozen(unit)
         self._ledger.enter("backward" if private.in_backward() else "forward", self._layout.units[unit].name)
         if not training:

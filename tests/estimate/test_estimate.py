@@ -116,6 +116,14 @@ def test_space_is_the_state_twice_and_what_is_in_flight() -> None:
     assert gradients < stored.drive_bytes - planned("128MiB").drive_bytes < 1.1 * gradients
 
 
+def test_logits_are_those_of_a_slice() -> None:
+    """Of a loss that is sliced; more than there are tokens changes nothing."""
+    whole = planned().working_bytes
+    sliced = planned(work=replace(WORK, loss_tokens=1024)).working_bytes
+    assert whole - sliced == 12 * (WORK.batch_tokens - 1024) * 16000
+    assert planned(work=replace(WORK, loss_tokens=10**6)).working_bytes == whole
+
+
 def test_activations_take_frames_bytes_and_space() -> None:
     """What stays in their frames is not moved; from a device they may all stay in host memory, or it does not fit."""
     kept = 8 * WORK.batch_tokens * 1536 * 2

@@ -130,8 +130,8 @@ def compare_with_a_loop(name: str, policy: str, count: int, how: str) -> None:
         assert distance < (1e-6 if policy == "fp32" else 2e-2) * torch.linalg.vector_norm(expected[name])
 
 
-WHOLE = {"embed_tokens", "norm", "wte", "wpe", "ln_f"}
-"""Embeddings and last norm: the root runs them on the whole batch."""
+WHOLE = {"embed_tokens", "wte", "wpe"}
+"""Embeddings: the root runs them on the whole batch."""
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
@@ -210,6 +210,100 @@ def test_other_families_of_models(config: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-7)
+
+
+# Head and loss by tokens #
+
+
+def of_tokens(name: str, policy: str, tokens: int, slices: int = 0, *, later: bool = False) -> dict[str, torch.Tensor]:
+    """Return loss and gradients of 4 sequences of 24 tokens, head and loss of so many tokens at a time; 0: of all."""
+    model = models.build(name, policy=policy).eval()
+    given = batch(model, 3, sequences=4)
+    labels = given.where(given % 7 > 0, -100)
+    if tokens and not later:
+        infinity.sliced_loss(model, tokens)
+    if slices:
+        infinity.micro_batches(model, slices)
+    if tokens and later:
+        infinity.sliced_loss(model, tokens)
+    result = model(input_ids=given, labels=labels, use_cache=False)
+    assert (result.logits is None) is (tokens > 0 or slices > 0)
+    result.loss.backward()
+    found = {name: local(param.grad) for name, param in model.named_parameters()}
+    return found | {"loss": result.loss.detach()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+def test_head_and_loss_by_tokens(name: str) -> None:
+    """All at once to the bit; rows as rows are; and near where a slice ends in the middle of a row."""
+    whole = of_tokens(name, "fp32", 0)
+    assert same(of_tokens(name, "fp32", 4 * 24), whole)
+    assert same(of_tokens(name, "fp32", 10_000), whole)
+    rows = of_tokens(name, "fp32", 0, slices=4)
+    assert same(of_tokens(name, "fp32", 24, slices=4), rows)
+    assert same(of_tokens(name, "fp32", 24, slices=4, later=True), rows)
+    for tokens in (1, 7, 10, 95):
+        for key, value in of_tokens(name, "fp32", tokens).items():
+            torch.testing.assert_close(value, whole[key], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("policy", "slices"), [("bf16", 0), ("fp32", 2)])
+def test_by_tokens_paging_changes_no_bit(policy: str, slices: int, tmp_path: Path) -> None:
+    """Nor do gradients that are added up slice by slice."""
+    recipe = Recipe(model="llama", policy=policy, steps=4, slices=slices, loss_tokens=10)
+    assert compare(recipe, Paging(arena="least"), str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 50])
+def test_logits_of_so_many_tokens_exist(tokens: int) -> None:
+    """In forward, backward and evaluation, of one long row as of many."""
+    for rows in (1, 8):
+        model = models.shard(models.llama(width=16, layers=1, vocabulary=1009))
+        infinity.sliced_loss(model, tokens)
+        given = torch.randint(1009, (rows, 8 * 24 // rows))
+        with Largest() as mode:
+            model(input_ids=given, labels=given).loss.backward()
+        root = 2 * 16 * 1009 + 16
+        assert mode.elements <= max(tokens * 1009, root)
+
+
+def test_what_has_no_such_head_is_refused() -> None:
+    """With what it is, before anything is changed."""
+    with pytest.raises(ConfigError, match="a number of 1 or more, got 0"):
+        infinity.sliced_loss(models.build("llama"), 0)
+    with pytest.raises(UnsupportedError, match="is no causal language model of transformers"):
+        infinity.sliced_loss(models.build("toy"), 8)
+    with pytest.raises(UnsupportedError, match="call fully_shard on it first"):
+        infinity.sliced_loss(models.llama(width=16, layers=1), 8)
+
+
+def test_a_last_norm_that_mixes_rows_runs_on_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    """As it did; the layers are sliced all the same."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x / (x.norm(dim=0, keepdim=True) + 1)
+
+    losses = []
+    for slices in (0, 4):
+        torch.manual_seed(0)
+        model = models.llama(width=16, layers=2)
+        model.model.norm = Mixing()
+        models.shard(model, "fp32")
+        if slices:
+            infinity.micro_batches(model, slices)
+        given = batch(model, 0, sequences=4)
+        losses.append(model(input_ids=given, labels=given).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert "Mixing runs on the whole batch at once" in caplog.text
 
 
 # Memory and traffic #

@@ -171,3 +171,23 @@ def test_memory_of_before_the_first_step_says_nothing() -> None:
     freed.bound(measure=True)
     freed.bound()
     assert kept(freed, 4) < 16 * MIB
+
+
+@pytest.mark.usefixtures("little_creep")
+def test_what_a_larger_unit_cannot_use_is_given_back_before_it() -> None:
+    """Units of one size go on with what the one before has freed."""
+    freed = measured(0)
+    for unit, blocks in (("layer", 2), ("head", 6), ("layer", 2)):
+        freed.bound(unit, measure=True)
+        use(blocks)
+    freed.bound("end", measure=True)
+    base = heap._resident_bytes()
+    freed.bound("layer")
+    for following in ("layer", "layer", "head"):
+        use(2)
+        freed.bound(following)
+        kept = heap._resident_bytes() - base
+        assert kept < 16 * MIB if following == "head" else kept > 2 * 64 * MIB - 16 * MIB
+    use(6)
+    freed.bound("layer")
+    assert heap._resident_bytes() - base > 6 * 64 * MIB - 16 * MIB, "the process is as large as it has to be"

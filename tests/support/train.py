@@ -94,6 +94,7 @@ class Recipe:
     micro: int = 1
     sequences: int = 2
     slices: int = 0
+    loss_tokens: int = 0
     checkpointing: bool = False
     groups: bool = False
     evaluate: bool = False
@@ -156,6 +157,8 @@ def build(recipe: Recipe) -> nn.Module:
     )
     if recipe.slices:
         infinity.micro_batches(model, recipe.slices)
+    if recipe.loss_tokens:
+        infinity.sliced_loss(model, recipe.loss_tokens)
     return model
 
 

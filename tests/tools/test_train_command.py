@@ -134,6 +134,9 @@ def test_micro_batches_change_memory_and_nothing_else():
     assert "128 tokens, 4 micro-batches per rank" in done.output
     sliced = json.loads(Path("b/summary.json").read_text())
     assert (whole["micro_batches"], sliced["micro_batches"]) == (1, 4)
+    by_tokens = run_here(*options, "--loss-tokens", "10", "--json", "--out", "c").summary
+    assert by_tokens["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    assert by_tokens["losses"] != whole["losses"]
     assert sliced["losses"] == pytest.approx(whole["losses"], rel=1e-4)
     assert sliced["update_placement"] == "in_backward"
     for op in ("read", "written"):

@@ -127,6 +127,7 @@ NUMBERS = [
           "steps": "0 -1 1.5 x nan inf 1e3",
           "batch-tokens": "0 -512 many 0x10",
           "micro-tokens": "0 -1 half",
+          "loss-tokens": "0 -1 half",
           "seq": "0 1 -256 long",
           "seed": "-1 1.5 x 99999999999999999999999999",
           "lr": "-1 nan inf -inf fast",

@@ -36,7 +36,7 @@ _NO_MODEL = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "a
 
 _KEPT = (
     "model", "data", "split", "text_column", "loss_on", "tokenizer", "epochs", "eval_data", "eval_split", "eval_every",
-    "log", "lora", "batch_tokens", "micro_tokens", "seq", "dtype", "activation_checkpointing",
+    "log", "lora", "batch_tokens", "micro_tokens", "loss_tokens", "seq", "dtype", "activation_checkpointing",
 )  # fmt: skip
 """Options that commits have, so that a command that goes on need not say them again."""
 

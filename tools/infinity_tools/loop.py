@@ -114,6 +114,8 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         shard(model, mesh, bf16=dtype == "bf16", checkpointing=options.activation_checkpointing and not sliced)
         if sliced:
             infinity.micro_batches(model, micro_batches(options, ranks))
+        if options.loss_tokens is not None:
+            infinity.sliced_loss(model, options.loss_tokens)
         recipe = begun(options.given, options.steps)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)

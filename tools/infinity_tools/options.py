@@ -54,6 +54,8 @@ class TrainOptions:
     """Tokens of a step, over all ranks."""
     micro_tokens: int | None
     """Tokens of a rank's forward pass; None: all of its tokens of a step."""
+    loss_tokens: int | None
+    """Tokens whose logits are there at a time; None: those of a forward pass."""
     seq: int
     """Tokens of a sequence."""
     steps: int

@@ -55,6 +55,7 @@ def _llama(doc: str, hidden: int, inner: int, layers: int, heads: int, **values:
 PRESETS: Mapping[str, Preset] = {
     "tiny": _llama("Llama of 4 layers, for a look and for tests", 64, 128, 4, 4),
     "llama-100m": _llama("Llama of 16 layers, the demo", 768, 2048, 16, 12),
+    "llama-354m": _llama("Llama of 28 layers", 1024, 2752, 28, 16),
     "llama-1b": _llama("Llama of 20 layers", 2048, 5632, 20, 16),
     "gpt2-354m": Preset(
         config="GPT2Config",

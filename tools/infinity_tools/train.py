@@ -128,6 +128,15 @@ def train(
             rich_help_panel=_DATA,
         ),
     ] = None,
+    loss_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens whose logits and loss a rank computes at a time, twice: memory for large vocabularies is that "
+            "of so many. [default: as many as layers do]",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
     seq: Annotated[
         int,
         typer.Option(
@@ -431,6 +440,7 @@ def train(
             out=out,
             batch_tokens=batch_tokens,
             micro_tokens=micro_tokens,
+            loss_tokens=loss_tokens,
             seq=seq,
             steps=steps,
             given={name: value for name, value in recipe.items() if value is not None},

@@ -81,6 +81,10 @@ def plan(
             rich_help_panel=_RUN,
         ),
     ] = None,
+    loss_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens whose logits are there at a time, as for `train`.", rich_help_panel=_RUN),
+    ] = None,
     loop: Annotated[
         bool,
         typer.Option(
@@ -252,6 +256,7 @@ def plan(
         batch_tokens=batch_tokens,
         sequence=seq,
         micro_batches=micro_batches,
+        loss_tokens=loss_tokens,
         loop=loop,
         checkpointing=activation_checkpointing,
         clip=clip,

@@ -136,6 +136,8 @@ def _train(source: ModelSource, work: Workload, share: float, state_format: str,
     rows = max(1, int(work.tokens) // work.sequence)
     if work.micro_batches > 1 and work.layer_major:
         infinity.micro_batches(model, work.micro_batches)
+    if work.loss_tokens is not None:
+        infinity.sliced_loss(model, work.loss_tokens)
     try:
         for _ in range(_WARM + _STEPS):
             batch = torch.randint(shape.vocabulary, (rows, work.sequence))

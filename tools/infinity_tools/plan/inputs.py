@@ -54,6 +54,7 @@ class Asked:
     batch_tokens: int
     sequence: int | None
     micro_batches: int | None
+    loss_tokens: int | None
     loop: bool
     checkpointing: bool
     clip: bool
@@ -175,6 +176,7 @@ def _workload(asked: Asked) -> Workload:
         sequence=sequence,
         world_size=asked.world_size,
         micro_batches=parts,
+        loss_tokens=asked.loss_tokens,
         layer_major=not asked.loop,
         checkpointing=asked.checkpointing,
         clipping=asked.clip,
