@@ -94,11 +94,15 @@ class SlicedForward:
 class SlicedNorm(SlicedForward):
     """The forward of what the root runs behind its layers, slice by slice where that can be: norms save much."""
 
+    _refused = False
+    """Whether slices would change what it returns."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the whole batch gives; in one go where slices could be seen. Raises `ConfigError` as above."""
-        try:
-            return super().__call__(*args, **kwargs)
-        except UnsupportedError as error:
-            _log.warning("%s runs on the whole batch at once: %s", type(self.module).__name__, error)
-            self.count = 0
-            return self.whole(*args, **kwargs)
+        """Return what the whole batch gives; in one go where slices would change it. Raises `ConfigError` as above."""
+        if not self._refused:
+            try:
+                return super().__call__(*args, **kwargs)
+            except UnsupportedError as error:
+                _log.warning("%s runs on the whole batch at once: %s", type(self.module).__name__, error)
+                self._refused = True
+        return self.whole(*args, **kwargs)
