@@ -45,9 +45,12 @@ class SlicedCausalLM(SlicedForward):
                 raise UnsupportedError(
                     f"head and loss can be sliced in the unit of the model only, but {name} is a unit"
                 )
-        of_layers = {module for layer in layers.values() for module in layer.modules()}
-        self.norms = [module for module in self._base.modules() if module not in of_layers and _may_be_norm(module)]
-        """What the root runs between layers and head; fixed."""
+        children, units = list(self._base.children()), set(layers.values())
+        behind = 1 + max(
+            (at for at, child in enumerate(children) if units & set(child.modules())), default=len(children)
+        )
+        self.norms = [child for child in children[behind:] if _may_be_norm(child)]
+        """What the root runs between layers and head, as far as the order of modules tells; fixed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return loss and no logits where there are labels, else what the model returns.

@@ -58,7 +58,7 @@ def sliced_loss(model: nn.Module, tokens: int) -> None:
     of the whole batch: the sum over all labels, divided by their number (or by `num_items_in_batch`). Gradients of
     slices are added up in the reduce dtype, first to last, so they differ from those of the whole in the last bits;
     paged and in memory are equal to the bit. It is called after `fully_shard`, before or after `infinity.offload` and
-    `micro_batches`.
+    `micro_batches`. `torch.autograd.grad` and `backward(inputs=…)` do not work with it. Adapters of PEFT are refused.
 
     Args:
         model: `fully_shard` was called on it; the head is in the unit of the model itself.

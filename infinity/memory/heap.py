@@ -30,7 +30,7 @@ class _Need:
     base: int = 0
     """Resident bytes of the process when it began."""
     grown: int = 0
-    """Bytes by which the process has grown meanwhile, at most."""
+    """Bytes by which the process has grown meanwhile, the last time."""
 
 
 class FreedMemory:
@@ -80,7 +80,7 @@ class FreedMemory:
             self._needs.clear()
         elif self._emptied:  # so all that has been allocated since is of one unit
             self._largest = max(self._largest, resident)
-            self._running.grown = max(self._running.grown, resident - self._running.base)
+            self._running.grown = resident - self._running.base
         self._measuring = measure
         self._running = need = self._needs.setdefault(unit, _Need(base=resident))
         limit = self._largest + CREEP_BYTES

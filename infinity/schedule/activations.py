@@ -44,7 +44,7 @@ class ActivationTraffic:
     written: int = 0
     """Of pages to the drives."""
     read: int = 0
-    """Of pages from the drives; less, where a page is wanted again while it is being written."""
+    """Of pages from the drives, also what was not read because a write of it had not ended when it was wanted."""
 
 
 class Kept:

@@ -22,8 +22,8 @@ LEAST_FRAMES: Final = 2 * SPARE_FRAMES
 """Fewest frames of a stack."""
 
 _PARTS: Final = 4
-"""Lengths of pages from a power of two to the next one. A page is longer than its content by a quarter at most, and
-pages that batches of another length have left are used again."""
+"""Lengths of pages from a power of two to the next one. A page of more than 16 KiB is longer than its content by a
+quarter at most, and pages that batches of another length have left are used again."""
 
 
 def page_lengths(nbytes: int, page_bytes: int) -> list[int]:

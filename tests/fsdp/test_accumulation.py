@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import infinity
+from infinity.accumulation.sliced_forward import SlicedNorm
 from infinity.accumulation.slicing import Slicing
 from infinity.errors import ConfigError, UnsupportedError
 from support import models
@@ -279,6 +280,32 @@ def test_what_has_no_such_head_is_refused() -> None:
         infinity.sliced_loss(models.build("toy"), 8)
     with pytest.raises(UnsupportedError, match="call fully_shard on it first"):
         infinity.sliced_loss(models.llama(width=16, layers=1), 8)
+
+
+def test_norms_that_are_not_behind_the_layers_are_left_alone() -> None:
+    """Those of a vision tower have other rows than the batch."""
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(16)
+
+    model = models.llama(width=16, layers=2)
+    before = dict(model.model.named_children())
+    for name in before:
+        delattr(model.model, name)
+    model.model.tower, model.model.first = Tower(), nn.LayerNorm(16)
+    for name, module in before.items():
+        setattr(model.model, name, module)
+    models.shard(model, "fp32")
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: output + model.model.first(torch.ones(3, 16)).sum() * 0
+    )
+    infinity.micro_batches(model, 4)
+    given = batch(model, 0, sequences=4)
+    model(input_ids=given, labels=given).loss.backward()
+    assert isinstance(model.model.norm.forward, SlicedNorm)
+    assert not isinstance(model.model.tower.norm.forward, SlicedNorm)
 
 
 def test_a_last_norm_that_mixes_rows_runs_on_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
