@@ -26,7 +26,7 @@ from infinity.schedule.expected import expected_events
 from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic
 from infinity.schedule.placement import Placement
 from infinity.schedule.planner import Plan, Traffic, predict_seconds
-from infinity.schedule.stack import moved_bytes, page_lengths
+from infinity.schedule.stack import activation_page, moved_bytes, page_lengths
 from infinity.schedule.timing import Beside
 from infinity.schedule.trace import Event, EventKind
 from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
@@ -217,7 +217,7 @@ class Estimate:
     def seconds(self) -> Seconds:
         """Where the time of a step goes."""
         machine, traffic = self.machine, self.traffic
-        busy = self._busy(self.workload)
+        busy = self._busy(self.workload, self.activations)
         whole = self.step_seconds(self.workload.batch_tokens)
 
         def load(name: str) -> Load:
@@ -231,10 +231,9 @@ class Estimate:
             **{name: load(name) for name in busy},
         )
 
-    def _busy(self, work: Workload) -> dict[str, float]:
+    def _busy(self, work: Workload, activations: Activations) -> dict[str, float]:
         """Return how long each resource works in a step of that workload, by its name in `Seconds`."""
-        machine, activations = self.machine, _activations(self.model, work, self.settings, self.budget)
-        traffic = self._traffic(activations)
+        machine, traffic = self.machine, self._traffic(activations)
         link = machine.device.link
         hashed = max(traffic.read_bytes, traffic.written_bytes)
         return {
@@ -261,7 +260,7 @@ class Estimate:
         work = replace(self.workload, batch_tokens=batch_tokens)
         activations = _activations(self.model, work, self.settings, self.budget)
         traffic = self._traffic(activations)
-        busy = self._busy(work) | dict.fromkeys(without, 0.0)
+        busy = self._busy(work, activations) | dict.fromkeys(without, 0.0)
         hash_rate = self.machine.hash_rate if busy["hashing"] else 0.0
         read, changed = self._update_copies if busy["updates"] else (0.0, 0.0)
         return predict_seconds(
@@ -342,18 +341,12 @@ class Estimate:
     def _space_of_activations(self) -> int:
         if self.settings.activations.tier != "nvme":
             return 0
-        pages = [
-            Page(index=number, role=Role.ACTIVATION, unit=0, segment=0, start=0, count=0, nbytes=length)
-            for number, length in enumerate(self.activations.pages * self.activations.tensors)
-        ]
-        drives = self.machine.drives.count
-        slots = plan_slots(pages, spread(pages, [1.0] * drives), SPARE_SLOTS, 0)
-        return sum(file_sizes(slots, drives))
+        lengths = self.activations.pages * self.activations.tensors
+        return self._space([activation_page(number, length) for number, length in enumerate(lengths)], 0)
 
     def _space(self, of: Sequence[Page], retained: int) -> int:
         drives = self.machine.drives.count
-        paths = spread(self.layout.pages, [1.0] * drives)
-        slots = plan_slots(of, [paths[page.index] for page in of], SPARE_SLOTS, retained)
+        slots = plan_slots(of, spread(of, [1.0] * drives), SPARE_SLOTS, retained)
         return sum(file_sizes(slots, drives))
 
     @property

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from infinity.content.format import Role
 from infinity.content.layout import Page
 from infinity.content.views import bytes_of
 from infinity.errors import BudgetError, InfinityError
@@ -20,7 +19,7 @@ from infinity.memory.arena import ArenaPart
 from infinity.memory.device import Device, Mark
 from infinity.schedule.cache import Cache
 from infinity.schedule.frames import Frames
-from infinity.schedule.stack import SPARE_FRAMES, page_lengths
+from infinity.schedule.stack import SPARE_FRAMES, activation_page, page_lengths
 from infinity.schedule.trace import Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
 from infinity.units import format_size
@@ -234,10 +233,7 @@ class ActivationPages:
             self._reap()
         lengths = page_lengths(nbytes, self._page_bytes)
         begin = len(self._pages)
-        more = [
-            Page(index=begin + number, role=Role.ACTIVATION, unit=0, segment=0, start=0, count=0, nbytes=length)
-            for number, length in enumerate(self._missing(lengths))
-        ]
+        more = [activation_page(number, length) for number, length in enumerate(self._missing(lengths), begin)]
         if more and self._store is not None:
             dealt = self._dealt.copy()
             try:
@@ -296,13 +292,13 @@ class ActivationPages:
         self._reap()
         if self._store is None:
             while not self._frames.free:
-                if self._given_up and self._cache.wait_for_frame():  # a device still copies what nobody has any more
-                    self._reap()
-                    continue
-                raise BudgetError(
-                    f"activations need more than the {format_size(self._frames.count * self._page_bytes)} of host "
-                    'memory that are for them; set activations.host_bytes higher, or activations.tier = "nvme"'
-                )
+                # A device may still copy what nobody has any more.
+                if not (self._given_up and self._cache.wait_for_frame()):
+                    raise BudgetError(
+                        f"activations need more than the {format_size(self._frames.count * self._page_bytes)} of host "
+                        'memory that are for them; set activations.host_bytes higher, or activations.tier = "nvme"'
+                    )
+                self._reap()
             return
         while len(self._unwritten) >= self._most:
             page = next(iter(self._unwritten))

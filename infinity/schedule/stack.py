@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from infinity.content.layout import PAGE_ALIGNMENT
+from infinity.content.format import Role
+from infinity.content.layout import PAGE_ALIGNMENT, Page
 
 SPARE_FRAMES: Final = 2
 """Frames that are for what is being written, and for what comes next."""
@@ -36,6 +37,11 @@ def page_lengths(nbytes: int, page_bytes: int) -> list[int]:
         return [page_bytes] * whole
     step = max(PAGE_ALIGNMENT, (1 << (rest - 1).bit_length()) // (2 * _PARTS))
     return [page_bytes] * whole + [min(-(-rest // step) * step, page_bytes)]
+
+
+def activation_page(number: int, nbytes: int) -> Page:
+    """Return a page of no unit, of so many bytes."""
+    return Page(index=number, role=Role.ACTIVATION, unit=0, segment=0, start=0, count=0, nbytes=nbytes)
 
 
 def moved_bytes(pages: Sequence[int], tensors: int, frames: int) -> int:

@@ -210,7 +210,7 @@ def further_slots(
     members: Mapping[tuple[int, int], int],
     spare: int,
 ) -> tuple[SlotClass, ...]:
-    """Return further slots, behind the classes, for pages that are more now. It takes no longer where there are many.
+    """Return further slots, behind the classes, for pages that are more now, without a look at every slot.
 
     Args:
         classes: the slots so far, which suffice for the pages before.

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,8 +21,8 @@ from transformers import LlamaConfig, T5Config, T5ForConditionalGeneration
 
 import infinity
 from infinity.errors import BudgetError, ConfigError
-from infinity.memory.device import CpuDevice
 from infinity.run.run import Run
+from support.late_copies import late_copies
 
 WIDTH, LAYERS, ROWS, LENGTH = 64, 4, 4, 256
 INPUT = ROWS * LENGTH * WIDTH * 2
@@ -415,24 +413,16 @@ def test_what_several_layers_of_a_decoder_need_is_read_as_predicted(tmp_path: Pa
 
 def test_an_input_that_is_modified_while_a_device_copies_it(tmp_path: Path) -> None:
     """Its pages may have anything, so it is told; what is modified behind its copy is as it was saved."""
-    passed = Event()
-
-    class Mark:
-        def passed(self) -> bool:
-            return passed.is_set()
-
-        def before(self, stream: Any) -> None:
-            """Nothing waits."""
-
-    def spoil(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        with torch.no_grad():
-            args[0].add_(1)
-        passed.set()
-
     model = sharded(WAYS["inside"])
     with offloaded(model, tmp_path, {"tier": "nvme", "host_bytes": "2MiB"}):
-        model.layers[1].register_forward_hook(spoil)
-        with patch.object(CpuDevice, "mark", lambda *_: Mark()):
+        with late_copies() as passed:
+
+            def spoil(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+                with torch.no_grad():
+                    args[0].add_(1)
+                passed.set()
+
+            model.layers[1].register_forward_hook(spoil)
             loss = model(tokens())
         with pytest.raises(
             RuntimeError, match=r"modified by an inplace operation while it was copied: .* \(4, 256, 64\)"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Event, Lock, Thread, Timer
+from threading import Lock, Thread, Timer
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +15,11 @@ from hypothesis import strategies as st
 from infinity.content.layout import Page
 from infinity.errors import BudgetError, StallError, StorageError
 from infinity.memory.arena import Arena
-from infinity.memory.device import CpuDevice, open_device
+from infinity.memory.device import open_device
 from infinity.schedule.activations import ActivationPages, Kept
 from infinity.schedule.stack import page_lengths
 from infinity.schedule.transfers import Transfers
+from support.late_copies import late_copies
 
 PAGE = 8192
 FRAMES = 6
@@ -220,16 +220,7 @@ def test_a_drive_that_does_not_answer_is_not_waited_for() -> None:
 
 def test_what_is_given_up_while_it_is_copied_is_not_written() -> None:
     """A device may still be at a page that nobody has any more; it goes when the copy has ended."""
-    passed = Event()
-
-    class Mark:
-        def passed(self) -> bool:
-            return passed.is_set()
-
-        def before(self, stream: Any) -> None:
-            """Nothing waits."""
-
-    with opened(None) as (pages, _), patch.object(CpuDevice, "mark", lambda *_: Mark()):
+    with opened(None) as (pages, _), late_copies() as passed:
         pages.keep(content(PAGE, 0))
         pages.end_step()
         passed.set()
@@ -317,16 +308,7 @@ def test_what_is_kept_again_stays_in_its_frames() -> None:
 
 def test_host_memory_that_comes_back_is_waited_for() -> None:
     """A device is behind: it still copies what nobody has any more."""
-    passed = Event()
-
-    class Mark:
-        def passed(self) -> bool:
-            return passed.is_set()
-
-        def before(self, stream: Any) -> None:
-            """Nothing waits."""
-
-    with opened(None) as (pages, _), patch.object(CpuDevice, "mark", lambda *_: Mark()):
+    with opened(None) as (pages, _), late_copies() as passed:
         for number in range(FRAMES):
             pages.keep(content(PAGE, number))  # and given up
         Timer(0.3, passed.set).start()
