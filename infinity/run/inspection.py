@@ -23,6 +23,7 @@ from infinity.memory.limits import default_arena
 from infinity.optim.kernel import StateSpec, UpdateKernel
 from infinity.optim.probe import view_shape
 from infinity.optim.several import owner
+from infinity.processor import crawls_in_bf16
 from infinity.ranks import Ranks
 
 _log = logging.getLogger("infinity")
@@ -57,6 +58,17 @@ def check_agreement(settings: Config, ranks: Ranks, **arguments: bool) -> None:
                     f"{name} must be the same on all ranks: {what} is {first[name]!r} on rank 0, {value!r} on rank "
                     f"{rank}; start all ranks with the same"
                 )
+
+
+def warn_of_bf16(sharded: ShardedModel) -> None:
+    """Say so where the model would compute in bf16 on a processor for which torch has no kernels of it."""
+    computed = any(private.compute_dtype(member.param) is torch.bfloat16 for member in sharded.shards)
+    if computed and sharded.device.type == "cpu" and crawls_in_bf16():
+        _log.warning(
+            "the model computes in bf16, for which torch has plain loops only on this processor (no AVX-512): steps "
+            "take up to a hundred times as long as in fp32; shard it with mp_policy=MixedPrecisionPolicy(), and leave "
+            "--dtype bf16 out"
+        )
 
 
 def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:

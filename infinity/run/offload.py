@@ -45,6 +45,7 @@ from infinity.run.inspection import (
     plan_memory,
     prepare_encodings,
     shared_slices,
+    warn_of_bf16,
 )
 from infinity.run.optimizer import PagedOptimizer
 from infinity.run.place import RunPlace
@@ -114,6 +115,8 @@ def offload(
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
     # Budget: the layout of pages, and how many frames memory has for them.
     ranks = Ranks.current()
+    if ranks.rank == 0:
+        warn_of_bf16(sharded)
     check_agreement(settings, ranks, weights=weights is not None, strict=strict, init=init is not None)
     ranks.together("closing earlier runs of this process", partial(live.make_way, settings.storage.paths))
     budget = ranks.together("planning memory", partial(plan_memory, settings, sharded, optimizer, kernel, ranks))

@@ -255,7 +255,13 @@ def test_quota_of_version_1_and_of_groups_around(machine: Machine) -> None:
 
 @pytest.mark.parametrize(
     ("text", "status"),
-    [("flags : avx2 amx_bf16", "ok"), ("Features : asimd bf16", "ok"), ("flags : avx512f", "note"), (None, "note")],
+    [
+        ("flags : avx2 amx_bf16", "ok"),
+        ("Features : asimd bf16", "ok"),
+        ("flags : avx512bw avx512dq avx512vl", "note"),
+        ("flags : avx2", "warning"),
+        (None, "note"),
+    ],
 )
 def test_bf16(text: str | None, status: str, machine: Machine) -> None:
     """In the words of x86 and of ARM."""

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from infinity.errors import ConfigError
 from infinity.models import sharding
 from infinity.models.building import attention_of, build, one_line
+from infinity.processor import multiplies_bf16
 from infinity.units import MIB, format_size
-from infinity_tools.cpu import multiplies_bf16
 
 _CONFIG_LIMIT = 16 * MIB
 _CAUSAL = "AutoModelForCausalLM"

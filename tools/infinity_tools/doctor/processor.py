@@ -7,7 +7,7 @@ import os
 from typing import Final
 
 from infinity.memory.groups import groups
-from infinity_tools.cpu import multiplies_bf16
+from infinity.processor import crawls_in_bf16, multiplies_bf16
 from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, warning
 from infinity_tools.doctor.world import World
 
@@ -64,14 +64,15 @@ def cores(world: World) -> Verdict:
 @check("bf16")
 def bf16(world: World) -> Verdict:
     """Whether the processor multiplies in bf16. Where it does not and there is no GPU, `infinity train --dtype auto`
-    computes in fp32: emulated bf16 is several times slower."""
+    computes in fp32: emulated bf16 is several times slower, and a hundred times where AVX-512 is missing, too."""
     if multiplies_bf16(world.root):
         return ok("the processor multiplies it natively")
-    unknown = world.read("proc/cpuinfo") is None
-    return note(
-        "not told by the kernel" if unknown else "the processor emulates it",
-        "without a GPU compute in fp32, as `--dtype auto` does",
-    )
+    fix = "without a GPU compute in fp32, as `--dtype auto` does"
+    if world.read("proc/cpuinfo") is None:
+        return note("not told by the kernel", fix)
+    if crawls_in_bf16(world.root):
+        return warning("torch computes it in plain loops here, about a hundred times slower than fp32", fix)
+    return note("the processor emulates it", fix)
 
 
 @check("numa")

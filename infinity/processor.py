@@ -1,0 +1,37 @@
+"""What the processor can compute with, as the kernel tells it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_NATIVE = {"amx_bf16", "avx512_bf16", "bf16"}
+_WIDE = {"avx512bw", "avx512dq", "avx512vl"}
+
+
+def multiplies_bf16(root: Path = Path("/")) -> bool:
+    """Whether the processor multiplies matrices in bf16 natively; emulation is several times slower than fp32.
+
+    Args:
+        root: where `proc` lies.
+    """
+    return not _NATIVE.isdisjoint(_flags(root))
+
+
+def crawls_in_bf16(root: Path = Path("/")) -> bool:
+    """Whether torch has nothing but plain loops for bf16 here, which take a hundred times as long as fp32.
+
+    Its kernels that emulate bf16 need AVX-512, which many processors lack.
+
+    Args:
+        root: where `proc` lies.
+    """
+    flags = _flags(root)
+    return bool(flags) and _NATIVE.isdisjoint(flags) and not flags >= _WIDE
+
+
+def _flags(root: Path) -> set[str]:
+    """Return all words that the kernel says of the processors; none where it says nothing."""
+    try:
+        return set((root / "proc/cpuinfo").read_text().split())
+    except OSError:
+        return set()
