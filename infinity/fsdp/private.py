@@ -451,11 +451,16 @@ class _Collectives:
 def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
     """Let groups on the CPU reduce gradients in memory that is used again, instead of fresh memory for every unit.
 
-    A group whose collective somebody has replaced keeps that one.
+    What units need that are much larger than most, such as a root with a large vocabulary, is not kept: it would be
+    unused for all of a step but an instant. A group of one rank reduces in place: FSDP2 brings the gradients together,
+    and would copy them to as much memory again. A group whose collective somebody has replaced keeps that one.
 
     Returns:
         What ends it.
     """
+    groups = list(groups)
+    sizes = sorted(4 * sum(full_shape(param).numel() for param in fsdp_params(group)) for group in groups)
+    most = 2 * sizes[len(sizes) // 2] if sizes else 0  # bytes of a buffer that is kept, in fp32
 
     class ReusedBuffers(DefaultReduceScatter):
         def __init__(self) -> None:
@@ -466,6 +471,8 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
             self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
         ) -> torch.Tensor:
             nbytes = math.prod(map(int, size)) * dtype.itemsize
+            if nbytes > most:
+                return torch.empty(tuple(size), dtype=dtype, device=device)
             free = [buffer for buffer in self._buffers if _is_unused(buffer)]
             chosen = next((buffer for buffer in free if buffer.numel() >= nbytes), None)
             if chosen is None:
@@ -475,10 +482,26 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
                 self._buffers.append(chosen)
             return chosen[:nbytes].view(dtype).view(size)
 
-    shared, collectives = ReusedBuffers(), _Collectives()
+    class InPlace(ReusedBuffers):
+        def __init__(self) -> None:
+            super().__init__()
+            # What was allocated as the input of a reduction whose output is allocated next.
+            self._input: torch.Tensor | None = None
+
+        def allocate(
+            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+        ) -> torch.Tensor:
+            output, self._input = self._input, None
+            if output is not None and output.shape == torch.Size(map(int, size)) and output.dtype == dtype:
+                return output
+            self._input = super().allocate(size, dtype=dtype, device=device)
+            return self._input
+
+    shared, in_place, collectives = ReusedBuffers(), InPlace(), _Collectives()
     for group in groups:
         if group.device.type == "cpu" and type(group._reduce_scatter_comm) is DefaultReduceScatter:
-            collectives.replace(group, "_reduce_scatter_comm", shared)
+            alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
+            collectives.replace(group, "_reduce_scatter_comm", in_place if alone else shared)
     return collectives.restore
 
 

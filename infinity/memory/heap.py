@@ -40,7 +40,9 @@ class FreedMemory:
     unit has ended is what it needs. Then bounding: the process may be larger by `CREEP_BYTES` than the largest unit
     needs it; a unit that needs more, seen after all was given back, raises that. What units of one size free fits the
     next one. But where a unit needs more than is kept, as the head of a language model does behind its layers, what is
-    kept may be of no use to it: it is given back before, if the process would become too large beside it.
+    kept may be of no use to it: it is given back before, if the process would become too large beside it. So it is at
+    the beginning of a step whatever is kept: the many pieces that the head has left do not always fit the gather of its
+    weights, and once in a step costs little.
 
     Only glibc can be told so; others keep what they keep. Everything is read and changed by the training thread.
     """
@@ -65,12 +67,13 @@ class FreedMemory:
         self._emptied = False
         """Whether the last call of `bound` has given back what was free."""
 
-    def bound(self, unit: Hashable = None, *, measure: bool = False) -> None:
+    def bound(self, unit: Hashable = None, *, measure: bool = False, first: bool = False) -> None:
         """Give all freed memory back if the process is larger than it has to be. Once per unit, from one thread.
 
         Args:
             unit: names what begins: it needs about as much each time.
             measure: whether to see how large it has to be, and to give back what is free at every call meanwhile.
+            first: whether a step begins with this unit.
         """
         if self._libc is None:
             return
@@ -84,8 +87,8 @@ class FreedMemory:
         self._measuring = measure
         self._running = need = self._needs.setdefault(unit, _Need(base=resident))
         limit = self._largest + CREEP_BYTES
-        useless = resident - need.base + CREEP_BYTES < need.grown and resident + need.grown > limit
-        self._emptied = measure or resident > limit or useless
+        useless = first or resident - need.base + CREEP_BYTES < need.grown
+        self._emptied = measure or resident > limit or (useless and resident + need.grown > limit)
         if self._emptied:
             self._libc.malloc_trim(0)
             need.base = _resident_bytes()

@@ -134,7 +134,8 @@ class StepRunner:
         begins = self._layout.begins_unit(shard)
         if begins:
             of = unit, private.in_backward(), self._grad_enabled
-            self._freed.bound(of, measure=training and self.planner.plan is None)
+            first = training and not self._recording.events
+            self._freed.bound(of, measure=training and self.planner.plan is None, first=first)
             self._check_frozen(unit)
         self._ledger.enter("backward" if private.in_backward() else "forward", self._layout.units[unit].name)
         if not training:

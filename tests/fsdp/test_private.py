@@ -134,9 +134,11 @@ def test_owner_is_module_and_attribute(model: nn.Module) -> None:
         assert getattr(module, name) is param.sharded_param
 
 
-def test_gradients_are_reduced_in_the_same_memory_again() -> None:
+def test_gradients_are_reduced_in_the_same_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """`_reduce_scatter_comm` and `allocate` of FSDP2: memory is used again when, and only when, nobody has it."""
     groups = [group for _, group in private.parameter_groups(models.build("toy"))]
+    for group in groups:
+        monkeypatch.setattr(group.mesh_info, "shard_mesh_size", 2)
     private.reuse_reduce_buffers(groups)
     (comm,) = {group._reduce_scatter_comm for group in groups}
     cpu = torch.device("cpu")
@@ -151,6 +153,27 @@ def test_gradients_are_reduced_in_the_same_memory_again() -> None:
     again = [comm.allocate((250, 4), dtype=torch.float32, device=cpu) for _ in range(2)]
     assert places & {tensor.data_ptr() for tensor in again}
     assert len(comm._buffers) == 2
+    large = comm.allocate((1 << 24,), dtype=torch.float32, device=cpu)
+    assert len(comm._buffers) == 2, f"{large.numel()} elements are more than most units have"
+
+
+def test_one_rank_reduces_in_place() -> None:
+    """`foreach_reduce` of FSDP2 allocates the input of a reduction, then its output, and copies on one rank."""
+    groups = [group for _, group in private.parameter_groups(models.build("toy"))]
+    private.reuse_reduce_buffers(groups)
+    (comm,) = {group._reduce_scatter_comm for group in groups}
+
+    def place(number: int, dtype: torch.dtype = torch.float32) -> int:
+        allocated.append(comm.allocate((number,), dtype=dtype, device=torch.device("cpu")))
+        return allocated[-1].data_ptr()
+
+    allocated: list[torch.Tensor] = []
+    first = place(100)
+    assert place(100) == first, "the output of the first"
+    second = place(100)
+    assert second != first, "the input of the next, while somebody has the first"
+    assert place(50) not in (first, second), "no output of that: it was interrupted"
+    assert place(50, torch.bfloat16) not in {tensor.data_ptr() for tensor in allocated[:-1]}
 
 
 def test_collectives_are_watched() -> None:

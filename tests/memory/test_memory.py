@@ -191,3 +191,21 @@ def test_what_a_larger_unit_cannot_use_is_given_back_before_it() -> None:
     use(6)
     freed.bound("layer")
     assert heap._resident_bytes() - base > 6 * 64 * MIB - 16 * MIB, "the process is as large as it has to be"
+
+
+@pytest.mark.usefixtures("little_creep")
+@pytest.mark.parametrize("first", [False, True])
+def test_a_step_begins_with_little(first: bool) -> None:
+    """What the largest unit has freed behind the others is given back where the first may not find a use for it."""
+    freed = measured(0)
+    for unit, blocks in (("first", 2), ("head", 6)):
+        freed.bound(unit, measure=True)
+        use(blocks)
+    freed.bound("first", measure=True)
+    base = heap._resident_bytes()
+    use(2)
+    freed.bound("head")
+    use(6)
+    freed.bound("first", first=first)
+    kept = heap._resident_bytes() - base
+    assert kept < 16 * MIB if first else kept > 6 * 64 * MIB - 16 * MIB
