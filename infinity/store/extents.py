@@ -205,21 +205,20 @@ def missing_slots(
 
 
 def further_slots(
-    classes: Sequence[SlotClass],
+    ends: Sequence[int],
     before: Mapping[tuple[int, int], int],
     members: Mapping[tuple[int, int], int],
     spare: int,
 ) -> tuple[SlotClass, ...]:
-    """Return further slots, behind the classes, for pages that are more now, without a look at every slot.
+    """Return further slots for pages that are more now, without a look at those that there are.
 
     Args:
-        classes: the slots so far, which suffice for the pages before.
+        ends: in bytes, by path, where the slots so far end; they suffice for the pages before.
         before: how many pages there were by (path, length).
         members: how many there are now.
         spare: writes of a class that may be in flight at once at most.
     """
-    ends = list(file_sizes(classes, 1 + max((path for path, _ in members), default=-1)))
-    more = []
+    ends, more = list(ends), []
     for (path, length), count in sorted(members.items()):
         were = before.get((path, length), 0)
         missing = count + _spare(count, spare) - were - _spare(were, spare)

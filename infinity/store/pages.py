@@ -26,6 +26,7 @@ from infinity.store.extents import (
     Extent,
     ExtentAllocator,
     SlotClass,
+    file_sizes,
     further_slots,
     missing_slots,
     needed_slots,
@@ -218,10 +219,10 @@ class PageStore:
         Raises:
             StorageError: a file cannot be opened. CommitError: committed pages overlap, or are not of their length.
         """
-        self._paths = tuple(paths)
-        """By page, the path of its next version. Replaced as a whole by `spread_anew` and `add`."""
-        self._pages = pages
-        """By number. Replaced as a whole by `add`."""
+        self._paths = list(paths)
+        """By page, the path of its next version. Replaced as a whole by `spread_anew`; grows with `add`."""
+        self._pages = list(pages)
+        """By number. Grows with `add`."""
         # None of these changes.
         self._engine, self._spare = engine, spare
         self._name_of, self._moved, self._timeout, self._retries = name_of, moved, timeout, retries
@@ -242,8 +243,10 @@ class PageStore:
         current. Changed under `_lock`."""
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         """Which slots are free; has a lock of its own."""
-        self._slots = tuple(slots)
+        self._slots = list(slots)
         """All slots of the state. Grows with `spread_anew`, `add` and `allow_edits`."""
+        self._ends = list(file_sizes(slots, len(files)))
+        """By path, where they end."""
         self._added: Counter[tuple[int, int]] = Counter()
         """Pages that `add` has brought, by (path, length)."""
         self._edited: set[int] = set()
@@ -288,7 +291,7 @@ class PageStore:
         with self._gradients.growing:
             self._make_room(paths, self._edited)
             self._gradients.make_room(paths)
-            self._paths = tuple(paths)
+            self._paths = list(paths)
 
     def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
         """Have further pages, whose numbers come behind those so far; of a store that keeps no commits.
@@ -302,10 +305,10 @@ class PageStore:
         with self._gradients.growing:
             paths = [path_of(page) for page in pages]
             members = self._added + Counter((path, page.nbytes) for path, page in zip(paths, pages, strict=True))
-            self._have(further_slots(self._slots, self._added, members, self._spare))
+            self._have(further_slots(self._ends, self._added, members, self._spare))
             self._added = members
-            self._pages = (*self._pages, *pages)
-            self._paths = (*self._paths, *paths)
+            self._paths += paths
+            self._pages += pages
 
     def allow_edits(self, pages: Iterable[int]) -> None:
         """From now on, let fixed pages be written again; others may be already.
@@ -336,7 +339,8 @@ class PageStore:
         """Have further slots; `growing` is held."""
         self._lengths.allocate(slots)
         self._extents.add(slots)
-        self._slots = (*self._slots, *slots)
+        self._slots += slots
+        self._ends = list(map(max, self._ends, file_sizes(slots, len(self._ends))))
 
     def expect_gradients(self, stored: bool) -> None:
         """Have room for the gradients of all pages if they may be stored in a step; if not, give it back.
@@ -359,7 +363,7 @@ class PageStore:
     @property
     def paths(self) -> tuple[int, ...]:
         """By page, the path that new versions of it go to."""
-        return self._paths
+        return tuple(self._paths)
 
     def read(self, page: int, memory: memoryview, done: Done) -> None:
         """Fetch the current version into `memory`, verify it, then call `done`."""
