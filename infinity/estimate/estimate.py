@@ -19,7 +19,7 @@ from infinity.content.format import ITEMSIZE, Role
 from infinity.content.layout import Layout, Page
 from infinity.errors import ConfigError
 from infinity.estimate.machine import Machine
-from infinity.estimate.model import OPTIMIZERS, ModelShape
+from infinity.estimate.model import OPTIMIZERS, ModelShape, UnitShape
 from infinity.memory.limits import device_margin
 from infinity.schedule.choice import choose_plan, placed
 from infinity.schedule.expected import expected_events
@@ -91,7 +91,20 @@ class Workload:
     @property
     def recomputes(self) -> bool:
         """Whether layers are computed again in backward."""
-        return self.checkpointing or (self.micro_batches > 1 and self.layer_major)
+        return self.checkpointing or self.slices_layers
+
+    @property
+    def slices_layers(self) -> bool:
+        """Whether layers, head and loss run slice by slice (`infinity.micro_batches`)."""
+        return self.micro_batches > 1 and self.layer_major
+
+    @property
+    def slices_head(self) -> bool:
+        """Whether head and loss are cut into slices; each is computed again in backward, also where it is the only one.
+
+        Without slices they are computed once, with activation checkpointing too.
+        """
+        return self.slices_layers or self.loss_tokens is not None
 
     def flops(self, model: ModelShape) -> float:
         """Return the floating-point operations of a step of one rank.
@@ -100,7 +113,8 @@ class Workload:
         """
         root, layers = model.forward_flops(self.sequence)
         weights = model.trainable_parameters / model.parameters
-        return self.tokens * ((2 + weights) * (root + layers) + (layers if self.recomputes else 0.0))
+        again = root * self.slices_head + layers * self.recomputes
+        return self.tokens * ((2 + weights) * (root + layers) + again)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,15 +453,15 @@ def _activations(model: ModelShape, work: Workload, settings: Config, budget: Bu
 def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> float:
     """Return the memory that computation takes, in bytes, about.
 
-    The root and two layers gathered, the gradients of the largest unit as they are computed and as they are reduced,
-    activations, and the logits of one micro-batch, or of a slice of it.
+    The root and two layers gathered, and activations; beside them logits of one micro-batch, or of a slice of it, with
+    the gradients of the head, or these and the gradients of a layer that is reduced. Or, where that is more, what is
+    there when all else is gone: the gradients of the root as they are reduced.
 
     Args:
         paged: whether inputs of layers are paged: then one, what comes out, and their gradients are there at a time.
     """
     itemsize = ITEMSIZE[work.computed]
     layer = max((unit.numel for unit in model.layers), default=0)
-    reduced = ITEMSIZE["float32"] if work.world_size > 1 else 0
     at_once = work.tokens / work.micro_batches
     inside = at_once * _ACTIVATIONS / 2 * itemsize * model.hidden
     if work.recomputes:
@@ -458,9 +472,28 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
     else:
         kept = inside * len(model.layers)
     weights = itemsize * (model.root.numel + 2 * layer)
-    gradients = (itemsize + reduced) * max(model.root.numel, layer)
-    logits = min(at_once, work.loss_tokens or at_once) * model.vocabulary
-    return weights + gradients + kept + logits * _LOGIT_BYTES
+    of_pass = work.tokens / work.passes
+    of_loss = at_once if work.loss_tokens is None else min(of_pass, work.loss_tokens)
+    logits = of_loss * model.vocabulary
+    head = sum(p.numel for p in model.root.parameters if p.trainable and p.used)
+    # Where slices are added up, backward leaves gradients in fp32, beside which that of the next slice is computed.
+    of_root = ITEMSIZE["float32"] if work.slices_layers or of_loss < of_pass else itemsize
+    of_layer = ITEMSIZE["float32"] if work.slices_layers else itemsize
+    at_loss = logits * _LOGIT_BYTES + head * (of_root + (itemsize if of_root > itemsize else 0))
+    at_layer = head * of_root + max((_reduced_bytes(unit, work, of_layer) for unit in model.layers), default=0.0)
+    return max(weights + kept + max(at_loss, at_layer), _reduced_bytes(model.root, work, of_root))
+
+
+def _reduced_bytes(unit: UnitShape, work: Workload, left: int) -> float:
+    """Return the most bytes that FSDP2 holds of the gradients of a unit while it reduces them, also on one rank.
+
+    First those that backward has left and a copy in fp32, which is reduced; then that copy and what comes out of it.
+
+    Args:
+        left: bytes of an element that backward has left.
+    """
+    copied = ITEMSIZE["float32"]
+    return unit.trained * (copied + max(left, copied / work.world_size))
 
 
 def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates: int, *, paged: bool) -> int:

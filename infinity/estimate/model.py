@@ -76,10 +76,15 @@ class UnitShape:
         """Elements that a token is multiplied with in a forward."""
         return sum(parameter.used * parameter.numel for parameter in self.parameters if len(parameter.shape) > 1)
 
+    @cached_property
+    def trained(self) -> int:
+        """Elements that are trained."""
+        return sum(parameter.numel for parameter in self.parameters if parameter.trainable)
+
     @property
     def trainable(self) -> bool:
         """Whether any of it is trained."""
-        return any(parameter.trainable for parameter in self.parameters)
+        return self.trained > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +115,7 @@ class ModelShape:
     @cached_property
     def trainable_parameters(self) -> int:
         """Elements of those that are trained."""
-        return sum(p.numel for unit in self.units for p in unit.parameters if p.trainable)
+        return sum(unit.trained for unit in self.units)
 
     def forward_flops(self, sequence: int) -> tuple[float, float]:
         """Return the floating-point operations per token in a forward of the root, and of all layers.

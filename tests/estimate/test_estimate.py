@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import infinity
 from infinity.config import Config
 from infinity.content.format import Role
 from infinity.errors import BudgetError, ConfigError
@@ -23,6 +29,7 @@ from infinity.estimate.estimate import (
 )
 from infinity.estimate.machine import ACCELERATORS, UPDATE_SECONDS, Drives, Machine
 from infinity.estimate.model import decoder, with_lora
+from support import models
 
 MODEL = decoder(parameters=3e8, layers=8, hidden=1536, vocabulary=16000)
 MACHINE = Machine(
@@ -119,9 +126,86 @@ def test_space_is_the_state_twice_and_what_is_in_flight() -> None:
 def test_logits_are_those_of_a_slice() -> None:
     """Of a loss that is sliced; more than there are tokens changes nothing."""
     whole = planned().working_bytes
-    sliced = planned(work=replace(WORK, loss_tokens=1024)).working_bytes
-    assert whole - sliced == 12 * (WORK.batch_tokens - 1024) * 16000
+    sliced = planned(work=replace(WORK, loss_tokens=2048)).working_bytes
+    added_up = 4 * (16000 + 1) * 1536  # head and norm
+    assert whole - sliced == 12 * (WORK.batch_tokens - 2048) * 16000 - added_up
     assert planned(work=replace(WORK, loss_tokens=10**6)).working_bytes == whole
+    halves = replace(WORK, micro_batches=2)
+    more = planned(work=replace(halves, loss_tokens=6144)).working_bytes - planned(work=halves).working_bytes
+    assert more == 12 * (6144 - 4096) * 16000, "of all slices together, so many tokens"
+
+
+@pytest.mark.parametrize(("work", "again"), [({}, 0), ({"loss_tokens": 10**6}, 1), ({"micro_batches": 2}, 1)])
+def test_head_and_loss_are_computed_again_where_they_are_sliced(work: dict[str, int], again: int) -> None:
+    """Layers are checkpointed here already; one slice is computed again as well."""
+    root, _ = MODEL.forward_flops(WORK.sequence)
+    assert replace(WORK, **work).flops(MODEL) - WORK.flops(MODEL) == again * WORK.tokens * root
+    loop = replace(WORK, micro_batches=2, layer_major=False)
+    assert loop.flops(MODEL) == WORK.flops(MODEL)
+
+
+class Alive(TorchDispatchMode):
+    """Notes the most bytes that tensors made in it have at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
+        """By memory: whether it was made here."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note((args, kwargs), made=False)
+        result = func(*args, **(kwargs or {}))
+        self._note(result, made=True)
+        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
+        memory = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, made in self._known.values() if made)
+        self.peak = max(self.peak, sum(one.nbytes() for one in memory))
+        return result
+
+    def _note(self, values: Any, *, made: bool) -> None:
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+                ref = StorageWeakRef(leaf.untyped_storage())
+                self._known.setdefault(ref.cdata, (ref, made))
+
+
+def held_by_fsdp(width: int, vocabulary: int, loss_tokens: int | None) -> tuple[int, int]:
+    """Return the most bytes that FSDP2 holds of gradients of the root until a layer is computed, and ever; one rank."""
+    model = models.shard(models.llama(width=width, layers=1, vocabulary=vocabulary))
+    if loss_tokens is not None:
+        infinity.sliced_loss(model, loss_tokens)
+    tokens = torch.randint(vocabulary, (1, 4))
+    of_head = []
+    model.model.layers[0].register_full_backward_pre_hook(lambda *_: of_head.append(alive.peak))
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    with Alive() as alive:
+        loss.backward()
+    return of_head[0], alive.peak
+
+
+@pytest.mark.parametrize(("loss_tokens", "expected"), [(None, 2), (1, 6)])
+def test_gradients_of_the_head_are_counted_as_fsdp_holds_them(loss_tokens: int | None, expected: int) -> None:
+    """As they are computed, and beside them in fp32 where slices are added up."""
+    width, vocabulary = 512, 1024
+    held = held_by_fsdp(width, vocabulary, loss_tokens)[0] - (loss_tokens or 4) * vocabulary * 12
+    assert held == pytest.approx(expected * width * vocabulary, rel=0.05)
+    work = replace(WORK, loss_tokens=loss_tokens)
+    shape = replace(MODEL, layers=())
+    frozen = [replace(parameter, trainable=False) for parameter in shape.root.parameters]
+    without = replace(shape, root=replace(shape.root, parameters=tuple(frozen)))
+    counted = working_bytes(shape, work) - working_bytes(without, work)
+    assert counted == pytest.approx(expected * shape.hidden * shape.vocabulary, rel=1e-3)
+
+
+@pytest.mark.parametrize("loss_tokens", [None, 1])
+def test_gradients_are_counted_as_fsdp_reduces_them(loss_tokens: int | None) -> None:
+    """A copy in fp32, and what comes of it on one rank; on several, what backward has left may be more."""
+    width, vocabulary = 64, 8192
+    assert held_by_fsdp(width, vocabulary, loss_tokens)[1] == pytest.approx(8 * 2 * width * vocabulary, rel=0.05)
+    shape = decoder(parameters=1.1e9, layers=1, hidden=4096, vocabulary=128_000)
+    for ranks, expected in ((1, 8), (2, 8 if loss_tokens else 6), (8, 8 if loss_tokens else 6)):
+        work = Workload(batch_tokens=16 * ranks, sequence=16, world_size=ranks, loss_tokens=loss_tokens)
+        assert working_bytes(shape, work) == expected * shape.root.numel
 
 
 def test_activations_take_frames_bytes_and_space() -> None:
