@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.accumulation.slicing import BatchDim, Call, Slicing, SlicingFinder, flatten
-from infinity.errors import UnsupportedError
+from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
 
 _log = logging.getLogger("infinity")
@@ -95,14 +95,14 @@ class SlicedNorm(SlicedForward):
     """The forward of what the root runs behind its layers, slice by slice where that can be: norms save much."""
 
     _refused = False
-    """Whether slices would change what it returns."""
+    """Whether it cannot be sliced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the whole batch gives; in one go where slices would change it. Raises `ConfigError` as above."""
+        """Return what the whole batch gives; in one go where slices would change it or cannot be made."""
         if not self._refused:
             try:
                 return super().__call__(*args, **kwargs)
-            except UnsupportedError as error:
+            except (UnsupportedError, ConfigError) as error:
                 _log.warning("%s runs on the whole batch at once: %s", type(self.module).__name__, error)
                 self._refused = True
         return self.whole(*args, **kwargs)

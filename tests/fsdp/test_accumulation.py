@@ -334,6 +334,24 @@ def test_a_last_norm_that_mixes_rows_runs_on_all_of_them(caplog: pytest.LogCaptu
     assert caplog.text.count("Mixing runs on the whole batch at once") == 1
 
 
+def test_a_last_norm_whose_rows_are_not_those_of_the_batch_runs_on_all_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As where a model makes one row of all tokens: that cannot be shared equally."""
+    losses = []
+    for slices in (0, 4):
+        torch.manual_seed(0)
+        model = models.shard(models.llama(width=16, layers=2), "fp32")
+        model.model.norm.register_forward_pre_hook(lambda _, args: args[0].reshape(1, -1, 16))
+        model.model.norm.register_forward_hook(lambda _, args, output: output.reshape(4, -1, 16))
+        if slices:
+            infinity.micro_batches(model, slices)
+        given = batch(model, 0, sequences=4)
+        losses.append(model(input_ids=given, labels=given).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert caplog.text.count("LlamaRMSNorm runs on the whole batch at once") == 1
+
+
 # Memory and traffic #
 
 
