@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from torch import nn
 from infinity.accumulation.sliced_forward import SlicedForward, replace_forward
 from infinity.accumulation.slicing import Call, Slicing
 from infinity.errors import ConfigError, UnsupportedError
-
-_log = logging.getLogger("infinity")
+from infinity.formats.adapters import peft_model
 
 _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
@@ -28,15 +26,21 @@ class SlicedCausalLM(SlicedForward):
     the loss of another.
     """
 
-    def __init__(self, model: nn.Module, count: int, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, count: int, layers: Mapping[str, nn.Module], unit: nn.Module) -> None:
         """Take over; slices of tokens stay.
+
+        Args:
+            model: found by `causal_lm_in`.
+            count: as for other modules.
+            layers: other units, by name.
+            unit: `fully_shard` was called on it: the model, or what adapters have put around it.
 
         Raises:
             UnsupportedError: a unit other than the root has a part of the head.
         """
         self.tokens: int | None = model.forward.tokens if isinstance(model.forward, SlicedCausalLM) else None
         """Tokens in a slice; None: those of `count` slices of rows. Changed by `sliced_loss`."""
-        super().__init__(model, count)
+        super().__init__(model, count, unit=unit)
         base: Any = model.base_model
         self._base: nn.Module = getattr(base, "decoder", base)  # some models call that part of it
         of_base = set(self._base.modules())
@@ -100,7 +104,9 @@ class SlicedCausalLM(SlicedForward):
                 tuple(0 if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else None for x in call.leaves), (0,)
             )
         else:
-            call = Call.of(loss_of, (hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1), given), {})
+            # What the body was given it has used, and a head has one row of hidden states: all slices may be given it.
+            arguments = (hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1), given)
+            call = Call.of(loss_of, arguments, {}, whole=("given",))
             slicing = Slicing((1, 1, *[None] * (len(call.leaves) - 2)), (0,))
             count = -(-targets.numel() // self.tokens)
             count = -(-targets.numel() // -(-targets.numel() // count))  # as `chunk` counts
@@ -133,22 +139,34 @@ def _answering(module: nn.Module, answer: Any) -> Iterator[None]:
         raise UnsupportedError(f"the head of this model cannot be told from its {type(module).__name__}")
 
 
-def is_causal_lm(model: Any) -> bool:
-    """Whether the model is one of transformers whose loss is the sum over labels that are shifted by one."""
-    if not hasattr(model, "loss_function") or "transformers" not in sys.modules:
-        return False
+def causal_lm_in(model: nn.Module) -> nn.Module | None:
+    """Return the model of transformers whose loss is the sum over labels that are shifted by one; None without any.
+
+    That is the model itself, or the one that adapters of peft were added to.
+    """
+    base = _base_of(model)
+    if not computes_loss(model):
+        return None
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    calls = inspect.unwrap(type(model).forward).__code__.co_names
     found = (
-        "loss_function" in calls
-        and model.loss_function is ForCausalLMLoss
-        and model.base_model is not model
-        and not model.config.is_encoder_decoder
+        "loss_function" in inspect.unwrap(type(base).forward).__code__.co_names
+        and base.loss_function is ForCausalLMLoss
+        and base.base_model is not base
+        and not base.config.is_encoder_decoder
     )
-    if not found:
-        _log.warning("head and loss of %s run on the whole batch at once", type(model).__name__)
-    return found
+    return base if found else None
+
+
+def computes_loss(model: nn.Module) -> bool:
+    """Whether it is a model of transformers that has a loss, with adapters of peft or without."""
+    return hasattr(_base_of(model), "loss_function") and "transformers" in sys.modules
+
+
+def _base_of(model: nn.Module) -> Any:
+    """Return what adapters of peft were added to; the model itself without any."""
+    adapted = peft_model(model)
+    return model if adapted is None else adapted.get_base_model()
 
 
 def _may_be_norm(module: nn.Module) -> bool:

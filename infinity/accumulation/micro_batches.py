@@ -6,16 +6,19 @@ reduced once, for any number of slices. Kept for backward are the inputs of unit
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
-from infinity.accumulation.causal_lm import SlicedCausalLM, is_causal_lm
+from infinity.accumulation.causal_lm import SlicedCausalLM, causal_lm_in, computes_loss
 from infinity.accumulation.sliced_forward import SlicedForward, SlicedNorm, replace_forward
 from infinity.accumulation.slicing import BatchDim
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.fsdp import private
+
+_log = logging.getLogger("infinity")
 
 
 def micro_batches(model: nn.Module, count: int, *, batch_dim: BatchDim = None) -> None:
@@ -58,7 +61,7 @@ def sliced_loss(model: nn.Module, tokens: int) -> None:
     of the whole batch: the sum over all labels, divided by their number (or by `num_items_in_batch`). Gradients of
     slices are added up in the reduce dtype, first to last, so they differ from those of the whole in the last bits;
     paged and in memory are equal to the bit. It is called after `fully_shard`, before or after `infinity.offload` and
-    `micro_batches`. `torch.autograd.grad` and `backward(inputs=…)` do not work with it. Adapters of PEFT are refused.
+    `micro_batches`. `torch.autograd.grad` and `backward(inputs=…)` do not work with it. Adapters of peft may be in it.
 
     Args:
         model: `fully_shard` was called on it; the head is in the unit of the model itself.
@@ -72,15 +75,16 @@ def sliced_loss(model: nn.Module, tokens: int) -> None:
         raise ConfigError(f"sliced_loss needs a number of 1 or more, got {tokens}")
     if not private.is_sharded_module(model):
         raise UnsupportedError("sliced_loss needs a sharded model: call fully_shard on it first")
-    if not is_causal_lm(model):
+    found = causal_lm_in(model)
+    if found is None:
         raise UnsupportedError(
             f"{type(model).__name__} is no causal language model of transformers whose loss is a sum over labels; "
             "slice its loss in your own code"
         )
-    forward = model.forward
+    forward = found.forward
     if not isinstance(forward, SlicedCausalLM):
-        forward = SlicedCausalLM(model, 0, _units(model))
-        replace_forward(model, forward)
+        forward = SlicedCausalLM(found, 0, _units(model), model)
+        replace_forward(found, forward)
     forward.tokens = tokens
 
 
@@ -133,9 +137,12 @@ def _sliced(model: nn.Module, count: int, batch_dim: BatchDim, *, head: bool) ->
         if inner is not None:
             raise UnsupportedError(f"micro_batches needs units side by side, but {name} contains {inner}")
     forwards = [SlicedForward(layer, count, batch_dim) for layer in layers.values()]
-    if head and is_causal_lm(model):
-        whole = SlicedCausalLM(model, count, layers)
+    found = causal_lm_in(model) if head else None
+    if found is not None:
+        whole = SlicedCausalLM(found, count, layers, model)
         forwards += [whole, *(SlicedNorm(norm, count, unit=model) for norm in whole.norms)]
+    elif head and computes_loss(model):
+        _log.warning("head and loss of %s run on the whole batch at once", type(model).__name__)
     for forward in forwards:
         replace_forward(forward.module, forward)
     return forwards

@@ -26,7 +26,7 @@ import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -55,11 +55,16 @@ class Call(NamedTuple):
     run: Callable[[Callable[..., Any], Sequence[Any]], Any]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(
+        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], whole: Collection[str] = ()
+    ) -> Call:
         """Flatten the arguments of `function`.
 
+        Args:
+            whole: names of those that all slices are given as they are, whatever they are.
+
         Raises:
-            UnsupportedError: one of them cannot be sliced.
+            UnsupportedError: one of the others cannot be sliced.
         """
         known = list(inspect.signature(function).parameters)
         given = [*known[: len(args)], *(f"argument {index}" for index in range(len(known), len(args))), *kwargs]
@@ -69,7 +74,8 @@ class Call(NamedTuple):
         for name, value in zip(given, (*args, *kwargs.values()), strict=True):
             found, rebuild = flatten(value)
             for leaf in found:
-                _check_leaf(name, leaf)
+                if name not in whole:
+                    _check_leaf(name, leaf)
             names += [name] * len(found)
             leaves += found
             rebuilds.append((len(found), rebuild))

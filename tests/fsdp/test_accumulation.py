@@ -116,7 +116,7 @@ def gradients(name: str, policy: str, count: int, how: str) -> tuple[float, dict
         loss = model(input_ids=rows[0], labels=rows[1], use_cache=False, **given).loss
         loss.backward()
         total += loss.item()
-    return total, {name: local(param.grad) for name, param in model.named_parameters()}
+    return total, {name: local(param.grad) for name, param in model.named_parameters() if param.requires_grad}
 
 
 def compare_with_a_loop(name: str, policy: str, count: int, how: str) -> None:
@@ -135,7 +135,7 @@ WHOLE = {"embed_tokens", "wte", "wpe"}
 """Embeddings: the root runs them on the whole batch."""
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "lora-saved-head"])
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
 @pytest.mark.parametrize("how", ["loop", "each"])
 def test_layers_and_head_add_up_as_a_loop_does(name: str, policy: str, how: str) -> None:
@@ -230,7 +230,7 @@ def of_tokens(name: str, policy: str, tokens: int, slices: int = 0, *, later: bo
     result = model(input_ids=given, labels=labels, use_cache=False)
     assert (result.logits is None) is (tokens > 0 or slices > 0)
     result.loss.backward()
-    found = {name: local(param.grad) for name, param in model.named_parameters()}
+    found = {name: local(param.grad) for name, param in model.named_parameters() if param.requires_grad}
     return found | {"loss": result.loss.detach()}
 
 
@@ -252,10 +252,27 @@ def test_head_and_loss_by_tokens(name: str) -> None:
             torch.testing.assert_close(value, whole[key], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("policy", "slices"), [("bf16", 0), ("fp32", 2)])
-def test_by_tokens_paging_changes_no_bit(policy: str, slices: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["lora", "lora-saved-head", "prompt", "prefix"])
+def test_head_and_loss_by_tokens_inside_of_adapters(name: str) -> None:
+    """Of peft, whatever the layers are given by them: prefixes are a cache of keys and values."""
+    whole = of_tokens(name, "fp32", 0)
+    assert same(of_tokens(name, "fp32", 10_000), whole)
+    for key, value in of_tokens(name, "fp32", 10).items():
+        torch.testing.assert_close(value, whole[key], rtol=1e-4, atol=1e-6)
+
+
+def test_what_layers_cannot_be_given_by_rows_is_refused() -> None:
+    """Head and loss by tokens change nothing of that."""
+    with pytest.raises(UnsupportedError, match="does not work with a cache of keys and values"):
+        of_tokens("prefix", "fp32", 10, slices=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "slices"), [("llama", "bf16", 0), ("llama", "fp32", 2), ("lora", "bf16", 0), ("lora", "fp32", 2)]
+)
+def test_by_tokens_paging_changes_no_bit(name: str, policy: str, slices: int, tmp_path: Path) -> None:
     """Nor do gradients that are added up slice by slice."""
-    recipe = Recipe(model="llama", policy=policy, steps=4, slices=slices, loss_tokens=10)
+    recipe = Recipe(model=name, policy=policy, steps=4, slices=slices, loss_tokens=10)
     assert compare(recipe, Paging(arena="least"), str(tmp_path)) == []
 
 
@@ -280,6 +297,20 @@ def test_what_has_no_such_head_is_refused() -> None:
         infinity.sliced_loss(models.build("toy"), 8)
     with pytest.raises(UnsupportedError, match="call fully_shard on it first"):
         infinity.sliced_loss(models.llama(width=16, layers=1), 8)
+
+
+def test_it_is_said_where_head_and_loss_are_not_sliced(caplog: pytest.LogCaptureFixture) -> None:
+    """By `micro_batches`, which runs all the same; not by what refuses the model."""
+    import transformers
+
+    config = models.llama(width=16, layers=1).config
+    config.pad_token_id = 0
+    model = models.shard(transformers.LlamaForSequenceClassification(config))
+    with pytest.raises(UnsupportedError, match="is no causal language model of transformers"):
+        infinity.sliced_loss(model, 8)
+    assert not caplog.records
+    infinity.micro_batches(model, 2)
+    assert "head and loss of FSDPLlamaForSequenceClassification run on the whole batch at once" in caplog.text
 
 
 def test_norms_that_are_not_behind_the_layers_are_left_alone() -> None:

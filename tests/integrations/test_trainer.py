@@ -17,7 +17,7 @@ from infinity.fsdp.gradient import PagedGradient
 from support import trainers
 from support.models import POLICIES
 from support.tables import WIDE
-from support.trainers import LENGTH, VOCABULARY, build, by_hand, make, outcome_of
+from support.trainers import LENGTH, VOCABULARY, build, by_hand, make, outcome_of, with_adapters
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "clipped": ({}, {}, "fp32"),
@@ -90,8 +90,9 @@ def test_the_ordinary_trainer(tmp_path: Path) -> None:
 
 
 ACCUMULATED = {
-    "layer-major": (None, {"joined": True}),
-    "loop": (False, {}),
+    "layer-major": (build, None, {"joined": True}),
+    "loop": (build, False, {}),
+    "adapters": (with_adapters, None, {"joined": True}),
 }
 
 
@@ -99,14 +100,14 @@ ACCUMULATED = {
 @pytest.mark.parametrize("kind", ACCUMULATED)
 def test_accumulation(kind: str, clip: float, tmp_path: Path) -> None:
     """Layer by layer, or in the Trainer's own loop: the bits of the same in memory."""
-    layer_major, by = ACCUMULATED[kind]
-    model = build()
+    made, layer_major, by = ACCUMULATED[kind]
+    model = made()
     if by:
         infinity.micro_batches(model, 3)
     expected = by_hand(model, accumulation=3, clip=clip, **by)
     given = {"gradient_accumulation_steps": 3, "max_grad_norm": clip, "gradient_checkpointing": bool(by)}
     attached = {"layer_major": layer_major}
-    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", attached=attached, **given)
+    trainer = make(tmp_path / "out", made(), nvme=tmp_path / "nvme", attached=attached, **given)
     trainer.train()
     outcome_of(trainer).equals(expected)
     trainer.end()

@@ -12,6 +12,7 @@ import torch
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.integrations.transformers import attach, refusals
 from infinity.integrations.transformers import trainer as attached
+from support import models
 from support.trainers import build, make, settings
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -116,6 +117,15 @@ def test_layer_major_where_it_cannot_be(tmp_path: Path) -> None:
     given = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}
     with pytest.raises(UnsupportedError, match="layer_major=True cannot be: label_smoothing_factor"):
         make(tmp_path / "out", build(), nvme=tmp_path / "nvme", attached={"layer_major": True}, **given)
+
+
+def test_prefixes_cannot_run_layer_by_layer(tmp_path: Path) -> None:
+    """Other adapters can."""
+    peft = pytest.importorskip("peft")
+    prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = models.shard(peft.get_peft_model(build("plain"), prefixes), "fp32")
+    with pytest.raises(UnsupportedError, match="layer_major=True cannot be: its prefixes are keys and values"):
+        make(tmp_path / "out", model, nvme=tmp_path / "nvme", attached={"layer_major": True})
 
 
 def test_an_optimizer_that_offload_refuses(tmp_path: Path) -> None:

@@ -72,6 +72,18 @@ def test_an_adapter_is_trained_as_in_memory_goes_on_and_is_exported(tmp_path: Pa
     assert any(value.abs().max() > 1e-2 for name, value in found.items() if "lora_B" in name), "it has learned"
 
 
+def test_head_and_loss_by_tokens_beside_adapters(tmp_path: Path) -> None:
+    """They are those of the base."""
+    make_model(tmp_path / "m", layers=2)
+    write_jsonl(tmp_path / "d.jsonl", chats(10))
+    whole, sliced = (
+        run_here(*TRAIN, *more, "--steps", "2", "--json", "--out", out).summary["losses"]
+        for out, more in (("a", ()), ("b", ("--loss-tokens", "100")))
+    )
+    assert sliced == pytest.approx(whole, rel=1e-4)
+    assert sliced != whole
+
+
 def test_a_run_goes_on_with_its_own_adapters_only(tmp_path: Path) -> None:
     """Other ones, or none where there were some, are refused before anything is opened."""
     make_model(tmp_path / "m", layers=6)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from infinity.accumulation.causal_lm import is_causal_lm
+from infinity.accumulation.causal_lm import causal_lm_in
 from infinity.accumulation.micro_batches import LayerMajor
 from infinity.errors import UnsupportedError
+from infinity.formats.adapters import peft_model
 from infinity.ranks import Ranks
 
 _log = logging.getLogger("infinity")
@@ -117,8 +118,11 @@ def _why_not(trainer: Any) -> str | None:
     own = type(trainer).compute_loss
     if own is not Trainer.compute_loss:
         return f"{own.__qualname__} computes the loss"
-    if not trainer.model_accepts_loss_kwargs or not is_causal_lm(trainer.model):
+    if not trainer.model_accepts_loss_kwargs or causal_lm_in(trainer.model) is None:
         return f"{type(trainer.model).__name__} is no causal language model whose loss is a sum over labels"
+    adapted = peft_model(trainer.model)
+    if adapted is not None and adapted.active_peft_config.peft_type == "PREFIX_TUNING":
+        return "its prefixes are keys and values that layers are given, which cannot be sliced"
     return None
 
 
