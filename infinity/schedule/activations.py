@@ -113,7 +113,8 @@ class ActivationPages:
         self._again: set[int] = set()
         """First pages of tensors that were kept more than once, so that they are wanted more than once."""
         self._loaded: set[int] = set()
-        """First pages of those that have been loaded and were not kept again: who has them needs them no more."""
+        """First pages of those that have been loaded and were not kept again: who has them needs them no more, unless
+        for another backward."""
         self._unwritten: dict[int, None] = {}
         """Pages that stay in their frames, the oldest first."""
         self._claimed: set[int] = set()
@@ -187,11 +188,12 @@ class ActivationPages:
         with self._transfers.lock:
             self._reap()
             self._moved["loaded"] += into.numel()
-            wanted = self._from(kept)
-            if kept.pages[0] in self._loaded:  # a graph that is used again, and so in its order
+            all_loaded = len(self._loaded) == len(self._stack) - len(self._again)
+            if kept.pages[0] in self._loaded or all_loaded:  # a graph that is used again, and so in its order
                 self._loaded.clear()
-            elif kept.pages[0] not in self._again:
+            if kept.pages[0] not in self._again:
                 self._loaded.add(kept.pages[0])
+            wanted = self._from(kept)
             stays = kept.pages[0] in self._again and len(kept.pages) < self._most  # it is wanted again
         for number, page in enumerate(kept.pages):
             use = (Use(page, Mode.READ),)

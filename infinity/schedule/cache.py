@@ -298,6 +298,11 @@ class Cache:
                 return True
         return False
 
+    def _reads_in_vain(self) -> bool:
+        """Whether a page is being read that nothing keeps any more, so that it is evicted when it has been."""
+        states = (self._frames.pages[page] for page in self._frames.holders()) if self._reads else ()
+        return any(state.reading and not (state.pins or state.claims or state.resident) for state in states)
+
     def _write_back_some(self) -> None:
         """Start to write a few dirty pages back that nothing keeps."""
         started = 0
@@ -318,7 +323,7 @@ class Cache:
             if not self._writes:
                 self._write_back_some()
             # Frames that come back by themselves are waited for.
-            idle = not (self._writes or self._held_leases or self.copies.pending)
+            idle = not (self._writes or self._held_leases or self.copies.pending or self._reads_in_vain())
             if idle and not self._evict_kept() and not self._reads:
                 raise InfinityError(
                     f"all {frames.count} frames of the arena are in use at once; set {self._setting} higher"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock, Thread, Timer
+from threading import Event, Lock, Thread, Timer
 from typing import Any
 
 import pytest
@@ -33,6 +33,8 @@ class Memory:
         self.stored: dict[int, bytes] = {}
         self.pages: list[Page] = []
         self.read_bytes = self.written_bytes = 0
+        self.may_read = Event()
+        self.may_read.set()
         self.failing: Exception | None = None
         self.silent = False
         self._lock = Lock()
@@ -44,6 +46,7 @@ class Memory:
 
     def read(self, page: int, memory: memoryview, done: Any) -> None:
         def move() -> None:
+            assert self.may_read.wait(20)
             memory[:] = self.stored[page]
             self.read_bytes += len(memory)
             done(None)
@@ -304,6 +307,59 @@ def test_what_is_kept_again_stays_in_its_frames() -> None:
         assert pages.traffic.read == store.read_bytes + observer.spared_bytes == beyond
         assert pages.traffic.kept == 17 * PAGE
         assert pages.traffic.loaded == 24 * PAGE
+
+
+def in_frames(pages: ActivationPages, kept: Kept) -> int:
+    """Return how many pages of a tensor are in memory, when all that is on its way has come."""
+    with pages._transfers.lock:
+        assert pages._transfers.lock.wait_for(lambda: not (pages._transfers.reads or pages._transfers.writes), 20)
+        return sum(pages._frames.pages[page].frame >= 0 for page in kept.pages)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_graph_that_is_used_again_is_read_ahead_each_time(again: bool) -> None:
+    """In its order, also where it begins with what several layers need; and no page is read twice in a backward."""
+    store, nbytes, layers = Memory(), 3 * PAGE, 6
+    with opened(store) as (pages, observer):
+        memory, stack = pages.keep(content(PAGE, 100))[0], list[Kept]()
+        for layer in range(layers):
+            stack.append(pages.keep(content(nbytes, layer))[0])
+            if again:
+                pages.keep_again(memory)
+        ahead, read = [], []
+        for _ in range(4):
+            before = store.read_bytes + observer.spared_bytes
+            ahead.append(list[int]())
+            for layer in reversed(range(layers)):
+                if again:
+                    ahead[-1].append(in_frames(pages, memory))
+                    assert torch.equal(loaded(pages, memory, PAGE), content(PAGE, 100))
+                ahead[-1].append(in_frames(pages, stack[layer]))
+                assert torch.equal(loaded(pages, stack[layer], nbytes), content(nbytes, layer))
+            if not again:
+                ahead[-1].append(in_frames(pages, memory))
+                assert torch.equal(loaded(pages, memory, PAGE), content(PAGE, 100))
+            in_frames(pages, memory)
+            read.append((store.read_bytes + observer.spared_bytes - before) // PAGE)
+        assert ahead[1:] == [ahead[0]] * 3
+        assert read == [3 * layers + 1 - (FRAMES - SPARE)] * 4
+
+
+def test_what_waits_in_its_frames_stays_there_while_pages_are_read_in_vain() -> None:
+    """Where something is kept in the middle of a backward: what was read ahead makes room for it, when it has come."""
+    store = Memory()
+    with opened(store) as (pages, _):
+        stack = [pages.keep(content(PAGE, number))[0] for number in range(10)]
+        in_frames(pages, stack[0])
+        store.may_read.clear()
+        for number in (9, 8, 7, 6):
+            assert torch.equal(loaded(pages, stack.pop(), PAGE), content(PAGE, number))
+        Timer(0.3, store.may_read.set).start()
+        stack += [pages.keep(content(PAGE, number))[0] for number in (6, 7, 8, 9)]
+        for number in reversed(range(10)):
+            assert torch.equal(loaded(pages, stack.pop(), PAGE), content(PAGE, number))
+        pages.end_step()
+        assert store.written_bytes == pages.traffic.written == (10 - (FRAMES - SPARE)) * PAGE
 
 
 def test_host_memory_that_comes_back_is_waited_for() -> None:
