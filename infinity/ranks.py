@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,6 +105,21 @@ class Ranks:
                 elsewhere.told_elsewhere = True
                 raise elsewhere
         return result  # type: ignore[return-value]
+
+    def once_per_node(self, action: Callable[[], T], otherwise: T) -> T:
+        """Run `action`, which does not fail, on the first rank of each node; return its result on all ranks there.
+
+        Args:
+            action: its result can be pickled.
+            otherwise: returned on a node without a first rank.
+
+        Raises:
+            LostRankError: another rank has ended.
+        """
+        host = socket.gethostname()
+        mine = [action()] if self.local_rank == 0 else []
+        by_host = {name: values[0] for name, values in self.collect((host, mine)) if values}
+        return by_host.get(host, otherwise)
 
     def on_first(self, what: str, action: Callable[[], T]) -> T:
         """Run `action` on rank 0, and return its result on every rank; if it fails, raise on all, with the reason.

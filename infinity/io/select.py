@@ -15,13 +15,17 @@ from infinity.io.uring import UringEngine
 _log = logging.getLogger(__name__)
 
 
-def open_engine(config: StorageConfig) -> tuple[Engine, str]:
+def open_engine(config: StorageConfig, why: str = "") -> tuple[Engine, str]:
     """Return a running engine and the reason for choosing it, which is logged.
+
+    Args:
+        config: with ``auto`` as engine, io_uring is taken where the kernel has it.
+        why: what the engine in `config` was chosen for, if that was not by whoever wrote the settings.
 
     Raises:
         ConfigError: `storage.engine` asks for io_uring and the kernel refuses it.
     """
-    engine, reason = _choose(config)
+    engine, reason = _choose(config, why)
     _log.info("I/O engine %s: %s", engine.name, reason)
     return engine, reason
 
@@ -31,9 +35,9 @@ def _say_once(reason: str) -> None:
     _log.warning("%s; threads move the pages instead, which takes more of the processor", reason)
 
 
-def _choose(config: StorageConfig) -> tuple[Engine, str]:
+def _choose(config: StorageConfig, why: str) -> tuple[Engine, str]:
     if config.engine == "threads":
-        return ThreadEngine(config.queue_depth, config.request_bytes), "set by storage.engine"
+        return ThreadEngine(config.queue_depth, config.request_bytes), why or "set by storage.engine"
     try:
         engine = UringEngine(config.queue_depth, config.request_bytes, max(1, len(config.paths)))
     except RingRefusedError as error:
@@ -43,4 +47,4 @@ def _choose(config: StorageConfig) -> tuple[Engine, str]:
         return ThreadEngine(config.queue_depth, config.request_bytes), str(error)
     if config.engine == "io_uring":
         return engine, "set by storage.engine"
-    return engine, "io_uring available"
+    return engine, why or "io_uring available"

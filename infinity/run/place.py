@@ -183,9 +183,6 @@ def _say_where(paths: Sequence[str]) -> None:
 
 def _agree_on_shares(settings: Config, ranks: Ranks) -> list[float]:
     """Return the shares of the paths as the first rank of this node has measured them."""
-    measured: list[float] | None = None
-    if ranks.local_rank == 0:
-        measured = path_shares(settings.storage.paths, settings.storage.engine, runtime_dir(settings.telemetry))
-    host = socket.gethostname()
-    by_host = {name: shares for name, shares in ranks.collect((host, measured)) if shares is not None}
-    return by_host.get(host, [1.0] * len(settings.storage.paths))
+    storage, runtime = settings.storage, runtime_dir(settings.telemetry)
+    measure = partial(path_shares, storage.paths, storage.engine, runtime)
+    return ranks.once_per_node(measure, otherwise=[1.0] * len(storage.paths))

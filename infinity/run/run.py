@@ -9,6 +9,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,7 @@ from infinity.run.wear import WearWarning
 from infinity.schedule.activations import ActivationPages, ActivationTraffic
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
+from infinity.store.engine_choice import EngineChoice, choose_engine
 from infinity.store.extents import SPARE_SLOTS
 from infinity.store.folder import RunFolder
 from infinity.store.pages import PageStore, hash_threads, lay_out
@@ -130,7 +132,8 @@ class Run:
         self.peers = Peers(ranks)
         """The other ranks: what ends one ends all."""
         try:
-            opened = ranks.together("opening the run", partial(self._open, budget))
+            engine = ranks.once_per_node(self._choose_engine, otherwise=EngineChoice(settings.storage.engine, ""))
+            opened = ranks.together("opening the run", partial(self._open, budget, engine))
             choose = partial(self._choose_update_device, opened.worker)
             self.updates_on_device = ranks.agree(ranks.together("choosing where updates run", choose))
             """Whether pages are updated on the device that computes, and not on the host."""
@@ -164,7 +167,13 @@ class Run:
         """Size of the host arena of this rank, in bytes."""
         return self.arena.nbytes
 
-    def _open(self, budget: Budget) -> _Opened:
+    def _choose_engine(self) -> EngineChoice:
+        """Return the engine to take, measured where that is worth it."""
+        state = self.layout.state_bytes * self.ranks.local_world_size
+        runtime = runtime_dir(self.settings.telemetry)
+        return choose_engine(self.settings.storage, self.layout.page_bytes, state, runtime)
+
+    def _open(self, budget: Budget, chosen: EngineChoice) -> _Opened:
         """Reserve the space, allocate the arena, open engine, counters and files."""
         settings, layout, folder, commits = self.settings, self.layout, self.folder, self.place.commits
         with _naming_limit():
@@ -178,7 +187,7 @@ class Run:
             space.allocate(slots)
             arena = Arena(budget.frames + budget.activation_frames, layout.page_bytes, device=self.device)
             self.undo.push(partial(self._close_arena, arena))
-            moving, _ = open_engine(settings.storage)
+            moving, _ = open_engine(replace(settings.storage, engine=chosen.engine), chosen.reason)
             engine = PacedEngine(moving)
             self.undo.push(partial(self._close_engine, engine))
             loads = PathLoads(len(files))

@@ -7,22 +7,18 @@ told the daemon.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.access import own_folder, read_own, write_own
 from infinity.errors import InfinityError
 from infinity.io.probe.quick import quick_mixed
 from infinity.node import NodeDaemon
+from infinity.store.remembered import UNUSABLE, recall, remember
 
 CACHE_NAME = "path-bandwidth.json"
-_MOST_BYTES = 1 << 16
-_UNUSABLE = (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 _log = logging.getLogger("infinity")
 
 
@@ -41,7 +37,7 @@ def path_shares(paths: Sequence[str], engine: str, runtime: Path) -> list[float]
         except InfinityError as error:
             _log.warning("the bandwidth of %s was not measured (%s): pages are spread evenly", ", ".join(names), error)
             return [1.0] * len(names)
-        _remember(names, found, runtime)
+        remember(runtime / CACHE_NAME, "|".join(names), found, "the measured bandwidth")
         measured = {name: {"mixed": share} for name, share in zip(names, found, strict=True)}
         NodeDaemon(runtime).ask("record_bandwidth", rates=measured, source="run")
     return found
@@ -54,7 +50,7 @@ def _from_daemon(names: Sequence[str], runtime: Path) -> list[float] | None:
         known = answer["together"] or answer["bandwidth"]
         beside = Counter(str(known[name]["device"]) for name in names)  # paths on the same drive share it
         return _usable([_mixed(known[name]) / beside[str(known[name]["device"])] for name in names])
-    except _UNUSABLE:
+    except UNUSABLE:
         return None
 
 
@@ -72,25 +68,7 @@ def _usable(shares: list[float]) -> list[float] | None:
 
 def _from_cache(names: Sequence[str], runtime: Path) -> list[float] | None:
     try:
-        shares = _remembered(runtime)["|".join(names)]
+        shares = recall(runtime / CACHE_NAME)["|".join(names)]
         return _usable([float(share) for share in shares]) if len(shares) == len(names) else None
-    except _UNUSABLE:
+    except UNUSABLE:
         return None
-
-
-def _remembered(runtime: Path) -> dict[str, list[float]]:
-    tree = json.loads(read_own(runtime / CACHE_NAME, _MOST_BYTES))
-    if not isinstance(tree, dict):
-        raise ValueError(f"{CACHE_NAME} is no object")
-    return tree
-
-
-def _remember(names: Sequence[str], shares: Sequence[float], runtime: Path) -> None:
-    known: dict[str, list[float]] = {}
-    with contextlib.suppress(*_UNUSABLE):  # there is none, or it is worth nothing
-        known = _remembered(runtime)
-    try:
-        own_folder(runtime, parents=True)
-        write_own(runtime / CACHE_NAME, json.dumps({**known, "|".join(names): list(shares)}).encode())
-    except OSError as error:
-        _log.warning("the measured bandwidth could not be kept in %s: %s", runtime / CACHE_NAME, error.strerror)

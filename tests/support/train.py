@@ -421,8 +421,8 @@ def faulty(*faults: Fault, seed: int = 0, on: bool = True) -> Iterator[list[Swit
     original = module.open_engine
     opened: list[Switch] = []
 
-    def open_engine(config: StorageConfig) -> tuple[Switch, str]:
-        inner, reason = original(config)
+    def open_engine(config: StorageConfig, why: str) -> tuple[Switch, str]:
+        inner, reason = original(config, why)
         opened.append(Switch(inner, seed, faults, on))
         return opened[-1], reason
 

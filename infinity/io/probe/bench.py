@@ -53,9 +53,11 @@ class Bench:
 
     @contextmanager
     def through(self, engine: str, point: Point) -> Iterator[Bench]:
-        """Have the same files in another engine. Raises `ConfigError` if the kernel refuses it, `StorageError`."""
-        with ExitStack() as stack:
-            targets = [stack.enter_context(through(target, engine, point)) for target in self.targets.values()]
+        """Have the same files in another engine, one for all of them, as a run has it.
+
+        Raises `ConfigError` if the kernel refuses it, `StorageError`.
+        """
+        with through(list(self.targets.values()), engine, point) as targets:
             yield Bench(targets, self._stop, self.written)
 
 

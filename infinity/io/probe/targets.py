@@ -125,17 +125,19 @@ def open_target(
 
 
 @contextmanager
-def through(target: Target, engine: str, point: Point) -> Iterator[Target]:
-    """Have the same file and memory in another engine, too. Raises as `open_target`."""
+def through(targets: Sequence[Target], engine: str, point: Point) -> Iterator[list[Target]]:
+    """Have the same files and memory in another engine, too, one for all. Raises as `open_target`."""
     settings = StorageConfig(
+        paths=tuple(target.path for target in targets),
         engine=engine,  # type: ignore[arg-type]
         request_bytes=point.block_bytes,
         queue_depth=point.depth,
     )
     other, _ = open_engine(settings)
     try:
-        other.register(target.memory)
-        yield replace(target, engine=other, file=other.open(f"/proc/self/fd/{target.file.fd}"))
+        for target in targets:
+            other.register(target.memory)
+        yield [replace(one, engine=other, file=other.open(f"/proc/self/fd/{one.file.fd}")) for one in targets]
     finally:
         other.close()
 

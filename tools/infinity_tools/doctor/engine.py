@@ -27,7 +27,7 @@ def io_uring(world: World) -> Verdict:
         Ring(StorageConfig().queue_depth + 1).close()
     except RingRefusedError as error:
         return warning(f'{error}; engine = "auto" takes threads', _remedy(error.errno, world))
-    return ok('allowed; storage.engine = "auto" takes it')
+    return ok('allowed; storage.engine = "auto" takes it, unless threads are faster')
 
 
 def _remedy(code: int, world: World) -> str:

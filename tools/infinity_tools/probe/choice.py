@@ -86,7 +86,7 @@ class Choice:
             said = [f"{size} are the smallest within {MARGIN:.0%} of the best"]
         if self.engines is not None:
             faster = self.engines.is_first_faster()
-            words = "so they are recommended" if faster else "so auto, which takes io_uring, remains"
+            words = "so they are recommended" if faster else "so auto remains"
             said.append(f"threads are {self.engines.ratio:.2f} times as fast as io_uring: {words}")
         if self.is_usual:
             said.append("the defaults are as fast: only storage.paths has to be set")
