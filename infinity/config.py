@@ -35,9 +35,9 @@ class StorageConfig:
     )
     engine: Literal["auto", "io_uring", "threads"] = setting(
         "auto",
-        "I/O engine. `auto` takes io_uring where the kernel allows it, unless threads are measured to be faster on these "
-        "drives by more than 3 %; else threads. The first run of 1 GiB of state or more measures for about two seconds, "
-        "and the result is kept in the runtime folder.",
+        "I/O engine. `auto` takes io_uring where the kernel allows it, unless threads are measured to be faster on "
+        "these drives by more than 3 %; else threads. The first run of 1 GiB of state or more measures for about two "
+        "seconds, and the result is kept in the runtime folder.",
     )
     request_bytes: int = setting(
         2 * MIB,
