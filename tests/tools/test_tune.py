@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from infinity import load_config
+from infinity import Config, load_config
 from infinity_tools.tune.folders import PREFIX, trial_folders
+from infinity_tools.tune.outcome import Bounds, Outcome
+from infinity_tools.tune.trial import Trials, Workload
 from support.command import environment, run_here
 
 SMALL = ["tune", "--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--host-memory", "2MiB", "--threads", "1"]
@@ -232,11 +234,13 @@ def test_a_start_from_a_file_is_kept_but_for_what_is_tuned(tmp_path: Path) -> No
         '[telemetry]\ntimeline = "trace.json"\n'
     )
     words = [*SMALL[: SMALL.index("--nvme")], "--out", "tuned", "--config", "start.toml", "--minutes", "0.15"]
-    done = run_here(*words, "--max-grad-norm", "1", "--micro-tokens", "32", "--allow-format", "split", "--repeats", "1")
+    words += ["--max-grad-norm", "1", "--micro-tokens", "32", "--loss-tokens", "10", "--activations", "nvme"]
+    done = run_here(*words, "--allow-format", "split", "--repeats", "1")
     assert done.status == 0, done.errors
     found = load_config("tuned/infinity.toml")
     assert found.storage.paths == (str(tmp_path / "a"), str(tmp_path / "b"))
     assert (found.storage.retries, found.run.retained_commits, found.run.resume) == (5, 2, "latest")
+    assert found.activations.tier == "nvme"
     rows = [json.loads(line) for line in (tmp_path / "tuned/trials.jsonl").read_text().splitlines()[1:]]
     assert ["start", "defaults"][: len(rows)] == [row["role"] for row in rows][:2], "the second if there was time"
     assert rows[0]["candidate"]["storage.queue_depth"] == 8
@@ -245,7 +249,32 @@ def test_a_start_from_a_file_is_kept_but_for_what_is_tuned(tmp_path: Path) -> No
     assert not (tmp_path / "trace.json").exists(), "trials write no timeline"
     assert not (tmp_path / "a").exists(), "it was made for the search"
     assert "--max-grad-norm 1" in done.output.splitlines()[-1]
+    assert "--loss-tokens 10" in done.output.splitlines()[-1]
+    again = run_here(*words[:-3], "20", "--activations", "device", "--resume")
+    assert "loss-tokens 20 (was 10)" in again.errors
+    assert "activations device (was nvme)" in again.errors
     assert " the start" in done.output
+
+
+def test_trials_train_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head and loss by tokens, and activations in pages, as `infinity train` does it with the same options."""
+    settings = Config().with_values(**{"memory.host_bytes": "4MiB", "activations.tier": "nvme"})
+    seen = []
+    measure = Trials._measure
+
+    def look(trials: Trials, model: Any, paged: Any, bounds: Bounds) -> Outcome:
+        outcome = measure(trials, model, paged, bounds)
+        seen.append((model.forward.tokens, paged.run.activation_traffic.kept))
+        return outcome
+
+    monkeypatch.setattr(Trials, "_measure", look)
+    workload = Workload(model="tiny", dtype="bf16", activation_checkpointing=True, batch_tokens=512, micro_tokens=None,
+                        loss_tokens=100, seq=32, max_grad_norm=None, threads=1, seed=0)  # fmt: skip
+    outcome = Trials(workload).run(settings, {}, [str(tmp_path)], Bounds())
+    assert outcome.kind == "measured", outcome.reason
+    ((tokens, kept),) = seen
+    assert tokens == 100
+    assert kept > 0
 
 
 def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

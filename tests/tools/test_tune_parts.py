@@ -160,7 +160,7 @@ def test_a_worker_that_dies_at_its_start_is_an_error(monkeypatch: pytest.MonkeyP
     """Which says how it has ended."""
     monkeypatch.setattr(worker, "serve", _die)
     workload = Workload(model="tiny", dtype="auto", activation_checkpointing=False, batch_tokens=64, micro_tokens=None,
-                        seq=32, max_grad_norm=None, threads=1, seed=0)  # fmt: skip
+                        loss_tokens=None, seq=32, max_grad_norm=None, threads=1, seed=0)  # fmt: skip
     with Worker(workload, Config(), []) as started:
         with pytest.raises(InfinityError, match="ended with status 3"):
             started.start()

@@ -175,6 +175,8 @@ TUNE = [
           "repeats": "0 -1 1.5 x 101",
           "batch-tokens": "0 -512 many",
           "micro-tokens": "0 half",
+          "loss-tokens": "0 half",
+          "activations": "gpu",
           "seq": "0 1 long",
           "seed": "-1 x",
           "threads": "-1 100000 all",

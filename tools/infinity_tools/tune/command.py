@@ -38,6 +38,14 @@ def tune(
         int | None,
         typer.Option(min=1, help="Tokens that are computed at a time. [default: all]", rich_help_panel=_MODEL),
     ] = None,
+    loss_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens whose logits are there at a time, as for `train`. [default: as many as layers compute]",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
     seq: Annotated[int, typer.Option(min=2, help="Tokens per sequence.", rich_help_panel=_MODEL)] = 256,
     max_grad_norm: Annotated[
         float | None,
@@ -63,6 +71,15 @@ def tune(
             callback=setting("memory.host_bytes"),
             help="Largest host arena, such as 2GiB; more is never tried. [default: that of --config, else a quarter of "
             "what is free]",
+            rich_help_panel=_STATE,
+        ),
+    ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            callback=setting("activations.tier"),
+            help="Where inputs of layers wait for backward: device, host (from a GPU) or nvme. [default: that of "
+            "--config, else device]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -116,6 +133,7 @@ def tune(
         activation_checkpointing=activation_checkpointing,
         batch_tokens=batch_tokens,
         micro_tokens=micro_tokens,
+        loss_tokens=loss_tokens,
         seq=seq,
         max_grad_norm=max_grad_norm,
         threads=threads,
@@ -124,6 +142,7 @@ def tune(
     changes: dict[str, Any] = {
         "storage.paths": [str(path) for path in nvme] if nvme else None,
         "memory.host_bytes": host_memory,
+        "activations.tier": activations,
     }
     settings = load_config(config).with_values(**{name: value for name, value in changes.items() if value is not None})
     plan = make_plan(workload, settings, allow_format, minutes=minutes, repeats=repeats)
@@ -144,6 +163,8 @@ def _next_lines(out: Path, workload: Workload) -> list[str]:
     words += ["--batch-tokens", str(workload.batch_tokens), "--seq", str(workload.seq)]
     if workload.micro_tokens is not None:
         words += ["--micro-tokens", str(workload.micro_tokens)]
+    if workload.loss_tokens is not None:
+        words += ["--loss-tokens", str(workload.loss_tokens)]
     if workload.activation_checkpointing:
         words += ["--activation-checkpointing"]
     if workload.max_grad_norm is not None:

@@ -123,6 +123,7 @@ class Tuning:
             "paths": list(plan.settings.storage.paths),
             "host_bytes": plan.limits.host_bytes,
             "allow_format": plan.limits.formats,
+            "activations": plan.settings.activations.tier,
             "machine": _machine(),
             "minutes": plan.minutes,
             "start_is_defaults": plan.start == candidate_of(Config(), plan.limits.host_bytes),
@@ -187,6 +188,7 @@ class Tuning:
             "nvme": list(plan.settings.storage.paths),
             "host-memory": plan.limits.host_bytes,
             "allow-format": plan.limits.formats,
+            "activations": plan.settings.activations.tier,
             **plan.start,
             "machine": _machine(),
         }

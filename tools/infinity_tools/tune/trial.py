@@ -33,6 +33,7 @@ class Workload:
     activation_checkpointing: bool
     batch_tokens: int
     micro_tokens: int | None
+    loss_tokens: int | None
     seq: int
     max_grad_norm: float | None
     threads: int
@@ -104,6 +105,8 @@ class Trials:
         shard(model, self._mesh, bf16=self._dtype == "bf16", checkpointing=checkpointing)
         if workload.micro_tokens is not None:
             infinity.micro_batches(model, workload.batch_tokens // workload.micro_tokens)
+        if workload.loss_tokens is not None:
+            infinity.sliced_loss(model, workload.loss_tokens)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         with infinity.offload(model, optimizer, _trial(settings, candidate, folders, workload.seed),
                               weights=self._source.weights) as paged:  # fmt: skip
