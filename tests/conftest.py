@@ -17,6 +17,8 @@ settings.register_profile("fuzz", max_examples=5000, deadline=None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A job in the background of a script ignores Ctrl-C, and so would all processes that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup does the same to the end of a terminal
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +48,9 @@ _SLICES = ("flat", "rank", "rows", "whole")
 Case = tuple[int, torch.dtype, int]
 """A param group, by its number; a dtype; a number of dimensions."""
 
+_FOUND: dict[Hashable, tuple[dict[Case, StateSpec], frozenset[str], frozenset[str], bool]] = {}
+"""What this process has found of optimizers of torch, by all that it follows from: a next model begins sooner."""
+
 
 def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
     """Return the kernel that updates pages with an optimizer.
@@ -56,14 +59,21 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
         UnsupportedError: pages cannot be updated with it one by one; the message says what depends on what.
     """
     kernel = UpdateKernel(optimizer)
-    try:
-        kernel.layouts = _Probe(kernel, optimizer).run()
-    except UnsupportedError:
-        if not kernel.modes:
-            raise
-        kernel.modes = False  # then they cannot be changed, which is told when they are to be
-        kernel.reset()
-        kernel.layouts = _Probe(kernel, optimizer).run()
+    probe = _Probe(kernel, optimizer)
+    key = probe.key()
+    if key in _FOUND:
+        kernel.layouts, kernel.advancing, kernel.advancing_own, kernel.uses_closure = _FOUND[key]
+    else:
+        try:
+            kernel.layouts = probe.run()
+        except UnsupportedError:
+            if not kernel.modes:
+                raise
+            kernel.modes = False  # then they cannot be changed, which is told when they are to be
+            kernel.reset()
+            kernel.layouts = _Probe(kernel, optimizer).run()
+    if key:
+        _FOUND[key] = kernel.layouts, kernel.advancing, kernel.advancing_own, kernel.uses_closure
     check_reach(optimizer)
     check_zero_grad(optimizer, kernel.template)
     return kernel
@@ -123,7 +133,7 @@ class _Probe:
     """One optimizer, and the small parameters with which it is tried."""
 
     def __init__(self, kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> None:
-        self._kernel, self._name = kernel, kernel.name
+        self._kernel, self._name, self._optimizer = kernel, kernel.name, optimizer
         self._before = [settings_of(group) for group in optimizer.param_groups]  # as they were passed in
         if kernel.modes:
             kernel.switch_values(self._before, {}, "train")
@@ -159,6 +169,16 @@ class _Probe:
         self._called: set[Case] = set()  # what the kernel was called with last
 
     # What is asked #
+
+    def key(self) -> Hashable:
+        """Return all that the outcome follows from; None where that cannot be told, for what is not torch's own."""
+        own = attributes(self._optimizer)
+        settings = [{k: v for k, v in group.items() if k != "param_names"} for group in self._before]
+        if not type(self._optimizer).__module__.startswith("torch.optim.") or not is_plain([own, settings]):
+            return None
+        named = ["param_names" in group for group in self._before]
+        seen = repr(content([own, settings, named, sorted(self._marks), self._kernel.builds]))
+        return type(self._optimizer), type(self._optimizer).step, torch.get_default_dtype(), frozenset(self._of), seen
 
     def run(self) -> dict[Case, StateSpec]:
         """Return the state layout of every case.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from infinity.checkpoint.manifest import published_in
 from infinity.store.marker import look_for_runs
+from support.processes import run_program
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -19,10 +17,7 @@ def test_the_snippet_runs_in_an_empty_folder(tmp_path: Path) -> None:
     snippet = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert snippet is not None
     (tmp_path / "snippet.py").write_text(snippet[1])
-    done = subprocess.run(
-        [sys.executable, "snippet.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_RUNTIME_DIR": str(tmp_path)},
-    )  # fmt: skip
+    done = run_program(tmp_path / "snippet.py", folder=tmp_path, environment={"XDG_RUNTIME_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     (run,) = look_for_runs([tmp_path / "run"])[0]
     assert published_in(run.roots[0] / "commits")

@@ -1,4 +1,4 @@
-"""The programs in examples/ run as a user starts them."""
+"""The programs in examples/ run as a user starts them, but that what they import is there already."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from support.processes import run_program
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run(folder: Path, name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> str:
+def run(folder: Path, name: str, *arguments: object, ranks: int = 0, torchrun: bool = False) -> str:
     """Run an example in an empty folder; return what it has printed."""
     (work := folder / "work").mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, *launcher, EXAMPLES / name, *map(str, arguments)],
-        cwd=work, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_RUNTIME_DIR": str(folder)},
-    )  # fmt: skip
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_RUNTIME_DIR": str(folder)}
+    if torchrun:
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        done = subprocess.run(
+            [sys.executable, *launcher, EXAMPLES / name, *map(str, arguments)],
+            cwd=work, capture_output=True, text=True, check=False, env=os.environ | environment,
+        )  # fmt: skip
+    else:
+        done = run_program(EXAMPLES / name, *arguments, folder=work, environment=environment, ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert not list(work.iterdir()), "it writes where it was told to only"
     return done.stdout
@@ -66,7 +71,7 @@ def test_lora(tmp_path: Path) -> None:
 
 def test_two_ranks(tmp_path: Path) -> None:
     """As torchrun starts them."""
-    printed = run(tmp_path, "two_ranks.py", tmp_path / "nvme", launcher=TORCHRUN)
+    printed = run(tmp_path, "two_ranks.py", tmp_path / "nvme", ranks=2, torchrun=True)
     assert losses(printed)[-1] < losses(printed)[0]
     assert printed.endswith("committed by 2 ranks\n")
 
@@ -89,7 +94,7 @@ def test_plain_torch(tmp_path: Path) -> None:
 def test_trainer(tmp_path: Path) -> None:
     """The second call goes on from the checkpoint of the first, and what it exports is the trained model."""
     first = run(tmp_path, "trainer.py", tmp_path / "nvme", "--steps", 2)
-    again = run(tmp_path, "trainer.py", tmp_path / "nvme", launcher=TORCHRUN)
+    again = run(tmp_path, "trainer.py", tmp_path / "nvme", ranks=2)
     assert len(losses(first)) < len(losses(again)) == 4
     assert [path.name for path in (tmp_path / "nvme" / "out").glob("checkpoint-*")]
     with safe_open(tmp_path / "nvme" / "exported" / "model.safetensors", "pt") as ended:

@@ -13,6 +13,7 @@ from torch import nn
 import infinity
 from infinity.content.layout import ShardSpec, UnitSpec, build_layout
 from infinity.errors import BudgetError, UnsupportedError
+from infinity.optim import probe
 from infinity.optim.probe import make_kernel
 from support import models
 from support import optimizers as own
@@ -327,3 +328,50 @@ def test_an_object_on_the_optimizer_may_be_changed(placement: str, tmp_path: Pat
     with infinity.offload(model, optimizer, settings(tmp_path, Paging(placement=placement), 64 << 20)) as paged:
         found = run(model, optimizer, paged)
     assert all(map(torch.equal, expected, found))
+
+
+def of(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any) -> Any:
+    """An optimizer of two param groups, of which one is given `settings`."""
+    return kind([{"params": [model.weight], **settings}, {"params": [model.bias]}])
+
+
+class Quiet(torch.optim.AdamW):
+    """A class of somebody else, which may look at anything."""
+
+
+def test_what_was_found_of_an_optimizer_of_torch_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is equal in all that updates depend on; of every other, and of other classes, it is tried anew."""
+    tried, run = [], probe._Probe.run
+    monkeypatch.setattr(probe, "_FOUND", {})
+    monkeypatch.setattr(probe._Probe, "run", lambda self: tried.append(1) or run(self))
+
+    def tries(optimizer: torch.optim.Optimizer) -> int:
+        tried.clear()
+        make_kernel(optimizer)
+        return len(tried)
+
+    model = nn.Linear(3, 4)
+    assert tries(of(model)) == 1
+    assert tries(of(nn.Linear(5, 7))) == 0, "sizes are not tried"
+    first, known = make_kernel(of(model, torch.optim.NAdam)), make_kernel(of(model, torch.optim.NAdam))
+    assert len(tried) == 1
+    for name in ("layouts", "advancing", "advancing_own", "uses_closure"):
+        assert getattr(first, name) == getattr(known, name)
+    others = {
+        "rate": of(model, lr=0.5),
+        "dtype": of(nn.Linear(3, 4).bfloat16()),
+        "dimensions": of(nn.Conv1d(3, 4, 5)),
+        "attribute": of(model),
+    }
+    others["attribute"].temperature = 2.0
+    assert {name: tries(optimizer) for name, optimizer in others.items()} == dict.fromkeys(others, 1)
+    assert {name: tries(optimizer) for name, optimizer in others.items()} == dict.fromkeys(others, 0)
+    with_object = of(model)
+    with_object.helper = own.TrustRatio
+    assert [tries(with_object), tries(with_object)] == [1, 1], "nobody knows what a function does"
+    assert [tries(of(model, Quiet)), tries(of(model, Quiet))] == [1, 1]
+    reaching = of(model)
+    reaching.param_groups[0]["first"] = id(model.weight)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="the id of a parameter"):
+            make_kernel(reaching)

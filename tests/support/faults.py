@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import multiprocessing
 import os
 import signal
 import time
@@ -23,6 +22,7 @@ from infinity.errors import CorruptPageError
 from infinity.io import Op
 from infinity.store.pages import read_version
 from support.fault_engine import Fault, FaultKind
+from support.processes import ready_made
 from support.session import EVERY, Session
 from support.train import Switch, faulty
 
@@ -173,8 +173,7 @@ class DyingRanks:
     """Two ranks in processes of their own, one of which is disturbed; forked from one that has loaded torch."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["infinity.run.offload", "torch._dynamo"])
+        self._context = ready_made()
 
     def run(self, case: Case, rank: int, folder: Path, *, swallowed: bool = False) -> list[End]:
         """Let `case` happen to `rank`; return how both have ended.

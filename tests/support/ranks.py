@@ -1,4 +1,4 @@
-"""Ranks in tests: spawned processes that stay alive over many tests, so that they start once."""
+"""Ranks in tests: processes that stay alive over many tests, so that they start once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
+
+from support.processes import ready_made
 
 PATIENCE = 900.0
 """Seconds after which a call on the ranks is called lost."""
@@ -65,7 +67,8 @@ class RankPool:
         return "\n".join(f"{file.name} of the ranks then:\n{file.read_text()}" for file in files)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Where there is CUDA, processes begin as those of a user do.
+        context = ready_made() if self._backend == "gloo" else multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

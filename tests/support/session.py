@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ import infinity
 from infinity.checkpoint import commit as commits
 from infinity.checkpoint import manifest as manifests
 from support import models
+from support.processes import ready_made
 from support.train import MIB, Paging, Recipe, host_bytes, make_optimizer, settings
 
 RECIPE = Recipe(model="toy", groups=True)
@@ -91,8 +91,7 @@ def reference(folder: Path) -> list[float]:
 
 def killed(folder: Path, where: str, step: int) -> list[float]:
     """Run a session in a process that kills itself in a step; return the losses it saw."""
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_run_and_die, args=(str(folder), where, step))
+    process = ready_made().Process(target=_run_and_die, args=(str(folder), where, step))
     process.start()
     process.join(900)
     assert process.exitcode == -signal.SIGKILL, f"ended with {process.exitcode} instead of being killed"

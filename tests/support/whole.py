@@ -48,7 +48,7 @@ class MuonByFlag(torch.optim.Optimizer):
 def _orthogonal(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     mean = state.setdefault("mean", torch.zeros_like(param))
     mean.lerp_(param.grad, 0.05)
-    matrix = mean.flatten(0, -2).bfloat16() if mean.ndim < 3 else mean.flatten(2).bfloat16()
+    matrix = mean.flatten(0, -2) if mean.ndim < 3 else mean.flatten(2)  # in fp32: processors without bf16 take long
     matrix = matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         gram = matrix @ matrix.mT

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
+
 import pytest
 import torch
 
@@ -24,6 +27,19 @@ def test_reading_crosses_files_and_goes_round(tmp_path):
     assert corpus.read(95, 10) == bytes(range(95, 105))
     assert corpus.read(195, 10) == bytes([*range(195, 200), *range(5)])
     assert corpus.read(205, 405) == (bytes(range(200)) * 4)[5:410]
+
+
+def test_the_standard_library_is_without_what_is_installed_beside_it(tmp_path, monkeypatch):
+    """Packages are not even looked at: there may be a hundred times as many files of them."""
+    for name in ("b.py", "a/c.py", "a.py", "a/notes", "site-packages/torch/d.py", "e/site-packages/f.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    seen, scan = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder=".": seen.append(str(folder)) or scan(folder))
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    corpus = Corpus.of_standard_library()
+    assert corpus.read(0, corpus.size) == b"a/c.pya.pyb.py"
+    assert not [folder for folder in seen if "site-packages" in folder]
 
 
 def test_batches_depend_on_seed_and_step_alone(tmp_path):

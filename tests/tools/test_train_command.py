@@ -29,7 +29,7 @@ KEYS = {
 
 
 def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
-    done = run_here(*SMALL, "--steps", "12", "--lr", "3e-3", "--out", "o")
+    done = run_here(*SMALL, "--steps", "12", "--lr", "3e-3", "--out", "o", picture=True)
     assert done.status == 0, done.errors
     assert "peak resident" in done.output
     assert "step 12/12" in done.errors

@@ -174,7 +174,7 @@ def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch)
 def test_a_run_of_more_steps_than_have_records_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records are bounded, losses are of all steps: the picture, the last step and what is committed fit together."""
     monkeypatch.setattr("infinity.run.optimizer._KEPT_RECORDS", 3)
-    ended = run_here(*SMALL, "--out", "out", "--steps", "5")
+    ended = run_here(*SMALL, "--out", "out", "--steps", "5", picture=True)
     assert ended.status == 0
     assert "not in it" not in ended.output
     summary = json.loads((tmp_path / "out/summary.json").read_text())

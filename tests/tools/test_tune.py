@@ -62,7 +62,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     (folder / "tmp").mkdir()
     (folder / "nvme").mkdir()
     done = subprocess.run(
-        [sys.executable, "-m", "infinity_tools", *SMALL, "--minutes", "0.2", "--repeats", "1", "--json"],
+        [sys.executable, "-m", "infinity_tools", *SMALL, "--minutes", "0.1", "--repeats", "1", "--json"],
         capture_output=True, text=True, cwd=folder, env=environment(folder / "tmp"), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -115,22 +115,22 @@ def test_resume_takes_the_trials_that_were_made(
     monkeypatch.chdir(folder)
     journal = folder / "tuned/trials.jsonl"
     before = journal.read_text()
-    again = run_here(*SMALL, "--minutes", "0.2", "--repeats", "1", "--json", "--resume")
+    again = run_here(*SMALL, "--minutes", "0.1", "--repeats", "1", "--json", "--resume")
     assert again.status == 0, again.errors
     assert again.summary["trials"] == summary["trials"]
     assert again.summary["best"] == summary["best"]
     assert journal.read_text() == before
-    refused = run_here(*SMALL, "--minutes", "0.2")
+    refused = run_here(*SMALL, "--minutes", "0.1")
     assert refused.status == 2
     assert "has the trials of another search; go on from them with --resume" in refused.errors
-    other = run_here(*SMALL, "--minutes", "0.2", "--resume", "--batch-tokens", "128", "--host-memory", "3MiB")
+    other = run_here(*SMALL, "--minutes", "0.1", "--resume", "--batch-tokens", "128", "--host-memory", "3MiB")
     assert other.status == 2
     assert "batch-tokens 128 (was 64)" in other.errors
     assert "host-memory 3145728 (was 2097152)" in other.errors
     assert journal.read_text() == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.wide), signal.SIGTERM])
 def test_a_search_that_is_stopped_leaves_its_journal_only(number: int, tmp_path: Path) -> None:
     """No process, no folder; and says how to go on."""
     process = begin(tmp_path)
@@ -233,7 +233,7 @@ def test_a_start_from_a_file_is_kept_but_for_what_is_tuned(tmp_path: Path) -> No
         '[storage]\npaths = ["a", "b"]\nqueue_depth = 8\nretries = 5\n[run]\nretained_commits = 2\nresume = "latest"\n'
         '[telemetry]\ntimeline = "trace.json"\n'
     )
-    words = [*SMALL[: SMALL.index("--nvme")], "--out", "tuned", "--config", "start.toml", "--minutes", "0.15"]
+    words = [*SMALL[: SMALL.index("--nvme")], "--out", "tuned", "--config", "start.toml", "--minutes", "0.05"]
     words += ["--max-grad-norm", "1", "--micro-tokens", "32", "--loss-tokens", "10", "--activations", "nvme"]
     done = run_here(*words, "--allow-format", "split", "--repeats", "1")
     assert done.status == 0, done.errors

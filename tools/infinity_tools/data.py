@@ -60,11 +60,13 @@ class Corpus:
     @classmethod
     def of_standard_library(cls) -> Corpus:
         """Return the sources of the running Python's standard library."""
-        folder = Path(sysconfig.get_path("stdlib"))
-        try:
-            found = sorted(file for file in folder.rglob("*.py") if "site-packages" not in file.parts)
-        except OSError:
-            found = []
+        folder = sysconfig.get_path("stdlib")
+        found: list[Path] = []
+        for root, folders, names in os.walk(folder):
+            if "site-packages" in folders:
+                folders.remove("site-packages")  # what is installed there may be a hundred times as much
+            found += [Path(root, name) for name in names if name.endswith(".py")]
+        found.sort()
         if not found:
             raise ConfigError(f"there are no Python sources to read in {folder}; name a text with --data")
         return cls(found)
