@@ -21,6 +21,7 @@ from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.node import SOCKET_NAME
 from infinity.store import bandwidth
+from infinity.store.remembered import remember
 from infinity.telemetry import Stats, read_stats_page
 from infinity.telemetry.exporter import serve
 from infinity.telemetry.page import StatsPageError
@@ -157,7 +158,7 @@ def test_what_is_planted_in_the_runtime_folder_is_not_used(tmp_path, plant):
         plant(runtime / name, victim)
     names = ["/a", "/b"]
     assert bandwidth._from_cache(names, runtime) is None
-    bandwidth._remember(names, [1.0, 3.0], runtime)
+    remember(runtime / bandwidth.CACHE_NAME, "|".join(names), [1.0, 3.0], "it")
     assert bandwidth._from_cache(names, runtime) == [1.0, 3.0]
     with daemon(runtime):
         found = talk(runtime, {"op": "record_bandwidth", "rates": {str(tmp_path): {"read": 1e9}}, "source": "run"})
@@ -175,7 +176,7 @@ def test_what_is_planted_in_the_runtime_folder_is_not_used(tmp_path, plant):
 def test_a_cache_of_no_bandwidths_is_not_used(tmp_path, content):
     (tmp_path / bandwidth.CACHE_NAME).write_text(content)
     assert bandwidth._from_cache(["/a", "/b"], tmp_path) is None
-    bandwidth._remember(["/a", "/b"], [1.0, 3.0], tmp_path)
+    remember(tmp_path / bandwidth.CACHE_NAME, "/a|/b", [1.0, 3.0], "it")
     assert bandwidth._from_cache(["/a", "/b"], tmp_path) == [1.0, 3.0]
 
 
