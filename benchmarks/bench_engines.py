@@ -33,6 +33,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from infinity import torchrun  # noqa: E402
 from infinity.units import MIB  # noqa: E402
 
 ENGINES = {"threads": ("threads", 0), "io_uring": ("io_uring", 0), "auto": ("auto", 0)}
@@ -59,9 +60,7 @@ def train(pipe: Any, options: argparse.Namespace, engine: str, rings: int, folde
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.ranks > 1:
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_WORLD_SIZE": options.ranks}
-        os.environ |= {name: str(value) for name, value in places.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": pipe.recv()}
+        os.environ |= torchrun.variables(rank, options.ranks, pipe.recv())
     with tempfile.TemporaryDirectory() as runtime:  # nothing is measured before
         model, optimizer, vocabulary = build(
             options, "infinity", folders[0], dtype=options.dtype,
@@ -109,7 +108,7 @@ class Variant:
             self._pipes.append(ours)
         if options.ranks > 1:
             with socket.create_server(("127.0.0.1", 0)) as free:
-                port = str(free.getsockname()[1])
+                port = free.getsockname()[1]
             self._tell(port)
         self.facts = self._answers()[0]
         """Of the first rank."""
@@ -125,7 +124,7 @@ class Variant:
         for process in self._processes:
             process.join()
 
-    def _tell(self, message: str) -> None:
+    def _tell(self, message: str | int) -> None:
         for pipe in self._pipes:
             pipe.send(message)
 

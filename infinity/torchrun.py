@@ -20,6 +20,18 @@ def number(name: str, default: int) -> int:
     return int(text)
 
 
+def variables(rank: int, count: int, port: int) -> dict[str, str]:
+    """Return what one of `count` ranks of this machine, which meet at a port of it, is told."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def launched() -> bool:
     """Return whether this process is one of several ranks, or told to act as one.
 

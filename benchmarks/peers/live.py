@@ -14,6 +14,8 @@ from typing import Any
 
 from peers.environment import variables
 
+from infinity import torchrun
+
 WORKER = Path(__file__).with_name("worker.py")
 PATIENCE_SECONDS = 900.0
 SAVES = "checkpoint"
@@ -65,11 +67,7 @@ class Live:
                 *within, str(python), str(WORKER), "--system", system, "--model", str(model), "--work", str(work),
                 "--settings", json.dumps(settings), "--answers", str(theirs), *(["--resume"] if resume else []),
             ]  # fmt: skip
-            place = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            }  # fmt: skip
-            environment = variables(python, threads) | {name: str(value) for name, value in place.items()}
+            environment = variables(python, threads) | torchrun.variables(rank, ranks, port)
             with (work.parent / f"{work.name}-rank{rank}.log").open("wb") as log:
                 process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[theirs], env=environment

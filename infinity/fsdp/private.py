@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -459,8 +460,8 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
         What ends it.
     """
     groups = list(groups)
-    sizes = sorted(4 * sum(full_shape(param).numel() for param in fsdp_params(group)) for group in groups)
-    most = 2 * sizes[len(sizes) // 2] if sizes else 0  # bytes of a buffer that is kept, in fp32
+    usual = median_high(sum(full_shape(param).numel() for param in fsdp_params(group)) for group in groups)
+    most = 2 * 4 * usual  # bytes of a buffer that is kept: twice what most units need, in fp32
 
     class ReusedBuffers(DefaultReduceScatter):
         def __init__(self) -> None:

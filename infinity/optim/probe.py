@@ -72,8 +72,8 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
             kernel.modes = False  # then they cannot be changed, which is told when they are to be
             kernel.reset()
             kernel.layouts = _Probe(kernel, optimizer).run()
-    if key:
-        _FOUND[key] = kernel.layouts, kernel.advancing, kernel.advancing_own, kernel.uses_closure
+        if key:
+            _FOUND[key] = kernel.layouts, kernel.advancing, kernel.advancing_own, kernel.uses_closure
     check_reach(optimizer)
     check_zero_grad(optimizer, kernel.template)
     return kernel

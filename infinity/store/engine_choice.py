@@ -23,13 +23,11 @@ from infinity.config import StorageConfig
 from infinity.errors import InfinityError
 from infinity.io.drives import locate
 from infinity.io.probe.bench import Bench, open_bench
-from infinity.io.probe.points import Load, Point
+from infinity.io.probe.points import MARGIN, Load, Point
 from infinity.store.remembered import UNUSABLE, recall, remember
 from infinity.units import GIB, MIB, format_size
 
 CACHE_NAME = "engines.json"
-MARGIN: Final = 0.03
-"""What differs by less is the same."""
 ROUNDS: Final = 8
 """At most; each measures both engines."""
 LEAST_STATE: Final = GIB

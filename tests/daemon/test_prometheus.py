@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -22,6 +21,7 @@ from infinity.node import NodeDaemon
 from infinity.telemetry import METRICS, Stats
 from infinity.telemetry.cells import label_sets
 from support.daemon_process import daemon, get, until
+from support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 RULES = [ROOT / "docker/prometheus" / name for name in ("recording.yaml", "alerts.yaml")]
@@ -36,12 +36,6 @@ RATES = {"read": 1e9, "write": 1e9, "mixed": 1e9}
 def recorded() -> list[str]:
     """Return the names of the series that rules record."""
     return re.findall(r"record: (\S+)", RULES[0].read_text())
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 def go_on(stats: Stats) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from infinity.io.probe.latency import RESOLUTION
+from infinity.io.probe.points import MARGIN
 from infinity.io.probe.quick import QUICK_BYTES, QUICK_SECONDS
 from infinity.io.probe.sustained import FALLEN, MOST_BYTES, SETTLED, WINDOW
 from infinity.units import format_size
-from infinity_tools.probe.turns import MARGIN, ROUNDS
+from infinity_tools.probe.turns import ROUNDS
 from support.command import run_here
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "probe.md").read_text().split())

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from infinity import torchrun
+
 _LOADED = ["infinity.run.offload", "torch._dynamo", "transformers.trainer", "peft"]
 
 
@@ -24,6 +26,12 @@ def ready_made() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
     return context
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody has at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def run_program(
@@ -42,15 +50,8 @@ def run_program(
         said = [Path(apart, name) for name in ("out", "err")]
         told = [dict(environment)]
         if ranks:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = str(free.getsockname()[1])
-            told = [
-                {
-                    **environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                    "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                }
-                for rank in range(ranks)
-            ]  # fmt: skip
+            port = free_port()
+            told = [{**environment, **torchrun.variables(rank, ranks, port)} for rank in range(ranks)]
         words = [str(file), *map(str, arguments)]
         inherited = dict(os.environ)
         processes = [

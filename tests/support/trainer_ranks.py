@@ -9,14 +9,14 @@ from typing import Any
 import torch.distributed as dist
 
 import infinity
+from infinity import torchrun
 from support.trainers import BATCH, LENGTH, Outcome, build, by_hand, dataset, make, outcome_of, with_adapters
 
 
 def as_torchrun() -> None:
     """Set what torchrun says in variables: Accelerate asks for nothing else."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the process group is there already
+    # No port is asked: the process group is there already.
+    os.environ |= torchrun.variables(dist.get_rank(), dist.get_world_size(), 1)
 
 
 def hand_written(policy: str, by: dict[str, Any]) -> Outcome:

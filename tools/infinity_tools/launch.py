@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from infinity import torchrun
 from infinity.errors import ConfigError
 from infinity_tools.signals import give_back, heard_by
 
@@ -40,21 +41,14 @@ def launch(count: int, words: Sequence[str]) -> int:
 
     # The ranks meet here: a port that this process holds cannot be taken by somebody else in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
-    }
+    common = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun takes 1
         common["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
     command = [sys.executable, *_PROGRAM, *words]
     ranks = _Processes()
     with ranks:
         for rank in range(count):
-            ranks.start(command, {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            ranks.start(command, {**os.environ, **common, **torchrun.variables(rank, count, store.port)})
         return ranks.wait()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from infinity.config import StorageConfig
 from infinity.errors import ConfigError, InfinityError
@@ -13,6 +14,8 @@ from infinity.units import KIB
 
 BLOCK_MULTIPLE = 4 * KIB
 """Request sizes are multiples of this many bytes."""
+MARGIN: Final = 0.03
+"""What differs by less is the same: two measurements of one thing do, too."""
 
 
 class ProbeStoppedError(InfinityError):

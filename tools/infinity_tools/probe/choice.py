@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from infinity.config import StorageConfig, check_config, load_config
-from infinity.io.probe.points import Load, Measurement
+from infinity.io.probe.points import MARGIN, Load, Measurement
 from infinity.units import format_size
-from infinity_tools.probe.turns import MARGIN, Turns
+from infinity_tools.probe.turns import Turns
 from infinity_tools.toml import tree_toml
 
 Size = tuple[int, int]

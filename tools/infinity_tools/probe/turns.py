@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from infinity.io.probe.points import MARGIN
+
 ROUNDS: Final = 3
-MARGIN: Final = 0.03
-"""What differs by less is the same: two measurements of one thing do, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
