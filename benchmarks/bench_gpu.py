@@ -211,7 +211,7 @@ def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: s
         run = optimizer.run
         facts |= {"host_bytes": run.host_bytes, "state_bytes": run.layout.state_bytes}
         facts["update_cores"] = run.update_cores
-        facts["update_device"] = options.device if run.updates_on_device else "cpu"
+        facts["update_device"] = optimizer.update_device
     pipe.send(facts)
     number = 0
     while count := pipe.recv():

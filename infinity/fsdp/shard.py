@@ -8,6 +8,7 @@ All else that is done to a shard is done as `PagedTensor` says.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -82,6 +83,10 @@ class PagedShard(PagedTensor):
         """Answer FSDP2 with the gathered parameter: the output of the all-gather itself."""
         (tensor,) = all_gather_outputs
         return None if out is not None else (tensor, (tensor,))
+
+
+# FSDP2 asks for it at every gather of every parameter, and to inspect a function takes longer than to answer.
+PagedShard.fsdp_pre_all_gather.__signature__ = inspect.signature(PagedShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 
 class GatherInput(torch.Tensor):

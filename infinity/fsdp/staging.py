@@ -165,8 +165,9 @@ class Staging:
         """
         unit = self._layout.shards[shard].unit
         slot, stream = self._staged[unit], self._device.current()
-        self._filled(slot).before(stream)
         shards = self._layout.unit_shards[unit]
+        if self._layout.begins_unit(shard):
+            self._filled(slot).before(stream)
         begin = sum(shard_bytes(self._layout, before) for before in shards[: shards.index(shard)])
         destination.copy_(slot.memory[begin : begin + destination.nbytes].view(destination.dtype))
         if self._layout.ends_unit(shard):

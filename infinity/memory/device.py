@@ -23,8 +23,9 @@ from infinity.units import GIB
 
 Stream = Any
 """A queue of the device, of the kind that its module has; None on the CPU."""
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 1e-3
-"""Seconds between two looks at a mark: twice as many after each, as few as a copy of a small page takes at first."""
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 100e-6, 1e-3
+"""Seconds between two looks at a mark: twice as many after each, at first as many as a page takes. A look needs the
+lock of Python, which the thread that launches kernels has to give up for it."""
 _LARGEST_PIECE: Final = 64 * GIB
 """Most bytes that are registered at once: newer drivers refuse single registrations of half a TiB."""
 _PORTABLE: Final = 1

@@ -327,8 +327,7 @@ class UpdateKernel:
             given.append((piece, param, states))
             if piece.shard in before:
                 scalars = {
-                    key: _where_torch_has_it(key, copied(value), piece.master, settings)
-                    for key, value in before[piece.shard].items()
+                    key: _copied_for(key, value, piece.master, settings) for key, value in before[piece.shard].items()
                 }
                 runner.state[param] = {**scalars, **states}
             elif self.builds and not method:
@@ -368,11 +367,14 @@ class UpdateKernel:
         return scalars
 
 
-def _where_torch_has_it(key: str, value: Any, master: torch.Tensor, settings: Mapping[str, Any]) -> Any:
-    """Return a scalar of a state where torch's optimizers have it: counts of steps on the CPU, unless kernels count."""
+def _copied_for(key: str, value: Any, master: torch.Tensor, settings: Mapping[str, Any]) -> Any:
+    """Return a copy of a scalar of a state where torch's optimizers have it: on the CPU, unless kernels count steps.
+
+    Those stay on the device: each look at one from the host would wait for all that the device has been given.
+    """
     if key == "step" and isinstance(value, torch.Tensor) and (settings.get("fused") or settings.get("capturable")):
-        return value.to(master.device)
-    return value
+        return value.detach().to(master.device, copy=True)
+    return copied(value)
 
 
 def _numbers(state: Mapping[str, Any], but: frozenset[str] = frozenset()) -> dict[str, float]:

@@ -47,9 +47,8 @@ def make_committer(
     file = run.folder.commits / f"rank{run.ranks.rank:05d}.room.tmp"
     room = CommitRoom(file, commit_bytes(described, sharded.model, optimizer.param_groups))
     name, place = name_of(optimizer), run.place
-    updated_on = run.device.name.type if run.updates_on_device else "cpu"
     committer = Committer(
-        run.folder, run.ranks, described, run.store, name, place.shares, place.commits, room, updated_on
+        run.folder, run.ranks, described, run.store, name, place.shares, place.commits, room, run.update_device
     )
     run.undo.push(committer.close)
     run.ranks.together("reserving space for commits", committer.reserve)

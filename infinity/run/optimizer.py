@@ -389,6 +389,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         """``in_backward``, ``in_forward`` or ``after_backward``; ``recording`` in the first step."""
         return self._runner.planner.placed
 
+    @property
+    def update_device(self) -> str:
+        """``cpu``, or the type of the device that computes: where updates run."""
+        return self._run.update_device
+
     def predict_seconds(self, bandwidth: float, computation: float) -> float:
         """Return how many seconds the plan predicts for a step.
 

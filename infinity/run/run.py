@@ -153,6 +153,11 @@ class Run:
         return self.place.folder
 
     @property
+    def update_device(self) -> str:
+        """The type of the device that pages are updated on: ``cpu``, or that of the one that computes."""
+        return self.device.name.type if self.updates_on_device else "cpu"
+
+    @property
     def plan(self) -> Plan | None:
         """The plan that is followed; None until the first step has been recorded."""
         return self.planner.plan

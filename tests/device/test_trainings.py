@@ -10,55 +10,12 @@ import pytest
 
 from support.device.cases import STEPS, compared, ended_and_resumed
 from support.device.simulation import KINDS
+from support.device.tables import ALL, FEW, HOMES, PAGINGS, RECIPES
 from support.ranks import RankPool
 from support.session import Session
 from support.tables import in_turn, one_of, variants
 from support.train import Paging, Recipe, compare
 
-SOME = 120 << 10
-"""Bytes of the device that are enough to stage weights of a `Toy`, and to keep none."""
-FEW = 620 << 10
-"""Bytes that have room for slots, and for one or two units of a `Toy` with their state."""
-ALL = 64 << 20
-"""Bytes that have room for everything."""
-RECIPES = {
-    "plain": Recipe(model="toy", steps=4),
-    "clip": Recipe(model="toy", steps=4, clip=0.5),
-    "clip-by-torch": Recipe(model="toy", steps=4, clip=0.5, clips="torch"),
-    "accumulate": Recipe(model="toy", steps=3, micro=2),
-    "accumulate-clip-fp32": Recipe(model="toy", steps=3, micro=2, clip=0.5, policy="fp32"),
-    "evaluate": Recipe(model="toy", steps=4, evaluate=True),
-    "edit": Recipe(model="toy", steps=4, evaluate=True, edit=True),
-    "edit-clip": Recipe(model="toy", steps=4, evaluate=True, edit=True, clip=0.5),
-    "checkpointing": Recipe(model="toy", steps=4, checkpointing=True),
-    "spare-clip": Recipe(model="spare", steps=4, clip=0.5),
-    "loose-clip": Recipe(model="loose", steps=4, clip=0.5),
-    "repeated": Recipe(model="repeated", steps=4),
-    "no-reshard": Recipe(model="toy", steps=4, reshard=False),
-    "frozen-clip": Recipe(model="frozen", steps=4, clip=0.5),
-    "tied": Recipe(model="tied", steps=4),
-    "pure-bf16": Recipe(steps=4, policy="pure_bf16"),
-    "groups": Recipe(model="toy", steps=4, groups=True),
-}
-PAGINGS = {
-    "least-auto": Paging(arena="least"),
-    "middle-forward": Paging(placement="in_forward"),
-    "least-after": Paging(arena="least", placement="after_backward"),
-    "all-auto": Paging(arena="all"),
-    "least-auto-staged": Paging(arena="least", device=SOME),
-    "least-forward-kept": Paging(arena="least", placement="in_forward", device=ALL),
-    "all-after-staged": Paging(arena="all", placement="after_backward", device=SOME),
-    "least-forward-no-worker": Paging(arena="least", placement="in_forward", cores=0),
-}
-HOMES = {
-    "some-auto": Paging(arena="least", device=FEW, homes="some"),
-    "all-auto": Paging(arena="least", device=ALL, homes="all"),
-    "some-forward": Paging(arena="least", placement="in_forward", device=FEW, homes="some"),
-    "all-after": Paging(arena="least", placement="after_backward", device=ALL, homes="all"),
-    "some-after-middle": Paging(placement="after_backward", device=FEW, homes="some"),
-    "all-forward-no-worker": Paging(arena="least", placement="in_forward", device=ALL, cores=0, homes="all"),
-}
-"""With units that live on the device, where it updates."""
 EDITS = {name: RECIPES[name] for name in ("clip-by-torch", "edit", "edit-clip")}
 """What no other test compares on the CPU itself."""
 

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.cuda._sanitizer import ArgumentHandler
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import infinity
 from infinity.errors import UnsupportedError
+from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.fsdp.shard import PagedShard
 from support import models
 from support.ranks import RankPool
@@ -417,6 +419,28 @@ def test_what_would_take_weights_off_their_pages_is_refused(name: str, tmp_path:
             convert(paged)
         assert differing(locals_of(model), locals_of(paged)) == []
         assert models.loss_of(paged, batch(paged, 3)).item() == models.loss_of(model, batch(model, 3)).item()
+
+
+class _Elsewhere:
+    """Where a tensor is that nobody loads."""
+
+    name = "weight"
+
+    def load(self) -> torch.Tensor:
+        raise AssertionError("nobody asked for its elements")
+
+    def save(self, content: torch.Tensor) -> None:
+        raise AssertionError("nobody wrote to it")
+
+
+def test_the_sanitizer_of_torch_sees_that_a_weight_has_no_memory() -> None:
+    """`TORCH_CUDA_SANITIZER=1` asks the address of all that an operator is given."""
+    weight = PagedTensor.stored(_Elsewhere(), (2, 3), torch.float32, torch.device("cuda", 0))
+    handler = ArgumentHandler()
+    handler._handle_argument(weight, is_write=True, metadata_only=False)
+    assert handler.dataptrs_written == {id(weight)}, "as it names a tensor without elements"
+    with pytest.raises(UnsupportedError, match="has no memory of its own"):
+        weight.data_ptr()
 
 
 def test_an_array_of_a_weight_cannot_be_written_to(tmp_path: Path) -> None:

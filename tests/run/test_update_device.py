@@ -77,6 +77,17 @@ def test_auto_takes_what_is_faster_and_says_both(
     assert "0.50 ns on the CPU" in why
 
 
+def test_what_has_room_on_the_device_does_not_count(worker: UpdateWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It crosses no link: with half of the state there, the link counts half."""
+    monkeypatch.setattr(update_device, "_seconds_on_device", lambda device: 0.8e-9)
+    monkeypatch.setattr(update_device, "_seconds_on_host", lambda worker: 0.5e-9)
+    half = Config().with_values(**{"memory.device_bytes": LAYOUT.state_bytes // 2})
+    found, why = choose_update_device(half, GPU, LAYOUT, worker, None)
+    assert found
+    assert "about 50% of the state has room on the GPU" in why
+    assert not chosen(worker, GPU)[0], "none has: its free bytes are 0"
+
+
 def test_both_are_measured(worker: UpdateWorker) -> None:
     """Copies there and back, and an update on the worker's thread."""
     assert update_device._seconds_on_device(CPU) > 0

@@ -7,7 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from torch.cuda._sanitizer import EventHandler
+
+from support.gpu import WholeBlocks
+
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_the_sanitizer_forgets_all_of_a_block_that_is_freed(freed: bool) -> None:
+    """Else what was done to a view inside of it is held against the next tensor there; a race in a block is seen."""
+    handler = EventHandler()
+    handler.tensors_accessed = WholeBlocks()
+    handler._handle_memory_allocation(1000)
+    handler._handle_memory_allocation(2000)
+    assert not handler._handle_kernel_launch(7, {1500}, set(), set(), "reads a view", {1500: []})
+    if freed:
+        handler._handle_memory_deallocation(1000)
+        handler._handle_memory_allocation(1000)
+    raced = handler._handle_kernel_launch(8, set(), {1500}, {1500}, "writes what is there now", {1500: []})
+    assert len(raced) == (not freed)
+    assert 2000 in handler.tensors_accessed.accesses
 
 
 def test_without_a_gpu_it_fails_and_says_so() -> None:

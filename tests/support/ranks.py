@@ -123,6 +123,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, folder: s
     import torch
     import torch.distributed as dist
 
+    from support import gpu
+
+    if "cuda" in backend:
+        gpu.see_views()
     torch.set_num_threads(1)
     stacks = Path(folder, f"stacks{rank}").open("w")  # noqa: SIM115, open as long as the process lives
     faulthandler.register(signal.SIGUSR1, stacks)

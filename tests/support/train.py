@@ -67,6 +67,7 @@ class LocalOptimizer:
     def step(self) -> None:
         for param, part in zip(self._params, self._locals, strict=True):
             part.grad = param.grad.to_local().to("cpu", copy=True) if param.grad is not None else None
+            part.data.copy_(param.to_local())  # may have been changed in place
         self._inner.step()
         with torch.no_grad():
             for param, part in zip(self._params, self._locals, strict=True):
@@ -145,9 +146,10 @@ class Outcome:
 
 
 def build(recipe: Recipe) -> nn.Module:
-    """Return the recipe's model, sharded, on the device of this rank."""
+    """Return the recipe's model, sharded, on the device of this rank, which it may share with others."""
     if recipe.device != "cpu":
-        torch.get_device_module(recipe.device).set_device(dist.get_rank() if dist.is_initialized() else 0)
+        module = torch.get_device_module(recipe.device)
+        module.set_device(dist.get_rank() % module.device_count() if dist.is_initialized() else 0)
     model = models.build(
         recipe.model,
         policy=recipe.policy,
@@ -297,8 +299,7 @@ def state_on_nvme(model: nn.Module, optimizer: infinity.PagedOptimizer) -> dict[
         if not param.requires_grad:
             found[name] = {"frozen": local(param)}
             continue
-        states = {key: torch.as_tensor(value).reshape(-1) for key, value in optimizer.read_state(name).items()}
-        found[name] = states
+        found[name] = {key: local(torch.as_tensor(value)) for key, value in optimizer.read_state(name).items()}
     return found
 
 

@@ -455,6 +455,7 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
         losses=tuple(training.losses),
         io_engine=optimizer.run.stats.header.info["io_engine"],
         update_placement=optimizer.update_placement,
+        update_device=optimizer.update_device,
         nvme_paths=tuple(str(root.parent.resolve()) for root in optimizer.run.folder.roots),
         interrupted=bool(training.stopped_by),
         committed_step=training.committed or None,

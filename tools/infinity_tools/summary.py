@@ -54,7 +54,9 @@ class RunFacts:
     io_engine: str
     """Name of the engine that moved the bytes."""
     update_placement: str
-    """Where the updates of units ran."""
+    """When in a step the updates of units ran."""
+    update_device: str
+    """The type of the device that they ran on."""
     nvme_paths: tuple[str, ...]
     """As they were given."""
     interrupted: bool
@@ -255,7 +257,7 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
             "of it",
             ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.005),
         ),
-        ("updates", s["update_placement"]),
+        ("updates", f"{s['update_placement']}, on the {s['update_device']}"),
         ("state on NVMe", f"{format_size(state)} of {short(s['parameters'])} parameters"),
         ("host arena", format_size(arena) + _share(arena, state)),
         ("peak resident", f"{format_size(s['peak_rss_bytes'])}, {format_size(outside)} outside the arena"),

@@ -13,4 +13,5 @@ and how long anything takes.
     threads      what orders threads of the package, and what reaches its frames without torch
     defects      changes to the package that the simulation has to find
     cases        trainings on it, on every rank
+    tables       what it is tried with, and real devices
 """
