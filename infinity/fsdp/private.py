@@ -558,6 +558,11 @@ def copy_in(
     return own, output
 
 
+def profiler_is_on() -> bool:
+    """Whether a profiler of torch records: a range for it takes as long as all else that is done for a small weight."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 def local_gradient(param: nn.Parameter) -> torch.Tensor:
     """Return the local part of a reduced gradient.
 

@@ -137,7 +137,7 @@ class GatherInput(torch.Tensor):
             return private.copy_in(*args)
         if isinstance(first, GatherInput):
             if func is aten.view.default:
-                return GatherInput(first.home, torch.empty(first.shape, device="meta").view(args[1]).shape, first.raw)
+                return GatherInput(first.home, _viewed(first.shape, args[1]), first.raw)
             if func is aten.detach.default:
                 return GatherInput(first.home, first.shape, first.raw)
             if func is aten.view.dtype and args[1] is torch.uint8:
@@ -145,6 +145,11 @@ class GatherInput(torch.Tensor):
                     return first
                 return GatherInput(first.home, (first.numel() * first.home.gather_dtype.itemsize,), True)
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
+
+
+def _viewed(shape: torch.Size, wanted: Sequence[int]) -> Sequence[int]:
+    """Return the shape that a tensor of a shape has when it is viewed as another; FSDP2 always asks for a flat one."""
+    return (shape.numel(),) if tuple(wanted) == (-1,) else torch.empty(shape, device="meta").view(wanted).shape
 
 
 def _dense(value: Any) -> Any:

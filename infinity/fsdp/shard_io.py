@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from infinity.content.format import MASTER
 from infinity.content.layout import Layout, Page, Placed, overlapping
 from infinity.content.views import Content, bytes_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
+from infinity.fsdp import private
 from infinity.fsdp.staging import Staging
 from infinity.memory.device import Device
 from infinity.schedule.pager import Pager
@@ -119,7 +121,8 @@ class ShardIO:
         """Copy the compute-dtype elements of a shard, padding included, into a flat tensor."""
         placed, listener = self._layout.shards[shard], self._listener
         name = placed.spec.name
-        with self._ledger.part("python", name, name="gather"), record_function(f"infinity::gather ({name})"):
+        shown = record_function(f"infinity::gather ({name})") if private.profiler_is_on() else nullcontext()
+        with self._ledger.part("python", name, name="gather"), shown:
             planned = listener.gathering(shard)
             with torch.no_grad():
                 if planned and self._staging.has(placed.unit):
