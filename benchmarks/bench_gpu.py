@@ -19,8 +19,9 @@ the differences and ratios round by round:
   was (the ledger), and what the planned step would be shorter if the resource took no time. On a GPU the thread's
   computation is launching kernels, and waiting for them.
 - `bytes` of a step over the drives and over the link, and of weights that are gathered, measured and planned.
-- `losses`: whether variants whose updates run on the same kind of device had the same bits in every step. Where not,
-  the exit status is 1.
+- `losses`: all of them, and whether variants whose updates run on the same kind of device had the same bits in every
+  step. Where not, the exit status is 1. `--variants fsdp_memory,fsdp_memory_again,…` has the first one twice: where
+  those two differ, the device does not compute the same bits again, and a difference to others says nothing.
 
 Without a GPU, and without `--device cpu`, which is for trying it, the exit status is 2.
 
@@ -49,6 +50,8 @@ from bench_step import RESULTS, ROOT, machine, publish, spread
 
 VARIANTS = ("fsdp_memory", "fsdp_cpu_offload", "infinity_host", "infinity_nvme")
 PAGED = VARIANTS[2:]
+AGAIN = "fsdp_memory_again"
+"""The first one once more, for its losses."""
 SHAPE = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "inner": "intermediate_size",
     "heads": "num_attention_heads", "vocabulary": "vocab_size",
@@ -173,7 +176,7 @@ def prepare(options: argparse.Namespace, variant: str) -> tuple[dict[str, Any], 
         return {"name": "this processor", "memory_bytes": 0, "cap_bytes": 0}, 0
     properties = torch.cuda.get_device_properties(0)
     cap = int(options.cap_fraction * properties.total_memory)
-    if variant != "fsdp_memory":
+    if variant not in ("fsdp_memory", AGAIN):
         torch.cuda.set_per_process_memory_fraction(options.cap_fraction, 0)
     facts = {"name": properties.name, "memory_bytes": properties.total_memory, "cap_bytes": cap}
     # What is free on a device does not say what a capped process may take of it.
@@ -205,12 +208,12 @@ def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: s
         device["link"] = link_speed(torch.device(options.device))
     model, optimizer = build(options, variant, folder, device_bytes)
     facts: dict[str, Any] = {"device": device, "update_device": "cpu"}
-    if variant == "fsdp_memory":
+    if variant in ("fsdp_memory", AGAIN):
         facts |= {"update_device": options.device, "shape": shape_of(source_of(options))}
     elif variant in PAGED:
         run = optimizer.run
         facts |= {"host_bytes": run.host_bytes, "state_bytes": run.layout.state_bytes}
-        facts["update_cores"] = run.update_cores
+        facts |= {"update_cores": run.update_cores, "device_bytes": device_bytes}
         facts["update_device"] = optimizer.update_device
     pipe.send(facts)
     number = 0
@@ -321,7 +324,9 @@ def planned(
         access_seconds=ACCESS_SECONDS if device["link"] else 0.0,
     )
     settings = load_config(settings_of(options, variant, shape.parameters))
-    settings = settings.with_values(**{"update.device": "cuda" if on_device else "cpu"})
+    settings = settings.with_values(
+        **{"update.device": "cuda" if on_device else "cpu", "memory.device_bytes": facts[variant]["device_bytes"]}
+    )
     found = estimate(shape, workload(options), machine, settings)
     loads, step = found.seconds.loads, found.seconds.step
 
@@ -491,7 +496,7 @@ def figures(
         "flops_per_step": flops,
         "drives": asdict(drives),
         "variants": found,
-        "losses": compared(losses, {variant: facts[variant]["update_device"] for variant in losses}),
+        "losses": compared(losses, {variant: facts[variant]["update_device"] for variant in losses}) | {"all": losses},
     }
 
 
@@ -647,7 +652,7 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     except ConfigError as error:
         parser.exit(2, f"bench_gpu: {error}\n")
     problem = None
-    if unknown := set(options.variants) - set(VARIANTS):
+    if unknown := set(options.variants) - {*VARIANTS, AGAIN}:
         problem = f"unknown variants {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}"
     elif "fsdp_memory" not in options.variants:
         problem = "--variants must contain fsdp_memory, whose computation the others are compared with"

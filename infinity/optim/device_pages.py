@@ -40,6 +40,7 @@ class DevicePages:
         self._needed: Counter[int] = Counter()  # by page, how many ranges of the unit are still to use it
         self._back: dict[int, tuple[memoryview, torch.Tensor]] = {}  # what `leave` copies back: frame and page
         self._batches: deque[Mark] = deque()  # behind batches that may not have ended
+        self._left: Mark | None = None  # behind all so far, from `leave` until more is begun: for all leases of a batch
 
     def begin(
         self, grads: Mapping[int, torch.Tensor] | None, arrived: Sequence[Mark], accesses: Iterable[Access]
@@ -52,6 +53,7 @@ class DevicePages:
             accesses: of all its ranges.
         """
         self._needed = Counter(use.page for access in accesses for use in access)
+        self._left = None
         stream = self._device.stream("update")
         for mark in arrived:
             mark.before(stream)
@@ -72,6 +74,7 @@ class DevicePages:
         """
         while len(self._batches) >= BATCHES:
             self._pager.wait_for_device(self._batches.popleft(), "update pages")
+        self._left = None
         coming, update = self._device.stream("in"), self._device.stream("update")
         found = []
         for use, content in zip(access, contents, strict=True):
@@ -110,7 +113,8 @@ class DevicePages:
                 self._device.copy(bytes_of(content), page, back)
                 self._device.keep(page, back)
                 del self._back[index]
-        self._batches.append(self.mark())
+        self._left = self.mark()
+        self._batches.append(self._left)
 
     def join(self) -> None:
         """Let this thread's stream wait for all updates so far: what the optimizer counts may be on the device."""
@@ -118,6 +122,8 @@ class DevicePages:
 
     def mark(self) -> Mark:
         """Return a mark behind all that was done with pages so far: an update that has failed has not copied back."""
+        if self._left is not None:
+            return self._left
         back = self._device.stream("back")
         for purpose in ("in", "update"):
             self._device.mark(self._device.stream(purpose)).before(back)

@@ -148,7 +148,7 @@ def test_what_is_planned_for_a_gpu(updates: str, monkeypatch: pytest.MonkeyPatch
     device = {"name": "a GPU", "cap_bytes": 4 << 30, "link": 55e9}
     facts = {
         "fsdp_memory": {"shape": shape, "device": device},
-        "infinity_nvme": {"update_cores": 1, "update_device": updates},
+        "infinity_nvme": {"update_cores": 1, "update_device": updates, "device_bytes": 1 << 30},
     }
     plan = planned(options, "infinity_nvme", facts, 400e12, Drives(count=1, read=7e9, write=5e9))
     resources = {name: one["planned_busy"] for name, one in plan["by_resource"].items()}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from support.device.tables import ACTIVATIONS, HOMES, PAGINGS, RECIPES, RECIPES_THAT_KEEP, SOME
+from support.device.tables import ACTIVATIONS, HOMES, LARGE, LARGE_PAGINGS, PAGINGS, RECIPES, RECIPES_THAT_KEEP, SOME
 from support.tables import variants
-from support.train import Paging, Recipe, compare
+from support.train import Paging, Recipe, compare, differences, in_memory, reproducible
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +36,23 @@ def on_a_gpu(recipes: dict[str, Recipe], pagings: dict[str, Paging], *updates: s
             )
         )
     return listed
+
+
+@pytest.mark.parametrize("updates", ["cpu", "cuda"])
+def test_the_device_computes_the_same_bits_again(updates: str) -> None:
+    """In memory, twice: otherwise no comparison says anything."""
+    recipe = replace(LARGE, device="cuda", updates=updates, deterministic=True)
+    with reproducible():
+        first, second = in_memory(recipe), in_memory.__wrapped__(recipe)
+    assert differences(first, second) == []
+
+
+@pytest.mark.parametrize("updates", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", LARGE_PAGINGS)
+def test_paging_changes_no_bit_of_a_large_model(name: str, updates: str, tmp_path: Path) -> None:
+    """Where copies, updates and computation really run side by side."""
+    recipe = replace(LARGE, device="cuda", updates=updates, deterministic=True)
+    assert compare(recipe, LARGE_PAGINGS[name], str(tmp_path)) == []
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,34 @@ def test_activations() -> None:
     assert "; ".join(said) in RESULTS
 
 
+def gpu_rows() -> list[str]:
+    """Return the rows of the table of what ran on a GPU."""
+    rows = []
+    for name, row in stored("gpu")["variants"].items():
+        planned = row.get("planned_seconds", {}).get("before")
+        figures = (
+            f"{row['step_seconds']['median']:.3f}", f"{row['over_in_memory']['median']:.2f}",
+            f"{row['tflops']['median']:.0f}", f"{row['peak_device_bytes'] / 2**30:.1f}",
+            f"{planned:.3f}" if planned else "",
+        )  # fmt: skip
+        rows.append(f"| `{name}` | " + " | ".join(figures) + " |")
+    return rows
+
+
+def test_what_ran_on_a_gpu() -> None:
+    """Seconds, ratios, rates and memory, and that the losses of a large model were not the same bits."""
+    page, found = (ROOT / "docs" / "gpu.md").read_text(), stored("gpu")
+    assert [row for row in page.splitlines() if re.match(r"\| `(fsdp|infinity)_\w+` \| \d", row)] == gpu_rows()
+    compared = found["losses"]["by_update_device"]["cuda"]
+    assert (compared["equal"], compared["first_difference"], found["losses"]["steps"]) == (False, 1, 12)
+    last = compared["last"].values()
+    assert f"differ by {(max(last) - min(last)) / min(last):.0e}".replace("e-0", "e-") in page.replace("\n", " ")
+    for variant in ("infinity_host", "infinity_nvme"):
+        for name, moved in found["variants"][variant]["bytes"].items():
+            planned = moved["planned"] or moved["planned_before"]
+            assert abs(moved["measured"] - planned) <= 0.01 * planned, (variant, name)
+
+
 def test_step_times() -> None:
     """The table is that of step.json and of the two runs with the larger model."""
     assert [row for row in RESULTS.splitlines() if row.startswith(("| 355M, ", "| 114M, "))] == step_rows()

@@ -162,6 +162,7 @@ def frozen() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
+    "wide": lambda: llama(width=1024, layers=4, vocabulary=8192),
     "tied": lambda: llama(tied=True),
     "gpt2": gpt2,
     "toy": Toy,

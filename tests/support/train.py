@@ -303,13 +303,9 @@ def state_on_nvme(model: nn.Module, optimizer: infinity.PagedOptimizer) -> dict[
     return found
 
 
+@functools.cache
 def in_memory(recipe: Recipe) -> Outcome:
     """Train under plain FSDP2."""
-    return _in_memory(recipe)
-
-
-@functools.cache
-def _in_memory(recipe: Recipe) -> Outcome:
     model = build(recipe)
     if recipe.optimizer in NO_DTENSOR or recipe.updates != recipe.device:
         optimizer = local_optimizer(recipe, model)

@@ -467,6 +467,7 @@ DEFECTS: dict[str, Defect] = {
         earlier="a copy to the host (reads, the stream 'activations')",
         recipe=KEEPING,
         paging=ACTIVATIONS,
+        looks=100,  # the thread of copies looks too, and on a busy machine it is there first
     ),
     "activations: no mark behind their copy": Defect(
         change=_activations_without_marks,

@@ -41,6 +41,16 @@ PAGINGS = {
     "all-after-staged": Paging(arena="all", placement="after_backward", device=SOME),
     "least-forward-no-worker": Paging(arena="least", placement="in_forward", cores=0),
 }
+LARGE = Recipe(model="wide", steps=6, sequences=64)
+"""54M parameters: a kernel of its takes long enough for others to run beside it, which those of a `Toy` do not."""
+LARGE_PAGINGS = {
+    "least-staged": Paging(arena="least", page=1 << 20, device=96 << 20),
+    "middle-staged": Paging(page=1 << 20, device=96 << 20),
+    "least-some-at-home": Paging(arena="least", page=1 << 20, device=400 << 20),
+    "all-at-home": Paging(arena="least", page=1 << 20, device=4 << 30),
+    "forward-staged": Paging(arena="least", page=1 << 20, device=96 << 20, placement="in_forward"),
+    "after-at-home": Paging(arena="least", page=1 << 20, device=4 << 30, placement="after_backward"),
+}
 HOMES = {
     "some-auto": Paging(arena="least", device=FEW, homes="some"),
     "all-auto": Paging(arena="least", device=ALL, homes="all"),
