@@ -21,6 +21,10 @@ _MOST_PAGES = 4096
 """Pages above which larger ones are taken: the time of planning and the Python of a step go with their number."""
 _LARGEST_OF_MANY = 256 * MIB
 """Largest page of a state of many pages. That is still a small part of a unit where a state has so many."""
+_MOST_PAGES_OF_DEVICE = 1024
+_LARGEST_OF_DEVICE = 64 * MIB
+"""The same where a GPU computes: it is faster, so Python for each page shows sooner, and has room for several of them
+in updates. [ACCESS_SECONDS of infinity/estimate/machine.py]"""
 _FRAMES_OF_MANY = 256
 """Frames that the arena keeps where pages are made larger for their number: so few more bytes move for it."""
 _SMALLEST_PAGE = 64 * KIB
@@ -72,8 +76,8 @@ def choose_budget(
         activations: the settings for these, which may get a part of the memory.
         device: whether another device than the CPU computes; gradients on their way from it take a part of the memory.
         page_bytes: largest page; 0 takes the largest of 8 MiB, 4 MiB, … 64 KiB with which the arena has enough
-            frames and the pages fill them well, or more than 8 MiB where a state has very many pages, or where the
-            optimizer updates whole rows that need it, such as the matrices of a stack.
+            frames and the pages fill them well, or more than 8 MiB where a state has very many pages, sooner with a
+            device, or where the optimizer updates whole rows that need it, such as the matrices of a stack.
 
     Raises:
         BudgetError: the arena is too small; the need and the setting to change are in the message.
@@ -90,7 +94,7 @@ def choose_budget(
                 break
             page_bytes //= 2
         if page_bytes == _LARGEST_PAGE:
-            layout = _with_fewer_pages(layout, host_bytes)
+            layout = _with_fewer_pages(layout, host_bytes, device=device)
             page_bytes = layout.page_bytes
     beside = (FETCHED * range_gradient_bytes(layout) if device else 0) + whole_bytes(layout)
     of_activations = activation_frames(activations, host_bytes, page_bytes) if activations else 0
@@ -137,10 +141,11 @@ def _with_room_for_rows(units: Sequence[UnitSpec], formats: dict[str, StateForma
             page_bytes *= 2
 
 
-def _with_fewer_pages(layout: Layout, host_bytes: int) -> Layout:
+def _with_fewer_pages(layout: Layout, host_bytes: int, *, device: bool) -> Layout:
     """Return a layout whose pages are doubled until they are no longer too many, as far as the arena allows."""
     formats = {shard.spec.segment_key: layout.segments[shard.segment].format for shard in layout.shards}
-    while len(layout.pages) > _MOST_PAGES and layout.page_bytes < _LARGEST_OF_MANY:
+    most, largest = (_MOST_PAGES_OF_DEVICE, _LARGEST_OF_DEVICE) if device else (_MOST_PAGES, _LARGEST_OF_MANY)
+    while len(layout.pages) > most and layout.page_bytes < largest:
         if host_bytes // (2 * layout.page_bytes) < _FRAMES_OF_MANY:
             break
         doubled = build_layout(layout.units, formats, 2 * layout.page_bytes)

@@ -88,7 +88,7 @@ class MemoryConfig:
     page_bytes: int = setting(
         0,
         "Largest page, and the size of a frame. 0: derived from the arena and the model, up to 8 MiB; up to 256 MiB "
-        "where there are more than 4096 pages.",
+        "where there are more than 4096 pages; where a GPU computes, up to 64 MiB where there are more than 1024.",
         size=True,
     )
     device_bytes: int = setting(

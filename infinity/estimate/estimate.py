@@ -23,7 +23,7 @@ from infinity.estimate.model import OPTIMIZERS, ModelShape, UnitShape
 from infinity.memory.limits import device_margin
 from infinity.schedule.choice import choose_plan, placed
 from infinity.schedule.expected import expected_events
-from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic
+from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic, share_that_stays
 from infinity.schedule.placement import Placement
 from infinity.schedule.planner import Plan, Traffic, predict_seconds
 from infinity.schedule.stack import activation_page, moved_bytes, page_lengths
@@ -520,12 +520,16 @@ def _step_events(model: ModelShape, workload: Workload) -> tuple[Event, ...]:
     )
 
 
-def updates_on_device(settings: Config, machine: Machine) -> bool:
+def updates_on_device(settings: Config, machine: Machine, layout: Layout) -> bool:
     """Return whether pages are updated on the device: where a run that measures the same would decide so."""
-    wanted, link, form = settings.update.device, machine.device.link, settings.state.format
-    if not link or form != "fp32":
+    wanted, device, form = settings.update.device, machine.device, settings.state.format
+    if not device.link or form != "fp32":
         return False
-    return wanted == "cuda" or (wanted == "auto" and UPDATE_BYTES / link < machine.update(form))
+    stays = share_that_stays(
+        layout, settings.memory.device_bytes or device.memory_bytes - device_margin(device.memory_bytes)
+    )
+    there = UPDATE_BYTES / device.link * (1 - stays)
+    return wanted == "cuda" or (wanted == "auto" and there < machine.update(form))
 
 
 def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Estimate:
@@ -563,7 +567,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         raise ConfigError(
             'update.placement = "in_backward" is impossible with clipping, or a loop over micro-batches; set "auto"'
         )
-    on_device = updates_on_device(settings, machine)
+    on_device = updates_on_device(settings, machine, budget.layout)
     device_bytes = memory.device_bytes
     if not machine.device.link:
         device_bytes = 0

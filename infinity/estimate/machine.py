@@ -88,8 +88,9 @@ benchmarks/results/plan.json (`make bench-plan`)."""
 HASH_RATE = 10e9
 """Bytes per second of one thread's checksums, about: XXH3 of pages that come from memory, 5e9 to 15e9 on servers."""
 
-ACCESS_SECONDS = 50e-6
-"""Python of one access to pages, about: what a step grows by for each one more with smaller pages, all in memory."""
+ACCESS_SECONDS = 500e-6
+"""Python of one access to pages where a GPU computes, about: with it the steps of benchmarks/results/gpu.json take as
+long as they did. Threads of a process take turns with Python, so it is for all of them together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from infinity.content.layout import Layout
 from infinity.errors import ConfigError, StallError
 from infinity.memory.device import Device, transfer_bytes, wait
 from infinity.optim.worker import UpdateWorker
-from infinity.schedule.link import UPDATE_BYTES
+from infinity.schedule.link import UPDATE_BYTES, share_that_stays
 from infinity.units import MIB
 
 _COPIED: Final = 64 * MIB
@@ -67,15 +67,10 @@ def choose_update_device(
         return True, "whole parameters are updated, which takes more than to copy them"
     there, here = _seconds_on_device(device), _seconds_on_host(worker)
     compared = f"{1e9 * there:.2f} ns per parameter over the link of the GPU, {1e9 * here:.2f} ns on the CPU"
-    stays = _share_that_stays(settings, device, layout)
+    stays = share_that_stays(layout, settings.memory.device_bytes or device.spare_bytes())
     if stays:
         compared += f", and about {stays:.0%} of the state has room on the GPU and does not cross the link"
     return there * (1 - stays) < here, compared
-
-
-def _share_that_stays(settings: Config, device: Device, layout: Layout) -> float:
-    """Return which share of the state may live on the device; what activations will take there is not known yet."""
-    return min(1.0, (settings.memory.device_bytes or device.spare_bytes()) / max(1, layout.state_bytes))
 
 
 def _seconds_on_device(device: Device) -> float:

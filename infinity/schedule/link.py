@@ -15,6 +15,15 @@ UPDATE_BYTES: Final = 24
 """Bytes per parameter that cross the link for an update on the device: master and two moments, there and back."""
 
 
+def share_that_stays(layout: Layout, room: int) -> float:
+    """Return which share of the state has room on the device, where updates there do not take it over the link.
+
+    Args:
+        room: bytes that the device has, before the first step: what activations will take is not known yet.
+    """
+    return min(1.0, max(0, room) / max(1, layout.state_bytes))
+
+
 class LinkTraffic(NamedTuple):
     """Bytes of one step."""
 

@@ -70,8 +70,8 @@ def planned_once(name: str, arena: int, device_bytes: int) -> Estimate:
         access_seconds=ACCESS_SECONDS,
     )
     work = Workload(batch_tokens=TOKENS, sequence=4096, checkpointing=True, micro_batches=4)
-    memory = {"memory.host_bytes": arena, "memory.device_bytes": device_bytes}
-    return estimate(MODELS[name], work, machine, Config().with_values(**memory))
+    settings = {"memory.host_bytes": arena, "memory.device_bytes": device_bytes, "update.device": "cpu"}
+    return estimate(MODELS[name], work, machine, Config().with_values(**settings))
 
 
 def slowest(found: Estimate) -> tuple[float, str]:
@@ -120,7 +120,7 @@ def test_weights_stay_where_the_device_has_room() -> None:
 
 
 @pytest.mark.parametrize(("device", "cores", "expected"), [
-    ("auto", 8, False), ("auto", 1, True), ("cuda", 8, True), ("cpu", 1, False)
+    ("auto", 64, False), ("auto", 8, True), ("auto", 1, True), ("cuda", 8, True), ("cpu", 1, False)
 ])  # fmt: skip
 def test_updates_are_where_a_run_has_them(device: str, cores: int, expected: bool) -> None:
     """By what the link and the cores take; pages cross the link then, but those that live there, and no core works."""
@@ -154,20 +154,21 @@ def test_less_memory_exposes_forward_and_no_more(name: str, arena: int) -> None:
     assert slow == "drives"
     assert found.seconds.computation.busy < longest < 2 * found.seconds.computation.busy
     first = found.seconds.computation.busy / len(found.model.layers)  # which the first update waits for
-    assert WITHIN * longest < found.seconds.step < longest + forward(found) + root_update(found) + first
+    python = 2 * found.seconds.interpreter.exposed  # it is also a part of what forward waits for
+    assert WITHIN * longest < found.seconds.step < longest + forward(found) + root_update(found) + first + python
     assert found.seconds.computation.exposed < 1.05 * forward(found)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("drives", [1, 4])
-def test_copies_checksums_and_python_are_hidden(name: str, drives: int) -> None:
-    """Of updates only those of the root are not, and what a unit's first page waits for."""
+def test_copies_and_checksums_are_hidden(name: str, drives: int) -> None:
+    """Of updates only those of the root are not, and what a unit's first page waits for; of Python most is."""
     found = planned(name, drives, ARENAS[name])
     seconds = found.seconds
     for load in (seconds.weights, seconds.gradients, seconds.hashing):
         assert load.busy > 0
         assert load.exposed < 0.005 * seconds.step
-    assert seconds.interpreter.exposed < 0.02 * seconds.step
+    assert seconds.interpreter.exposed < 0.06 * seconds.step
     assert seconds.updates.exposed < 1.05 * root_update(found) + 0.005 * seconds.step
 
 

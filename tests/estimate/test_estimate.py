@@ -44,8 +44,8 @@ WORK = Workload(batch_tokens=8192, sequence=2048, checkpointing=True)
 def planned(
     arena: str = "512MiB", model: Any = MODEL, machine: Machine = MACHINE, work: Workload = WORK, **more: Any
 ) -> Estimate:
-    """Return an estimate."""
-    dotted = {name.replace("__", "."): value for name, value in more.items()}
+    """Return an estimate; unless it is said otherwise, the CPU updates, and nothing lives on the device."""
+    dotted = {"update.device": "cpu"} | {name.replace("__", "."): value for name, value in more.items()}
     return estimate(model, work, machine, Config().with_values(**{"memory.host_bytes": arena, **dotted}))
 
 

@@ -42,6 +42,19 @@ def test_a_state_of_many_pages_has_larger_ones(units: int, elements: int, host: 
     assert budget.layout.page_bytes == expected
 
 
+@pytest.mark.parametrize(
+    ("units", "elements", "host", "expected"),
+    [
+        (8, 51_000_000, 10 * GIB, 8 * MIB),  # 412 million parameters: fewer than 1024 pages
+        (32, 218_000_000, 4 * GIB, 16 * MIB),  # the arena keeps 256 frames
+        (32, 218_000_000, 128 * GIB, 64 * MIB),  # 7 billion: never more than this
+    ],
+)
+def test_pages_that_a_gpu_computes_with_are_larger_sooner(units: int, elements: int, host: int, expected: int) -> None:
+    """Python for each of them shows sooner."""
+    assert choose_budget(model(units, elements), FORMATS, host, 0, device=True).layout.page_bytes == expected
+
+
 def test_a_page_size_that_is_set_is_taken() -> None:
     """However many pages there are."""
     assert choose_budget(model(32, 218_000_000), FORMATS, 32 * GIB, 8 * MIB).layout.page_bytes == 8 * MIB
