@@ -166,7 +166,7 @@ def prepare(options: argparse.Namespace, variant: str) -> tuple[dict[str, Any], 
     import torch
 
     if options.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # not to warn only: flash attention's backward is the usual one then
         torch.utils.deterministic.fill_uninitialized_memory = False  # else every allocation is filled
         torch.backends.cuda.enable_cudnn_sdp(False)  # of these two, backward adds up in any order
         torch.backends.cuda.enable_mem_efficient_sdp(False)
