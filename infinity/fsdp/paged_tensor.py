@@ -95,7 +95,7 @@ class WithoutMemory(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Refuse; but tell torch's CUDA sanitizer, which asks all that an operator is given, that there is none."""
-        if sys._getframe(1).f_globals.get("__name__") == "torch.cuda._sanitizer":
+        if sys._getframe(1).f_globals.get("__name__") == private.SANITIZER:
             return 0
         self._no_memory()
 

@@ -558,6 +558,10 @@ def copy_in(
     return own, output
 
 
+SANITIZER = "torch.cuda._sanitizer"
+"""The module that asks for addresses of tensors where `TORCH_CUDA_SANITIZER=1`."""
+
+
 def profiler_is_on() -> bool:
     """Whether a profiler of torch records: a range for it takes as long as all else that is done for a small weight."""
     return torch.autograd.profiler._is_profiler_enabled
