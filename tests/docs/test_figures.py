@@ -121,11 +121,19 @@ def test_the_first_step() -> None:
 
 
 def test_engines() -> None:
-    """In training, over threads."""
-    for name in ("engines", "engines-1loop", "engines-2loops"):
-        rows = stored(name)["rows"]
-        one, several = (rows[engine]["over_threads"] for engine in ("io_uring, one ring", "io_uring"))
-        assert f"{spread_of(several)}; with one ring {spread_of(one)} ([{name}.json]" in RESULTS
+    """In training and idle, over threads; what `auto` took is the better one, and departs from it by noise."""
+    names = ("engines", "engines-1loop", "engines-2loops", "engines-2ranks")
+    found = {name: stored(name) for name in names}
+    for name, result in found.items():
+        rows = {engine: spread_of(row["over_threads"]) for engine, row in result["rows"].items()}
+        ring = f"; with one ring {rows['io_uring, one ring']}" if result["ranks"] == 1 else ""
+        assert f"{rows['io_uring']}{ring} ([{name}.json]" in RESULTS
+        better = min(("io_uring", "threads"), key=lambda engine: result["rows"][engine]["step_seconds"]["median"])
+        assert result["auto"] == better == "io_uring"
+    idle = [f"{one['rows']['io_uring']['idle']['1 MiB']['over_threads']['median']:.2f}" for one in found.values()]
+    assert f"Idle {', '.join(idle)}." in RESULTS
+    departs = [f"{one['auto_over_better']['median']:.2f}" for one in found.values()]
+    assert f"which it is itself: {', '.join(departs)} |" in RESULTS
 
 
 def test_activations() -> None:
