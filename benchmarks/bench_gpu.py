@@ -52,6 +52,8 @@ VARIANTS = ("fsdp_memory", "fsdp_cpu_offload", "infinity_host", "infinity_nvme")
 PAGED = VARIANTS[2:]
 AGAIN = "fsdp_memory_again"
 """The first one once more, for its losses."""
+RESIDENT = (VARIANTS[0], AGAIN)
+"""Those without a cap, all of whose state is on the device."""
 SHAPE = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "inner": "intermediate_size",
     "heads": "num_attention_heads", "vocabulary": "vocab_size",
@@ -122,18 +124,18 @@ def build(options: argparse.Namespace, variant: str, folder: str, device_bytes: 
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if variant in PAGED:
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = settings_of(options, variant, parameters) | {"storage": {"paths": [folder]}, "run": {"keep": "never"}}
-        config["memory"]["device_bytes"] = device_bytes
+        config = settings_of(options, variant, parameters, device_bytes)
+        config |= {"storage": {"paths": [folder]}, "run": {"keep": "never"}}
         optimizer = infinity.offload(model, optimizer, config, init=first_values)
     return model, optimizer
 
 
-def settings_of(options: argparse.Namespace, variant: str, parameters: int) -> dict[str, Any]:
+def settings_of(options: argparse.Namespace, variant: str, parameters: int, device_bytes: int) -> dict[str, Any]:
     """Return the settings that a plan depends on."""
     # State, gradients and ends of pages.
     arena = 18 * parameters + (1 << 29) if variant == "infinity_host" else options.host_memory
     return {
-        "memory": {"host_bytes": arena, "page_bytes": options.page_bytes},
+        "memory": {"host_bytes": arena, "page_bytes": options.page_bytes, "device_bytes": device_bytes},
         "update": {"placement": options.update, "cores": options.update_cores, "device": options.update_device},
     }
 
@@ -176,7 +178,7 @@ def prepare(options: argparse.Namespace, variant: str) -> tuple[dict[str, Any], 
         return {"name": "this processor", "memory_bytes": 0, "cap_bytes": 0}, 0
     properties = torch.cuda.get_device_properties(0)
     cap = int(options.cap_fraction * properties.total_memory)
-    if variant not in ("fsdp_memory", AGAIN):
+    if variant not in RESIDENT:
         torch.cuda.set_per_process_memory_fraction(options.cap_fraction, 0)
     facts = {"name": properties.name, "memory_bytes": properties.total_memory, "cap_bytes": cap}
     # What is free on a device does not say what a capped process may take of it.
@@ -208,7 +210,7 @@ def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: s
         device["link"] = link_speed(torch.device(options.device))
     model, optimizer = build(options, variant, folder, device_bytes)
     facts: dict[str, Any] = {"device": device, "update_device": "cpu"}
-    if variant in ("fsdp_memory", AGAIN):
+    if variant in RESIDENT:
         facts |= {"update_device": options.device, "shape": shape_of(source_of(options))}
     elif variant in PAGED:
         run = optimizer.run
@@ -323,10 +325,8 @@ def planned(
         hash_rate=HASH_RATE if device["link"] else 0.0,
         access_seconds=ACCESS_SECONDS if device["link"] else 0.0,
     )
-    settings = load_config(settings_of(options, variant, shape.parameters))
-    settings = settings.with_values(
-        **{"update.device": "cuda" if on_device else "cpu", "memory.device_bytes": facts[variant]["device_bytes"]}
-    )
+    settings = load_config(settings_of(options, variant, shape.parameters, facts[variant]["device_bytes"]))
+    settings = settings.with_values(**{"update.device": "cuda" if on_device else "cpu"})
     found = estimate(shape, workload(options), machine, settings)
     loads, step = found.seconds.loads, found.seconds.step
 
