@@ -37,8 +37,8 @@ from peers.live import Live, SystemFailedError, clear, occupied  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-SIZES = {"tiny": "tiny", "100m": "llama-100m", "354m": "llama-354m", "1b": "llama-1b"}
-"""Presets of `infinity train`; the first one is for a try."""
+SIZES = {"tiny": "tiny", "100m": "llama-100m", "354m": "llama-354m", "gpt2-354m": "gpt2-354m", "1b": "llama-1b"}
+"""Presets of `infinity train`; the first one is for a try, and DeepSpeed does not train GPT-2 with prefetch."""
 SEQ = 512
 TURN = 2
 PARTS = ("time", "saves", "limits", "failures")

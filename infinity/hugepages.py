@@ -35,11 +35,7 @@ def transfer_memory(nbytes: int) -> memoryview:
     Raises:
         OSError, ValueError, OverflowError: there is not so much memory.
     """
-    # The slack, of which nothing is touched, lets the memory start where a huge page may.
-    area = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE_PAGE
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        area.madvise(mmap.MADV_HUGEPAGE, start, align_down(nbytes, _HUGE_PAGE))
+    area, start = _mapped(nbytes)
     with contextlib.suppress(OSError):  # children that are forked see zeroes: else the kernel copies what is pinned
         area.madvise(_MADV_WIPEONFORK)
     memory = memoryview(area)[start : start + nbytes]
@@ -49,3 +45,26 @@ def transfer_memory(nbytes: int) -> memoryview:
         for offset in range(0, nbytes, mmap.PAGESIZE):
             memory[offset] = 0
     return memory
+
+
+def block(nbytes: int) -> memoryview:
+    """Return `nbytes` bytes of zeroed private memory that the kernel has back as soon as the last view of it is gone.
+
+    For what is large and needed for an instant: from the heap of the C library it takes one piece of that size, which
+    many small ones that were freed do not make up, so that the process grows by it and keeps it.
+
+    Raises:
+        OSError, ValueError, OverflowError: there is not so much memory.
+    """
+    area, start = _mapped(nbytes)
+    return memoryview(area)[start : start + nbytes]
+
+
+def _mapped(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Map memory for `nbytes` bytes in huge pages; return it, and where in it they begin."""
+    # The slack, of which nothing is touched, lets the memory start where a huge page may.
+    area = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE_PAGE
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        area.madvise(mmap.MADV_HUGEPAGE, start, align_down(nbytes, _HUGE_PAGE))
+    return area, start

@@ -24,8 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from infinity import hugepages
 from infinity.errors import UnsupportedError
 from infinity.extras import NEWEST_TORCH, OLDEST
+from infinity.memory import heap
 
 TESTED = f"{OLDEST['torch']} to {NEWEST_TORCH}"
 """Releases of torch that are supported."""
@@ -473,7 +475,8 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
         ) -> torch.Tensor:
             nbytes = math.prod(map(int, size)) * dtype.itemsize
             if nbytes > most:
-                return torch.empty(tuple(size), dtype=dtype, device=device)
+                heap.give_back()
+                return torch.frombuffer(hugepages.block(nbytes), dtype=dtype).view(tuple(size))
             free = [buffer for buffer in self._buffers if _is_unused(buffer)]
             chosen = next((buffer for buffer in free if buffer.numel() >= nbytes), None)
             if chosen is None:

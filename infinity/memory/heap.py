@@ -48,14 +48,12 @@ class FreedMemory:
     """
 
     def __init__(self) -> None:
-        self._libc: ctypes.CDLL | None = None
-        """The C library, if it is glibc and has taken the settings."""
+        self._keeps = False
+        """Whether the C library is glibc and has taken the settings."""
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None)
-            libc.malloc_trim.argtypes = [ctypes.c_size_t]
-            if libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER):
-                self._libc = libc
-        self._largest = _resident_bytes()
+            self._keeps = bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+        self._largest = resident_bytes()
         """Resident bytes of the process that the largest unit needs, as far as that is known; at first those at the
         start."""
         self._needs: dict[Hashable, _Need] = {}
@@ -75,9 +73,9 @@ class FreedMemory:
             measure: whether to see how large it has to be, and to give back what is free at every call meanwhile.
             first: whether a step begins with this unit.
         """
-        if self._libc is None:
+        if not self._keeps:
             return
-        resident = _resident_bytes()
+        resident = resident_bytes()
         if measure and not self._measuring:
             self._largest = 0
             self._needs.clear()
@@ -90,11 +88,20 @@ class FreedMemory:
         useless = first or resident - need.base + CREEP_BYTES < need.grown
         self._emptied = measure or resident > limit or (useless and resident + need.grown > limit)
         if self._emptied:
-            self._libc.malloc_trim(0)
-            need.base = _resident_bytes()
+            give_back()
+            need.base = resident_bytes()
 
 
-def _resident_bytes() -> int:
+def give_back() -> None:
+    """Give all that is free in the heap of the C library back to the kernel, where it is glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        trim = ctypes.CDLL(None).malloc_trim
+        trim.argtypes = [ctypes.c_size_t]
+        trim(0)
+
+
+def resident_bytes() -> int:
+    """Return how many bytes of this process are in memory."""
     descriptor = os.open("/proc/self/statm", os.O_RDONLY)
     try:
         return int(os.read(descriptor, 128).split()[1]) * mmap.PAGESIZE

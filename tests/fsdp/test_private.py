@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 import re
 import weakref
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import infinity
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
+from infinity.memory import heap
 from support import models
 from support.train import batch
 
@@ -153,8 +155,27 @@ def test_gradients_are_reduced_in_the_same_memory_again(monkeypatch: pytest.Monk
     again = [comm.allocate((250, 4), dtype=torch.float32, device=cpu) for _ in range(2)]
     assert places & {tensor.data_ptr() for tensor in again}
     assert len(comm._buffers) == 2
-    large = comm.allocate((1 << 24,), dtype=torch.float32, device=cpu)
+    large = comm.allocate((1 << 24,), dtype=torch.float32, device=cpu).fill_(1)
     assert len(comm._buffers) == 2, f"{large.numel()} elements are more than most units have"
+    before = heap.resident_bytes()
+    del large
+    assert before - heap.resident_bytes() > 4 * ((1 << 24) - (1 << 20)), "the kernel has it back"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to give memory back")
+def test_what_is_free_makes_room_for_a_large_reduction() -> None:
+    """Behind the backward of a root with a large vocabulary several pieces of its size are free, in the heap."""
+    groups = [group for _, group in private.parameter_groups(models.build("toy"))]
+    private.reuse_reduce_buffers(groups)
+    heap.FreedMemory()
+    held = [torch.ones(1 << 22) for _ in range(8)]
+    behind = torch.ones(1)  # so that they are no end of the heap, which would be cut off anyway
+    before = heap.resident_bytes()
+    del held
+    assert heap.resident_bytes() > before - (8 << 22), "they are kept for the next unit"
+    reduced = groups[0]._reduce_scatter_comm.allocate((1 << 24,), dtype=torch.float32, device=torch.device("cpu"))
+    assert heap.resident_bytes() < before - (7 << 24)
+    assert len(reduced.fill_(behind.item())) == 1 << 24
 
 
 def test_one_rank_reduces_in_place() -> None:

@@ -142,10 +142,10 @@ def measured(blocks: int) -> heap.FreedMemory:
 
 def kept(freed: heap.FreedMemory, blocks: int) -> int:
     """Return by how many bytes the process has grown after a unit that needs so many blocks."""
-    before = heap._resident_bytes()
+    before = heap.resident_bytes()
     use(blocks)
     freed.bound()
-    return heap._resident_bytes() - before
+    return heap.resident_bytes() - before
 
 
 @pytest.mark.usefixtures("little_creep")
@@ -181,16 +181,16 @@ def test_what_a_larger_unit_cannot_use_is_given_back_before_it() -> None:
         freed.bound(unit, measure=True)
         use(blocks)
     freed.bound("end", measure=True)
-    base = heap._resident_bytes()
+    base = heap.resident_bytes()
     freed.bound("layer")
     for following in ("layer", "layer", "head"):
         use(2)
         freed.bound(following)
-        kept = heap._resident_bytes() - base
+        kept = heap.resident_bytes() - base
         assert kept < 16 * MIB if following == "head" else kept > 2 * 64 * MIB - 16 * MIB
     use(6)
     freed.bound("layer")
-    assert heap._resident_bytes() - base > 6 * 64 * MIB - 16 * MIB, "the process is as large as it has to be"
+    assert heap.resident_bytes() - base > 6 * 64 * MIB - 16 * MIB, "the process is as large as it has to be"
 
 
 @pytest.mark.usefixtures("little_creep")
@@ -202,10 +202,10 @@ def test_a_step_begins_with_little(first: bool) -> None:
         freed.bound(unit, measure=True)
         use(blocks)
     freed.bound("first", measure=True)
-    base = heap._resident_bytes()
+    base = heap.resident_bytes()
     use(2)
     freed.bound("head")
     use(6)
     freed.bound("first", first=first)
-    kept = heap._resident_bytes() - base
+    kept = heap.resident_bytes() - base
     assert kept < 16 * MIB if first else kept > 6 * 64 * MIB - 16 * MIB
