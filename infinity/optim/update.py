@@ -24,7 +24,7 @@ from infinity.optim.whole import WholeParameters
 from infinity.schedule.trace import Access
 from infinity.units import align_up
 
-_DECODED = 64 * RANGE_ALIGNMENT
+_DECODED = 256 * RANGE_ALIGNMENT
 """Most elements that are decoded at once: what an update needs beside the pages is bounded, and fits a cache."""
 _ALIGNED = 64
 """Bytes to which torch aligns what it allocates."""
