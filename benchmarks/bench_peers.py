@@ -130,8 +130,7 @@ class Bench:
         row = self.result.setdefault(who.name, {}).setdefault(size, {}).setdefault(f"{ranks} ranks", {})
         if tokens is not None:
             row = row.setdefault(f"{tokens} tokens", {})
-        row.update(found)
-        self.result["machine"] = machine()
+        row.update(found, machine=machine())
         self.options.out.write_text(json.dumps(self.result, indent=2) + "\n")
 
     def chosen(self, ranks: int, size: str) -> list[Contestant]:
@@ -332,24 +331,28 @@ def table(result: dict[str, Any], size: str, ranks: int, tokens: int) -> Table:
     for who in CONTESTANTS:
         of_size = result.get(who.name, {}).get(size, {}).get(f"{ranks} ranks", {})
         row = of_size.get(f"{tokens} tokens", {})
-        if not row:
-            if said := of_size.get("left_out") or of_size.get("failed"):
-                found.add_row(who.name, said[:60])
-            continue
-        over = row.get("over_infinity", {}).get("median")
-        least, equal = of_size.get("smallest_cgroup_bytes"), of_size.get("resume_equal")
-        found.add_row(
-            who.name,
-            f"{row['step_seconds']['median']:.2f}",
-            "" if over is None else f"{over:.2f}",
-            f"{row['bytes_per_parameter']:.1f}",
-            f"{row['first_step_seconds']:.2f}",
-            f"{row['peak_rss_bytes'] / 2**30:.2f} GiB",
-            "" if least is None else f"{least / 2**30:.2f} GiB",
-            f"{row['drive_bytes'] / 1e9:.2f} GB",
-            "" if equal is None else "yes" if equal else "no",
-        )
+        said = of_size.get("left_out") or of_size.get("failed")
+        if not row and said:
+            found.add_row(who.name, said[:60])
+        elif of_size:
+            drive, equal = row.get("drive_bytes", of_size.get("drive_bytes")), of_size.get("resume_equal")
+            found.add_row(
+                who.name,
+                cell("{:.2f}", row.get("step_seconds", {}).get("median")),
+                cell("{:.2f}", row.get("over_infinity", {}).get("median")),
+                cell("{:.1f}", row.get("bytes_per_parameter")),
+                cell("{:.2f}", row.get("first_step_seconds")),
+                cell("{:.2f} GiB", row.get("peak_rss_bytes"), 2**30),
+                cell("{:.2f} GiB", of_size.get("smallest_cgroup_bytes"), 2**30),
+                cell("{:.2f} GB", drive, 1e9),
+                "" if equal is None else "yes" if equal else "no",
+            )
     return found
+
+
+def cell(form: str, value: float | None, unit: float = 1.0) -> str:
+    """Return a figure in its unit; empty where it was not measured."""
+    return "" if value is None else form.format(value / unit)
 
 
 def draw(result: dict[str, Any], size: str, ranks: int, tokens: int, to: Path) -> None:

@@ -1,7 +1,8 @@
 """The arena as a cache of pages: acquire, release, prefetch, write back, evict. All under the one lock.
 
-[Note: who gets a frame] First who waits for one now (`acquire`), then prefetches, in the order of the plan. A frame
-comes free when a clean page that nothing keeps is evicted. If there is none, dirty pages that nothing keeps are
+[Note: who gets a frame] First who waits for one now (`acquire`), then what the plan wants, in its order: a page is read
+ahead, and for one that will be filled anew a frame is left free, so that no read for later has taken it by then. A
+frame comes free when a clean page that nothing keeps is evicted. If there is none, dirty pages that nothing keeps are
 written back. Where that gives none either, as may be off the plan, pages are evicted that the plan wants later and
 will have to read again: first those that stream, last those that are resident.
 """
@@ -64,8 +65,10 @@ class Cache:
         """Bytes that were read, ever, or would have been but for a write that had not ended."""
         self._returned = 0
         """Transfers, copies and held leases that have ended, ever: each may have left a frame."""
-        self._wanted: deque[int] = deque()
-        """Pages that the window wants and that had no frame, in the plan's order; `claim` adds, `prefetch` takes."""
+        self._wanted: deque[Use] = deque()
+        """Uses that the window wants, of pages without a frame, in the plan's order; `claim` adds, `prefetch` takes."""
+        self._reserved = 0
+        """How many pages are `PageState.reserved`: as many free frames are not for what the plan wants later."""
         self._awaited = 0
         """Threads that wait for a frame in `acquire`: as many free frames are not for prefetches."""
         self.copies = Copies(transfers, self._end_copy, timeout=timeout, enter_thread=enter_thread)
@@ -123,6 +126,7 @@ class Cache:
         reads = fetches and state.frame < 0 and self._store.has(page)
         if fetches:
             self._observer.fetched("miss" if reads else "late" if state.reading else "hit")
+        self._end_reservation(state)
         if state.frame < 0:
             self._acquire_frame(page, threaded=threaded)
         if state.frame < 0:  # while waiting, a completion may have prefetched this very page
@@ -196,17 +200,17 @@ class Cache:
     # What the window of a plan wants #
 
     def claim(self, use: Use, *, kept: bool) -> None:
-        """Count a use that enters the window, and queue its page to be read if it is not in memory.
+        """Count a use that enters the window, and queue it if its page is not in memory.
 
         Args:
             kept: whether the plan has kept the page since its last use, which has left its claim for this one.
         """
         state = self._frames.pages[use.page]
         state.claims += not kept
-        if state.claims == 1 and use.mode.fetches:
+        if state.claims == 1:
             if state.frame < 0:
-                self._wanted.append(use.page)
-            elif state.writing:
+                self._wanted.append(use)
+            elif state.writing and use.mode.fetches:
                 self.fetched_bytes += self._frames.nbytes(use.page)
                 self._observer.spared(self._frames.nbytes(use.page))
 
@@ -214,26 +218,40 @@ class Cache:
         """Count a use that leaves the window."""
         state = self._frames.pages[page]
         state.claims = max(0, state.claims - 1)
+        if not state.claims:
+            self._end_reservation(state)
 
     def drop_claims(self) -> None:
         """Forget what the window wanted."""
         for state in self._frames.pages:
             state.claims = 0
+            self._end_reservation(state)
         self._wanted.clear()
 
     def prefetch(self) -> None:
-        """Start the reads that the window wants, in its order, as far as there are frames that nobody waits for."""
+        """Start the reads that the window wants, in its order, as far as there are frames that are for nobody before.
+
+        A page that will be filled anew takes its frame when it is filled; until then one is left free for it.
+        """
         frames = self._frames
         while self._wanted:
-            page = self._wanted[0]
-            state = frames.pages[page]
-            if state.frame < 0 and state.claims and self._store.has(page):
-                while len(frames.free) <= self._awaited:
-                    if not self._evict_clean():
-                        return
-                frames.assign(page)
-                self._read(page)
+            use = self._wanted[0]
+            state = frames.pages[use.page]
+            if state.frame < 0 and state.claims:
+                if not use.mode.fetches:
+                    self._reserved += not state.reserved
+                    state.reserved = True
+                elif self._store.has(use.page):
+                    while len(frames.free) <= self._awaited + self._reserved:
+                        if not self._evict_clean():
+                            return
+                    frames.assign(use.page)
+                    self._read(use.page)
             self._wanted.popleft()
+
+    def _end_reservation(self, state: PageState) -> None:
+        self._reserved -= state.reserved
+        state.reserved = False
 
     # Eviction #
 

@@ -265,7 +265,7 @@ def peer_rows() -> list[str]:
     result = stored("peers")
     rows = []
     for name, sizes in result.items():
-        if name in ("machine", "failures"):
+        if name == "failures":
             continue
         found = sizes["100m"]["1 ranks"]
         small, large = found["64 tokens"], found["512 tokens"]
@@ -288,7 +288,7 @@ def pair_rows() -> list[str]:
     """Return the rows of the table of peers on two ranks."""
     rows = []
     for name, sizes in stored("peers").items():
-        found = sizes.get("100m", {}).get("2 ranks") if name not in ("machine", "failures") else None
+        found = sizes.get("100m", {}).get("2 ranks") if name != "failures" else None
         if found and "failed" in found:
             rows.append(f"| {name} | ends: {found['failed']} | | | |")
         elif found:
@@ -305,7 +305,7 @@ def larger_rows() -> list[str]:
     """Return the rows of the table of peers with 354M parameters."""
     rows = []
     for name, sizes in stored("peers").items():
-        found = sizes.get("354m", {}).get("1 ranks") if name not in ("machine", "failures") else None
+        found = sizes.get("354m", {}).get("1 ranks") if name != "failures" else None
         if found:
             times = []
             for tokens in (512, 2048):

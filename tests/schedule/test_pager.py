@@ -461,6 +461,46 @@ def held_in_exchange(it: Bench, layout: Layout, *, seconds: float, then: float =
         job.result(20)
 
 
+@pytest.mark.parametrize("end", ["filled", "released", "dropped"])
+def test_what_will_be_filled_anew_finds_a_frame(end: str) -> None:
+    """No read for what comes later takes it, until it is filled, or nobody wants to fill it any more."""
+    layout, _, it = small_bench()
+    cache, frames = it.pager._cache, it.frames
+    *before, filled, later = [page.index for page in layout.pages if page.role is not Role.GRAD][: frames + 1]
+    it.check()
+    with it.pager.transfers.lock:
+        for page in cache._frames.holders():
+            cache.evict(page)
+        assert len(cache._frames.free) == frames
+        it.store.read_pages.clear()
+        for page in before:
+            cache.claim(Use(page, Mode.READ), kept=False)
+        cache.claim(Use(filled, Mode.WRITE), kept=False)
+        cache.claim(Use(later, Mode.READ), kept=False)
+        cache.prefetch()
+        assert it.store.read_pages == before
+        assert len(cache._frames.free) == 1
+        if end == "filled":
+            cache.acquire((Use(filled, Mode.WRITE),), threaded=False)
+            cache.release((Use(filled, Mode.WRITE),))
+            cache.release_claim(before[0])
+        elif end == "released":
+            cache.release_claim(filled)
+        else:
+            cache.drop_claims()
+            cache.claim(Use(later, Mode.READ), kept=False)
+        assert not any(state.reserved for state in cache._frames.pages)
+    with it.pager.access((Use(before[0], Mode.READ),), planned=False):  # when its read has ended
+        pass
+    with it.pager.transfers.lock:
+        if end == "filled":
+            cache.evict(before[0])
+        cache.prefetch()
+        assert it.store.read_pages[-1] == later
+    it.pager.flush()
+    it.store.close()
+
+
 def test_more_pages_at_once_than_frames_is_an_error() -> None:
     """It names the setting, and does not hang."""
     layout, _, it = small_bench()
