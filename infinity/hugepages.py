@@ -50,8 +50,8 @@ def transfer_memory(nbytes: int) -> memoryview:
 def block(nbytes: int) -> memoryview:
     """Return `nbytes` bytes of zeroed private memory that the kernel has back as soon as the last view of it is gone.
 
-    For what is large and needed for an instant: from the heap of the C library it takes one piece of that size, which
-    many small ones that were freed do not make up, so that the process grows by it and keeps it.
+    For what is large and needed for an instant. From the heap of the C library it would have to be one piece, which
+    many small ones that were freed do not make up, so that the process would grow by it, and keep it.
 
     Raises:
         OSError, ValueError, OverflowError: there is not so much memory.

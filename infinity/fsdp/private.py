@@ -33,6 +33,8 @@ TESTED = f"{OLDEST['torch']} to {NEWEST_TORCH}"
 """Releases of torch that are supported."""
 
 
+_FEW = 2
+"""Units much larger than most for which freed memory is given back, in every backward: a root, and a head beside it."""
 ROOT = "root"
 """The name of the first unit, if the model has parameters that are in no other one."""
 
@@ -455,15 +457,18 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
     """Let groups on the CPU reduce gradients in memory that is used again, instead of fresh memory for every unit.
 
     What units need that are much larger than most, such as a root with a large vocabulary, is not kept: it would be
-    unused for all of a step but an instant. A group of one rank reduces in place: FSDP2 brings the gradients together,
-    and would copy them to as much memory again. A group whose collective somebody has replaced keeps that one.
+    unused for all of a step but an instant. Where these are few, the kernel has it back at once, and what else is free
+    in the heap before it: behind the backward of such a root, several pieces of its size. A group of one rank reduces
+    in place: FSDP2 brings the gradients together, and would copy them to as much memory again. A group whose collective
+    somebody has replaced keeps that one.
 
     Returns:
         What ends it.
     """
     groups = list(groups)
-    usual = median_high(sum(full_shape(param).numel() for param in fsdp_params(group)) for group in groups)
-    most = 2 * 4 * usual  # bytes of a buffer that is kept: twice what most units need, in fp32
+    sizes = [sum(full_shape(param).numel() for param in fsdp_params(group)) for group in groups]
+    most = 2 * 4 * median_high(sizes)  # bytes of a buffer that is kept: twice what most units need, in fp32
+    few = sum(4 * size > most for size in sizes) <= _FEW
 
     class ReusedBuffers(DefaultReduceScatter):
         def __init__(self) -> None:
@@ -475,6 +480,8 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
         ) -> torch.Tensor:
             nbytes = math.prod(map(int, size)) * dtype.itemsize
             if nbytes > most:
+                if not few:
+                    return torch.empty(tuple(size), dtype=dtype, device=device)
                 heap.give_back()
                 return torch.frombuffer(hugepages.block(nbytes), dtype=dtype).view(tuple(size))
             free = [buffer for buffer in self._buffers if _is_unused(buffer)]

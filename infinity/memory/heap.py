@@ -12,8 +12,9 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache
 
 from infinity.units import MIB
 
@@ -43,6 +44,9 @@ class FreedMemory:
     kept may be of no use to it: it is given back before, if the process would become too large beside it. So it is at
     the beginning of a step whatever is kept: the many pieces that the head has left do not always fit the gather of its
     weights, and once in a step costs little.
+
+    The reduction of a root with a large vocabulary gives back what is free too (`private.reuse_reduce_buffers`), so
+    that what the unit before it needs may come out lower than it is: less is kept then.
 
     Only glibc can be told so; others keep what they keep. Everything is read and changed by the training thread.
     """
@@ -94,10 +98,18 @@ class FreedMemory:
 
 def give_back() -> None:
     """Give all that is free in the heap of the C library back to the kernel, where it is glibc."""
-    with contextlib.suppress(OSError, AttributeError):
-        trim = ctypes.CDLL(None).malloc_trim
-        trim.argtypes = [ctypes.c_size_t]
+    if trim := _trim():
         trim(0)
+
+
+@cache
+def _trim() -> Callable[[int], int] | None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+    trim.argtypes = [ctypes.c_size_t]
+    return trim
 
 
 def resident_bytes() -> int:

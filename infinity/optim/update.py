@@ -25,7 +25,8 @@ from infinity.schedule.trace import Access
 from infinity.units import align_up
 
 _DECODED = 256 * RANGE_ALIGNMENT
-"""Most elements that are decoded at once: what an update needs beside the pages is bounded, and fits a cache."""
+"""Most elements that are decoded at once: what an update needs beside the pages is bounded, to 2 MiB for each section,
+which a last-level cache holds. With fewer, Python between them shows."""
 _ALIGNED = 64
 """Bytes to which torch aligns what it allocates."""
 

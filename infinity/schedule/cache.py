@@ -1,10 +1,10 @@
 """The arena as a cache of pages: acquire, release, prefetch, write back, evict. All under the one lock.
 
 [Note: who gets a frame] First who waits for one now (`acquire`), then what the plan wants, in its order: a page is read
-ahead, and for one that will be filled anew a frame is left free, so that no read for later has taken it by then. A
-frame comes free when a clean page that nothing keeps is evicted. If there is none, dirty pages that nothing keeps are
-written back. Where that gives none either, as may be off the plan, pages are evicted that the plan wants later and
-will have to read again: first those that stream, last those that are resident.
+ahead, and for one that will be filled anew a frame is left free, so that no prefetch of a later page has taken it by
+then. A frame comes free when a clean page that nothing keeps is evicted. For those who wait, dirty pages that nothing
+keeps are written back if there is none; where that gives none either, as may be off the plan, pages are evicted that
+the plan wants later and will have to read again: first those that stream, last those that are resident.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class Cache:
         self._wanted.clear()
 
     def prefetch(self) -> None:
-        """Start the reads that the window wants, in its order, as far as there are frames that are for nobody before.
+        """Start the reads that the window wants, in its order, as far as frames are left by those who come before.
 
         A page that will be filled anew takes its frame when it is filled; until then one is left free for it.
         """
@@ -237,7 +237,7 @@ class Cache:
         while self._wanted:
             use = self._wanted[0]
             state = frames.pages[use.page]
-            if state.frame < 0 and state.claims:
+            if state.frame < 0 and state.claims and not state.pins:  # who has pinned it waits for a frame itself
                 if not use.mode.fetches:
                     self._reserved += not state.reserved
                     state.reserved = True

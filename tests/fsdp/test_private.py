@@ -162,6 +162,21 @@ def test_gradients_are_reduced_in_the_same_memory_again(monkeypatch: pytest.Monk
     assert before - heap.resident_bytes() > 4 * ((1 << 24) - (1 << 20)), "the kernel has it back"
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_memory_is_not_given_back_in_every_layer(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where norms or experts are units of their own, all layers are larger than most units."""
+    given: list[str] = []
+    monkeypatch.setattr(heap, "give_back", lambda: given.append("given back"))
+    groups = [group for _, group in private.parameter_groups(models.build("toy"))]
+    assert len(groups) == 4
+    if not few:
+        monkeypatch.setattr(private, "median_high", lambda _: 1)  # as of many units that are smaller than these
+    private.reuse_reduce_buffers(groups)
+    reduced = groups[0]._reduce_scatter_comm.allocate((1 << 22,), dtype=torch.float32, device=torch.device("cpu"))
+    assert len(reduced.fill_(1.0)) == 1 << 22
+    assert given == ["given back"] * few
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to give memory back")
 def test_what_is_free_makes_room_for_a_large_reduction() -> None:
     """Behind the backward of a root with a large vocabulary several pieces of its size are free, in the heap."""

@@ -501,6 +501,23 @@ def test_what_will_be_filled_anew_finds_a_frame(end: str) -> None:
     it.store.close()
 
 
+def test_nothing_is_reserved_for_who_waits_for_a_frame() -> None:
+    """It would count twice, and be left reserved when it has its frame."""
+    layout, _, it = small_bench()
+    cache = it.pager._cache
+    page = layout.pages[0].index
+    it.check()
+    with it.pager.transfers.lock:
+        cache.evict(page)
+        cache.claim(Use(page, Mode.WRITE), kept=False)
+        cache._frames.pages[page].pins += 1  # as `acquire` does first
+        cache.prefetch()
+        cache._frames.pages[page].pins -= 1
+        assert not cache._frames.pages[page].reserved
+        cache.release_claim(page)
+    it.store.close()
+
+
 def test_more_pages_at_once_than_frames_is_an_error() -> None:
     """It names the setting, and does not hang."""
     layout, _, it = small_bench()
