@@ -320,6 +320,45 @@ def larger_rows() -> list[str]:
     return rows
 
 
+def further_rows() -> list[str]:
+    """Return the rows of the table of peers on a processor with AVX-512: 354M parameters, other tokens and ranks."""
+    rows = []
+    for name, sizes in stored("peers-avx512").items():
+        for ranks, of_ranks in sizes.get("354m", {}).items():
+            for tokens, row in of_ranks.items():
+                if tokens.endswith(" tokens"):
+                    over = spread_of(row["over_infinity"]) if "over_infinity" in row else "1.00"
+                    rows.append(
+                        f"| {name} | {ranks.split()[0]} | {tokens.split()[0]} | {row['step_seconds']['median']:.1f} | "
+                        f"{over} | {row['bytes_per_parameter']:.1f} | {row['peak_rss_bytes'] / 2**30:.2f} |"
+                    )
+    return rows
+
+
+def said_of_354m() -> list[str]:
+    """Return what results says of saves, space and memory there."""
+    found = stored("peers-avx512")
+    infinity, deepspeed, fsdp = (
+        found[name]["354m"]["1 ranks"] for name in ("infinity fp32", "DeepSpeed, all on NVMe", "FSDP2 in memory")
+    )
+    gpt2 = found["infinity fp32"]["gpt2-354m"]["1 ranks"]
+
+    def each(key: str, unit: float = 1.0) -> str:
+        return ", ".join(f"{one[key] / unit:.2f}" for one in (infinity, deepspeed, fsdp))
+
+    return [
+        f"a save takes {each('save_seconds')} s",
+        f"a new process goes on after {each('resume_seconds')} s",
+        f"on the drive then are {each('drive_bytes_saved', 1e9)} GB",
+        f"{infinity['drive_bytes_without_commits'] / 1e9:.2f} GB without commits",
+        f"({deepspeed['drive_bytes'] / 1e9:.2f} GB while it trains)",
+        f"smallest control group {infinity['smallest_cgroup_bytes'] / 2**30:.2f} GiB",
+        f"GPT-2 medium, whose vocabulary is 50257, {gpt2['smallest_cgroup_bytes'] / 2**30:.2f} GiB",
+        f"{gpt2['512 tokens']['peak_rss_bytes'] / 2**30:.2f} GiB at the peak",
+        found["DeepSpeed, all on NVMe"]["1b"]["1 ranks"]["failed"].partition(": ")[2][:40],
+    ]
+
+
 def failure_rows() -> list[str]:
     """Return the rows of the table of failures, with the first words of what was said."""
     return [
@@ -349,6 +388,8 @@ def beside() -> str:
 
 def test_peers() -> None:
     """The tables, and what README says of them."""
-    for row in [*peer_rows(), *larger_rows(), *pair_rows(), *failure_rows()]:
+    for row in [*peer_rows(), *larger_rows(), *pair_rows(), *further_rows(), *failure_rows()]:
         assert row in RESULTS, row
+    for said in said_of_354m():
+        assert said in " ".join(RESULTS.split()), said
     assert beside() in " ".join(README.split())
