@@ -394,9 +394,11 @@ def count_bytes(
 
 def machine() -> dict[str, Any]:
     """Return what was measured on; `bf16` is what the processor multiplies matrices in bf16 with."""
+    from infinity import processor
+
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    said = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    products = next((flag for flag in ("amx_bf16", "avx512_bf16", "avx512bw") if flag in said), "")
+    there = processor.flags()
+    products = next((flag for flag in ("amx_bf16", "avx512_bf16", "avx512bw") if flag in there), "")
     return {"commit": commit, "cpu": platform.processor() or platform.machine(), "kernel": platform.release(),
             "cores": os.cpu_count(), "python": platform.python_version(), "bf16": products}  # fmt: skip
 

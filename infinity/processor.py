@@ -14,7 +14,7 @@ def multiplies_bf16(root: Path = Path("/")) -> bool:
     Args:
         root: where `proc` lies.
     """
-    return not _NATIVE.isdisjoint(_flags(root))
+    return not _NATIVE.isdisjoint(flags(root))
 
 
 def crawls_in_bf16(root: Path = Path("/")) -> bool:
@@ -25,11 +25,11 @@ def crawls_in_bf16(root: Path = Path("/")) -> bool:
     Args:
         root: where `proc` lies.
     """
-    flags = _flags(root)
-    return bool(flags) and _NATIVE.isdisjoint(flags) and not flags >= _WIDE
+    found = flags(root)
+    return bool(found) and _NATIVE.isdisjoint(found) and not found >= _WIDE
 
 
-def _flags(root: Path) -> set[str]:
+def flags(root: Path = Path("/")) -> set[str]:
     """Return all words that the kernel says of the processors; none where it says nothing."""
     try:
         return set((root / "proc/cpuinfo").read_text().split())

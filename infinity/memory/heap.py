@@ -8,11 +8,10 @@ request of the same size: peak memory grows with the number of layers (by 1 to 6
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 
@@ -52,11 +51,9 @@ class FreedMemory:
     """
 
     def __init__(self) -> None:
-        self._keeps = False
+        libc = _glibc()
+        self._keeps = bool(libc and libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
         """Whether the C library is glibc and has taken the settings."""
-        with contextlib.suppress(OSError, AttributeError):
-            libc = ctypes.CDLL(None)
-            self._keeps = bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
         self._largest = resident_bytes()
         """Resident bytes of the process that the largest unit needs, as far as that is known; at first those at the
         start."""
@@ -98,18 +95,20 @@ class FreedMemory:
 
 def give_back() -> None:
     """Give all that is free in the heap of the C library back to the kernel, where it is glibc."""
-    if trim := _trim():
-        trim(0)
+    if libc := _glibc():
+        libc.malloc_trim(0)
 
 
 @cache
-def _trim() -> Callable[[int], int] | None:
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library, if it can be told what to keep."""
     try:
-        trim = ctypes.CDLL(None).malloc_trim
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim.argtypes = [ctypes.c_size_t]
+        libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
     except (OSError, AttributeError):
         return None
-    trim.argtypes = [ctypes.c_size_t]
-    return trim
+    return libc
 
 
 def resident_bytes() -> int:

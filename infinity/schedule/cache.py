@@ -67,8 +67,9 @@ class Cache:
         """Transfers, copies and held leases that have ended, ever: each may have left a frame."""
         self._wanted: deque[Use] = deque()
         """Uses that the window wants, of pages without a frame, in the plan's order; `claim` adds, `prefetch` takes."""
-        self._reserved = 0
-        """How many pages are `PageState.reserved`: as many free frames are not for what the plan wants later."""
+        self._reserved: set[int] = set()
+        """Pages without a frame that the window wants, to be filled anew, and nobody waits for: as many free frames are
+        not for what the plan wants later."""
         self._awaited = 0
         """Threads that wait for a frame in `acquire`: as many free frames are not for prefetches."""
         self.copies = Copies(transfers, self._end_copy, timeout=timeout, enter_thread=enter_thread)
@@ -126,7 +127,7 @@ class Cache:
         reads = fetches and state.frame < 0 and self._store.has(page)
         if fetches:
             self._observer.fetched("miss" if reads else "late" if state.reading else "hit")
-        self._end_reservation(state)
+        self._reserved.discard(page)
         if state.frame < 0:
             self._acquire_frame(page, threaded=threaded)
         if state.frame < 0:  # while waiting, a completion may have prefetched this very page
@@ -219,13 +220,13 @@ class Cache:
         state = self._frames.pages[page]
         state.claims = max(0, state.claims - 1)
         if not state.claims:
-            self._end_reservation(state)
+            self._reserved.discard(page)
 
     def drop_claims(self) -> None:
         """Forget what the window wanted."""
         for state in self._frames.pages:
             state.claims = 0
-            self._end_reservation(state)
+        self._reserved.clear()
         self._wanted.clear()
 
     def prefetch(self) -> None:
@@ -237,21 +238,17 @@ class Cache:
         while self._wanted:
             use = self._wanted[0]
             state = frames.pages[use.page]
-            if state.frame < 0 and state.claims and not state.pins:  # who has pinned it waits for a frame itself
+            if state.frame < 0 and state.claims:
                 if not use.mode.fetches:
-                    self._reserved += not state.reserved
-                    state.reserved = True
+                    if not state.pins:  # else who has pinned it gets a frame by itself
+                        self._reserved.add(use.page)
                 elif self._store.has(use.page):
-                    while len(frames.free) <= self._awaited + self._reserved:
+                    while len(frames.free) <= self._awaited + len(self._reserved):
                         if not self._evict_clean():
                             return
                     frames.assign(use.page)
                     self._read(use.page)
             self._wanted.popleft()
-
-    def _end_reservation(self, state: PageState) -> None:
-        self._reserved -= state.reserved
-        state.reserved = False
 
     # Eviction #
 

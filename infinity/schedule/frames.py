@@ -42,8 +42,6 @@ class PageState:
     """Accesses and held leases that use it at this moment, and copies to a device or from it that have not ended."""
     claims: int = 0
     """Uses inside the plan's window; where the plan keeps a page, the last use leaves its claim for the next one."""
-    reserved: bool = False
-    """Whether a frame is left free for it, that has none: the window wants it, to be filled anew."""
     resident: bool = False
     """Whether the plan keeps it always."""
     leases: int = 0

@@ -260,13 +260,25 @@ def test_folders_of_contributing_are_there() -> None:
             assert any((root / path).exists() for root in (ROOT, ROOT / "infinity")), path
 
 
+def systems(of: str) -> dict[str, Any]:
+    """Return what a file has of each system, by parameters, ranks and tokens."""
+    return {name: sizes for name, sizes in stored(of).items() if name != "failures"}
+
+
+def over_of(row: dict[str, Any]) -> str:
+    """Return a step over infinity's, which itself has none."""
+    return spread_of(row["over_infinity"]) if "over_infinity" in row else "1.00"
+
+
+def moved_and_peak(row: dict[str, Any]) -> str:
+    """Return the two cells that all tables have."""
+    return f"{row['bytes_per_parameter']:.1f} | {row['peak_rss_bytes'] / 2**30:.2f}"
+
+
 def peer_rows() -> list[str]:
     """Return the rows of the table of peers: one system each."""
-    result = stored("peers")
     rows = []
-    for name, sizes in result.items():
-        if name == "failures":
-            continue
+    for name, sizes in systems("peers").items():
         found = sizes["100m"]["1 ranks"]
         small, large = found["64 tokens"], found["512 tokens"]
         over = [row["over_infinity"]["median"] if "over_infinity" in row else 1.0 for row in (small, large)]
@@ -277,8 +289,8 @@ def peer_rows() -> list[str]:
         group = found.get("smallest_cgroup_bytes")
         drive = f"{small['drive_bytes'] / 1e9:.2f} | {found['drive_bytes_saved'] / 1e9:.2f}"
         rows.append(
-            f"| {name} | {times[0]} | {times[1]} | {large['bytes_per_parameter']:.1f} | "
-            f"{large['peak_rss_bytes'] / 2**30:.2f} | {f'{group / 2**30:.2f}' if group else ''} | {drive} | "
+            f"| {name} | {times[0]} | {times[1]} | {moved_and_peak(large)} | "
+            f"{f'{group / 2**30:.2f}' if group else ''} | {drive} | "
             f"{found['save_seconds']:.2f} | {'yes' if found['resume_equal'] else 'no'} |"
         )
     return rows
@@ -287,52 +299,38 @@ def peer_rows() -> list[str]:
 def pair_rows() -> list[str]:
     """Return the rows of the table of peers on two ranks."""
     rows = []
-    for name, sizes in stored("peers").items():
-        found = sizes.get("100m", {}).get("2 ranks") if name != "failures" else None
+    for name, sizes in systems("peers").items():
+        found = sizes.get("100m", {}).get("2 ranks")
         if found and "failed" in found:
             rows.append(f"| {name} | ends: {found['failed']} | | | |")
         elif found:
             row = found["512 tokens"]
-            over = spread_of(row["over_infinity"]) if "over_infinity" in row else "1.00"
-            rows.append(
-                f"| {name} | {row['step_seconds']['median']:.2f} | {over} | {row['bytes_per_parameter']:.1f} | "
-                f"{row['peak_rss_bytes'] / 2**30:.2f} |"
-            )
+            rows.append(f"| {name} | {row['step_seconds']['median']:.2f} | {over_of(row)} | {moved_and_peak(row)} |")
     return rows
 
 
 def larger_rows() -> list[str]:
     """Return the rows of the table of peers with 354M parameters."""
     rows = []
-    for name, sizes in stored("peers").items():
-        found = sizes.get("354m", {}).get("1 ranks") if name != "failures" else None
-        if found:
-            times = []
-            for tokens in (512, 2048):
-                row = found.get(f"{tokens} tokens")
-                over = spread_of(row["over_infinity"]) if row and "over_infinity" in row else "1.00"
-                times.append(f"{row['step_seconds']['median']:.1f} | {over}" if row else " | ")
+    for name, sizes in systems("peers").items():
+        if found := sizes.get("354m", {}).get("1 ranks"):
+            measured = [found.get(f"{tokens} tokens") for tokens in (512, 2048)]
+            times = [f"{row['step_seconds']['median']:.1f} | {over_of(row)}" if row else " | " for row in measured]
             row = found["512 tokens"]
-            rows.append(
-                f"| {name} | {' | '.join(times)} | {row['bytes_per_parameter']:.1f} | "
-                f"{row['peak_rss_bytes'] / 2**30:.2f} | {row['drive_bytes'] / 1e9:.2f} |"
-            )
+            rows.append(f"| {name} | {' | '.join(times)} | {moved_and_peak(row)} | {row['drive_bytes'] / 1e9:.2f} |")
     return rows
 
 
 def further_rows() -> list[str]:
     """Return the rows of the table of peers on a processor with AVX-512: 354M parameters, other tokens and ranks."""
-    rows = []
-    for name, sizes in stored("peers-avx512").items():
-        for ranks, of_ranks in sizes.get("354m", {}).items():
-            for tokens, row in of_ranks.items():
-                if tokens.endswith(" tokens"):
-                    over = spread_of(row["over_infinity"]) if "over_infinity" in row else "1.00"
-                    rows.append(
-                        f"| {name} | {ranks.split()[0]} | {tokens.split()[0]} | {row['step_seconds']['median']:.1f} | "
-                        f"{over} | {row['bytes_per_parameter']:.1f} | {row['peak_rss_bytes'] / 2**30:.2f} |"
-                    )
-    return rows
+    return [
+        f"| {name} | {ranks.split()[0]} | {tokens.split()[0]} | {row['step_seconds']['median']:.1f} | "
+        f"{over_of(row)} | {moved_and_peak(row)} |"
+        for name, sizes in systems("peers-avx512").items()
+        for ranks, found in sizes.get("354m", {}).items()
+        for tokens, row in found.items()
+        if tokens.endswith(" tokens")
+    ]
 
 
 def said_of_354m() -> list[str]:
@@ -355,7 +353,7 @@ def said_of_354m() -> list[str]:
         f"smallest control group {infinity['smallest_cgroup_bytes'] / 2**30:.2f} GiB",
         f"GPT-2 medium, whose vocabulary is 50257, {gpt2['smallest_cgroup_bytes'] / 2**30:.2f} GiB",
         f"{gpt2['512 tokens']['peak_rss_bytes'] / 2**30:.2f} GiB at the peak",
-        found["DeepSpeed, all on NVMe"]["1b"]["1 ranks"]["failed"].partition(": ")[2][:40],
+        found["DeepSpeed, all on NVMe"]["1b"]["1 ranks"]["failed"].removeprefix("rank 0: "),
     ]
 
 

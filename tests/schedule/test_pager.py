@@ -489,7 +489,7 @@ def test_what_will_be_filled_anew_finds_a_frame(end: str) -> None:
         else:
             cache.drop_claims()
             cache.claim(Use(later, Mode.READ), kept=False)
-        assert not any(state.reserved for state in cache._frames.pages)
+        assert not cache._reserved
     with it.pager.access((Use(before[0], Mode.READ),), planned=False):  # when its read has ended
         pass
     with it.pager.transfers.lock:
@@ -513,7 +513,7 @@ def test_nothing_is_reserved_for_who_waits_for_a_frame() -> None:
         cache._frames.pages[page].pins += 1  # as `acquire` does first
         cache.prefetch()
         cache._frames.pages[page].pins -= 1
-        assert not cache._frames.pages[page].reserved
+        assert not cache._reserved
         cache.release_claim(page)
     it.store.close()
 
