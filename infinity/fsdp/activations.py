@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from infinity.errors import BudgetError
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.memory.device import Mark
@@ -101,11 +102,15 @@ class SavedActivations:
         """Tensors that a device still copies into pages, with their versions."""
         self._inside: list[Any] = []
         """Units that are running, but for the root; the innermost last."""
+        self._begun: set[int] = set()
+        """Units that have begun in the forward that runs, but for the root, by `id`."""
         self._entered: list[saved_tensors_hooks | None] = []
         """For each forward of the root that runs, what it lets autograd save by."""
         self._warned = False
         """Whether it was said that nothing is paged. [Note: hooks of others]"""
         units = [module for module in sharded.model.modules() if private.is_sharded_module(module)]
+        self._units = len(units) - 1
+        """All that there are, but for the root."""
         with ExitStack() as undo:
             for unit in units:
                 if unit is not sharded.model:
@@ -136,6 +141,7 @@ class SavedActivations:
         hooks = None
         if torch.is_grad_enabled() and not private.in_backward():
             self._inputs.clear()
+            self._begun.clear()
             self._paged.clear()
             if private.saved_tensors_are_hooked():
                 self._warn()
@@ -169,6 +175,7 @@ class SavedActivations:
     def _begin_unit(self, module: Any, args: Any, kwargs: Any) -> None:
         """Begin a forward of another unit."""
         self._inside.append(module)
+        self._begun.add(id(module))
         self._look(module, args, kwargs)
 
     def _end_unit(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -234,7 +241,7 @@ class SavedActivations:
         return found
 
     def _page(self, tensor: torch.Tensor) -> _Paged:
-        """Copy the memory of a tensor into pages, unless that has been done."""
+        """Copy the memory of a tensor into pages, unless that has been done. Raises as `ActivationPages.keep`."""
         memory = private.weak_memory(tensor)
         key: _Key = memory.cdata, int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
         if key in self._paged:
@@ -244,7 +251,10 @@ class SavedActivations:
                 self._pages.keep_again(there.kept)
                 return there
         tensor = tensor.detach()  # has the same version, also later
-        kept, mark = self._pages.keep(_bytes(tensor))
+        try:
+            kept, mark = self._pages.keep(_bytes(tensor))
+        except BudgetError as error:
+            raise BudgetError(f"{error}. There was no room in layer {len(self._begun)} of {self._units}") from None
         paged = _Paged(kept)
         self._paged[key] = memory, tensor._version, weakref.ref(paged)
         if not mark.passed():

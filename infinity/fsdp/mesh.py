@@ -6,11 +6,11 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from infinity import torchrun
 from infinity.errors import ConfigError
-from infinity.fsdp import forks, private
+from infinity.fsdp import forks
 
 
 def mesh(device_type: str | None = None) -> DeviceMesh:
@@ -42,7 +42,10 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    return private.default_mesh(device_type)
+    if device_type == "cpu":
+        # `init_device_mesh` would make a gloo group per call where there is a GPU.
+        return DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def _take_device(device_type: str, *, choose: bool) -> None:

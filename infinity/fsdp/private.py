@@ -616,13 +616,6 @@ def _add_up(param: Any, gathered: torch.Tensor) -> None:
         gathered.grad = gathered.grad.to(param.unsharded_grad_dtype)
 
 
-def default_mesh(device_type: str) -> DeviceMesh:
-    """Return a one-dimensional mesh over all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device_type, (torch.distributed.get_world_size(),))
-
-
 def process_groups() -> list[Any]:
     """Return all process groups of this process, and their stores."""
     from torch.distributed.distributed_c10d import _world

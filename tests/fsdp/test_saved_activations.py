@@ -22,6 +22,7 @@ from transformers import LlamaConfig, T5Config, T5ForConditionalGeneration
 import infinity
 from infinity.errors import BudgetError, ConfigError
 from infinity.run.run import Run
+from support.device.simulation import simulation
 from support.late_copies import late_copies
 
 WIDTH, LAYERS, ROWS, LENGTH = 64, 4, 4, 256
@@ -323,6 +324,17 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         trained(sharded(WAYS["none"]), tmp_path, {"tier": "nvme", "host_bytes": "64KiB"})
     with pytest.raises(BudgetError, match=r"the least is .* 3.94 MiB for activations"):
         trained(sharded(WAYS["none"]), tmp_path, {"tier": "nvme", "host_bytes": 4 * 1024 * 1024 - 65536})
+
+
+def test_host_memory_that_is_too_little_says_in_which_layer(tmp_path: Path) -> None:
+    """So that who has none to try with knows how much more it takes."""
+    with simulation("order"):
+        model = sharded(WAYS["inside"])
+        with (
+            offloaded(model, tmp_path, {"tier": "host", "host_bytes": 2 * INPUT + 65536}),
+            pytest.raises(BudgetError, match=r"set activations.host_bytes higher, .* no room in layer 3 of 4"),
+        ):
+            model(tokens())
 
 
 def test_an_input_in_two_shapes_is_kept_once(tmp_path: Path) -> None:
