@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from support.ranks import RankPool
 settings.register_profile("default", settings.get_profile("default"), deadline=None)  # a busy machine is no failure
 settings.load_profile("default")
 settings.register_profile("fuzz", max_examples=5000, deadline=None)
+if "support.gpu" not in sys.modules:
+    # `make test` is the same everywhere: what has room on a GPU would not be paged. `make gpu-test` uses it.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A job in the background of a script ignores Ctrl-C, and so would all processes that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,7 +15,7 @@ from support.train import Paging, Recipe, compare, differences, in_memory, repro
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is seen: `make gpu-test`"),
 ]
 
 

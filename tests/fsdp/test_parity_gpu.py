@@ -33,7 +33,7 @@ from support.train import (
 
 GPU = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is seen: `make gpu-test`"),
 ]
 PLACEMENTS = ("auto", "in_forward", "after_backward")  # auto: in backward, but with clipping
 ARENAS = ("least", "middle", "all")
