@@ -42,7 +42,7 @@ def main() -> None:
     chosen = set(matrices)
     rest = [param for param in model.parameters() if param not in chosen]
     muon = torch.optim.Muon(matrices, lr=2e-3, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(rest, lr=3e-3)
+    adamw = torch.optim.AdamW(rest, lr=3e-3, fused=True)
     schedules = [CosineAnnealingLR(muon, T_max=100), LinearLR(adamw, start_factor=0.25, total_iters=4)]
 
     # One optimizer is returned for both: it has the param groups of all, and its step updates with each.

@@ -45,7 +45,7 @@ def main() -> None:
     model = infinity.from_pretrained(name, auto_class=AutoModelForCausalLM)
     optimizer = infinity.offload(
         model,
-        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
         {"storage": {"paths": [str(pages)]}, "memory": {"host_bytes": "8MiB"}},  # for a real model: as much as you have
     )  # tensors that are missing, unexpected or of another shape are refused in one list
     device = infinity.mesh().device_type

@@ -52,7 +52,7 @@ def main() -> None:
     infinity.micro_batches(model, SLICES)
 
     # Optimizer and scheduler are made as ever; `offload` returns the optimizer to train with.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     scheduler = LinearLR(optimizer, start_factor=0.25, total_iters=WARM_UP)
     committed = options.folder.exists() and any(options.folder.iterdir())
     optimizer = infinity.offload(

@@ -30,7 +30,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = infinity.offload(
         model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
         {"storage": {"paths": [sys.argv[1]]}, "memory": {"host_bytes": "8MiB"}},  # an arena for each rank
     )
     # If a rank fails, leaving this block tells the others, so that none waits for it.

@@ -121,7 +121,8 @@ class UpdateConfig:
         "auto",
         "`in_backward` updates a unit as soon as its gradients are reduced, `in_forward` when the next forward gathers "
         "it, `after_backward` in `step()`. `auto` takes in_backward when the first step shows that nothing global is "
-        "needed (no clipping, one backward per step), else in_forward.",
+        "needed (no clipping, one backward per step), else in_forward; after_backward where ranks exchange whole "
+        "parameters.",
     )
     cores: int = setting(
         -1,
@@ -198,7 +199,9 @@ class RunConfig:
         minimum=0,
     )
     keep: Literal["auto", "always", "never"] = setting(
-        "auto", "What `close()` leaves on disk: `auto` keeps a run that has a commit and removes one that has none."
+        "auto",
+        "What `close()` leaves on disk: `auto` keeps a run that has a commit and removes one that has none; `always` "
+        "keeps everything, `never` nothing, commits included.",
     )
 
 

@@ -44,7 +44,9 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if device_type == "cpu":
         # `init_device_mesh` would make a gloo group per call where there is a GPU.
-        return DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        return DeviceMesh.from_group(everyone, "cpu")
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

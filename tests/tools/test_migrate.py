@@ -196,10 +196,10 @@ def test_any_path_is_written_whole(path: str) -> None:
 
 
 OPTIMIZERS = {
-    "Adam": "torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)",
-    "AdamW": "torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)",
-    "Adagrad": "torch.optim.Adagrad(model.parameters(), lr=0.1)",
-    "SGD": "torch.optim.SGD(model.parameters(), lr=0.1)",
+    "Adam": "torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, fused=True)",
+    "AdamW": "torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, fused=True)",
+    "Adagrad": "torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True)",
+    "SGD": "torch.optim.SGD(model.parameters(), lr=0.1, fused=True)",
     "RMSprop": "torch.optim.RMSprop(model.parameters(), lr=0.1)",
     "Lion": "Lion(model.parameters(), lr=0.1)",
 }
@@ -216,9 +216,9 @@ def test_optimizers(kind: str, line: str) -> None:
 def test_adam_without_its_mode() -> None:
     """Is Adam; and torch_adam has torch's own default."""
     done = of({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}})
-    assert "torch.optim.Adam(model.parameters(), weight_decay=0.1)" in done.code
+    assert "torch.optim.Adam(model.parameters(), weight_decay=0.1, fused=True)" in done.code
     done = of({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}})
-    assert "torch.optim.AdamW(model.parameters())" in done.code
+    assert "torch.optim.AdamW(model.parameters(), fused=True)" in done.code
 
 
 @pytest.mark.parametrize(
@@ -230,6 +230,15 @@ def test_optimizers_that_are_refused(kind: str) -> None:
     assert done.status == 1
     assert "Not the same training, for want of a counterpart: optimizer.type." in " ".join(done.output.split())
     assert "build_optimizer(model)" in done.output
+
+
+@pytest.mark.parametrize(("kind", "said"), [("Muon", "torch.optim.Muon(matrices"), ("Lamb", "pytorch_optimizer")])
+def test_optimizers_that_are_yours_to_write(kind: str, said: str) -> None:
+    """As infinity takes them, it says how."""
+    done = of({"optimizer": {"type": kind}})
+    assert [refused.key for refused in done.refusals] == ["optimizer.type"]
+    assert said in done.refusals[0].becomes
+    assert "refused" not in done.refusals[0].why
 
 
 def test_float16_is_refused() -> None:
@@ -367,6 +376,6 @@ def test_auto_of_what_is_not_used() -> None:
     done = of({"optimizer": {"type": "SGD", "params": {"lr": "auto", "betas": "auto"}}})
     assert row(done, "optimizer.params.lr").becomes == "args.learning_rate"
     assert row(done, "optimizer.params.betas").status == "not needed"
-    assert "torch.optim.SGD(model.parameters(), lr=args.learning_rate)" in done.code
+    assert "torch.optim.SGD(model.parameters(), lr=args.learning_rate, fused=True)" in done.code
     done = of({"optimizer": {"type": "Muon", "params": {"lr": "auto"}}})
     assert row(done, "optimizer.params.lr").status == "not needed"

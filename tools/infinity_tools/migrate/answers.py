@@ -12,7 +12,7 @@ from infinity_tools.migrate import toml
 from infinity_tools.migrate.code import taken_of
 from infinity_tools.migrate.keys import Key, Status
 from infinity_tools.migrate.keys_around import TABLE
-from infinity_tools.migrate.optimizers import REFUSED, TAKEN
+from infinity_tools.migrate.optimizers import BY_HAND, REFUSED, TAKEN
 from infinity_tools.migrate.read import Found
 from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS
 
@@ -99,6 +99,9 @@ def _accumulation(found: Found, name: str, value: Any, nvme: Sequence[str]) -> A
 
 def _optimizer(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     lower = value.lower()
+    if lower in BY_HAND:
+        becomes, why = BY_HAND[lower]
+        return Status.NO_COUNTERPART, becomes, why, True
     if lower in REFUSED:
         return Status.NO_COUNTERPART, "torch.optim.AdamW", f"{value} is refused: {REFUSED[lower]}", True
     if lower not in TAKEN:

@@ -117,6 +117,7 @@ def _optimizer(found: Found) -> Iterator[str]:
     arguments = {**fills, **{name: value for name in taken.takes
                              if (value := value_of(found, f"optimizer.params.{name}")) is not None}}  # fmt: skip
     words = [f"{name}={arguments[name]}" for name in taken.takes if name in arguments]
+    words += [f"{name}={value}" for name, value in taken.always.items()]
     yield f"optimizer = {taken.call}({', '.join(['model.parameters()', *words])})"
 
 

@@ -16,8 +16,8 @@ AROUND: list[Key] = [
               "telemetry.timeline"),
     *unneeded("", "tensorboard wandb comet csv_monitor monitor_config", "your loop logs; losses that it reports are "
               "metrics of infinityd", "optimizer.report(loss=..., tokens=...)"),
-    *unneeded("", "autotuning", "it searches DeepSpeed's own settings; `infinity probe` measures drives",
-              "infinity probe PATHS"),
+    *unneeded("", "autotuning", "it searches DeepSpeed's own settings; `infinity tune` finds infinity's, and `infinity "
+              "probe` measures drives", "infinity tune"),
     *unneeded("checkpoint", "tag_validation load_universal use_node_local_storage parallel_write writer",
               "a commit is one folder per path, is complete or absent, and loads on any number of ranks",
               "optimizer.commit()"),

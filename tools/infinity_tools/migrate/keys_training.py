@@ -53,16 +53,19 @@ OPTIMIZER: list[Key] = [
              "leave it out", off=(True,), takes="flag", changes=True),
     *lacking("optimizer.params", "fp32_optimizer_states", "states are fp32",
              'state.format = "bf16-moments" stores them in 16 bits, rounded at random without bias', off=(True,)),
-    *lacking("optimizer.params", "muon_lr adam_lr ns_method", "of Muon, which is refused: it needs whole matrices, and "
-             "an update sees one page", "AdamW", off=(), changes=True),
-    *lacking("optimizer.params", "max_coeff min_coeff", "of LAMB, which is refused: it needs norms of whole "
-             "parameters, and an update sees one page", "AdamW", off=(), changes=True),
+    *lacking("optimizer.params", "muon_lr adam_lr", "of Muon, whose two optimizers you make",
+             "lr= of torch.optim.Muon, of torch.optim.AdamW", off=(), changes=True),
+    *lacking("optimizer.params", "ns_method", "of Muon: torch's has one way to make a matrix orthogonal",
+             "leave it out", off=("standard",), changes=True),
+    *lacking("optimizer.params", "max_coeff min_coeff", "of LAMB, for which you take one of another package",
+             "leave them out", off=(), changes=True),
     *lacking("optimizer.params", "freeze_step cuda_aware comm_backend_name coeff_beta factor_max factor_min "
              "factor_threshold var_freeze_step var_update_scaler local_step_scaler local_step_clipper",
              "of optimizers with compressed communication, which are refused", "AdamW", off=(), changes=True),
     *unneeded("", "zero_allow_untested_optimizer",
               "infinity.offload tries an optimizer when it gets it, and refuses one that cannot be cut into pages"),
-    *unneeded("", "zero_force_ds_cpu_optimizer", "updates run on the host with torch's own fused kernels"),
+    *unneeded("", "zero_force_ds_cpu_optimizer",
+              "fused=True in the code: torch's own fused kernels, on the CPU or on a GPU (update.device)"),
 ]  # fmt: skip
 
 SCHEDULER: list[Key] = [

@@ -77,7 +77,7 @@ OFFLOAD: list[Key] = [
               "memory.host_bytes"),
     *(key for section in (_PARAM, _OPTIMIZER) for key in unneeded(section, "pin_memory", "the arena is always pinned")),
     *unneeded(_OPTIMIZER, "pipeline_read pipeline_write pipeline fast_init", _PLAN),
-    *lacking(_OPTIMIZER, "ratio", "no share of the updates runs on the GPU", "leave it out: all run on the host",
+    *lacking(_OPTIMIZER, "ratio", "all updates run in one place, on the CPU or on a GPU", "update.device",
              off=(1, 1.0)),
     *unneeded(_OPTIMIZER, "super_offload cpuadam_cores_perc", "the thread for updates takes update.cores, by "
               "default up to 8 where a GPU computes", "update.cores"),

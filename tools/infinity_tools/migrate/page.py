@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infinity_tools.migrate.keys import Key, Status
 from infinity_tools.migrate.keys_around import GROUPS
-from infinity_tools.migrate.optimizers import REFUSED, TAKEN
+from infinity_tools.migrate.optimizers import BY_HAND, REFUSED, TAKEN
 from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS
 
 _HEAD = """\
@@ -20,7 +20,7 @@ every key in the file, with the reason. The exit status is 0 if training stays t
 has no counterpart here, 2 if the file is no configuration of DeepSpeed. `--json` prints the same for programs.
 
 `"auto"`, which the Trainer of transformers replaces by its `TrainingArguments`, becomes the argument's name in the
-code: a training loop of your own takes the place of the Trainer.
+code, which is a training loop of your own. `attach` keeps the Trainer ([Trainer](trainer.md)).
 
 ## Checkpoints
 
@@ -68,6 +68,7 @@ def markdown() -> str:
         if title == "Optimizer":
             lines += ["| `optimizer.type`, in any case | |", "|---|---|"]
             lines += [f"| `{name}` | `{optimizer.call}` |" for name, optimizer in TAKEN.items()]
+            lines += [f"| `{name}` | yours to write: `{becomes}`; {why} |" for name, (becomes, why) in BY_HAND.items()]
             lines += [*(f"| `{name}` | refused: {why} |" for name, why in REFUSED.items()), ""]
         if title == "Scheduler":
             lines += [f"`scheduler.type` is {', '.join(f'`{name}`' for name in SCHEDULERS)}, or one of torch's own: "
