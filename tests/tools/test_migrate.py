@@ -103,7 +103,7 @@ def test_the_code_has_only_what_applies() -> None:
     for line in (
         "policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
         "infinity.micro_batches(model, 2)",
-        "torch.optim.AdamW(model.parameters(), lr=0.0003, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.1)",
+        "torch.optim.AdamW(model.parameters(), lr=0.0003, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.1, fused=True)",
         "optimizer.clip_grad_norm_(1.0)",
         "scheduler.step()",
         "batch_size=4",
