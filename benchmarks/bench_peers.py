@@ -79,6 +79,7 @@ BASE = ours("infinity fp32")
 CONTESTANTS = (
     BASE,
     ours("infinity split", state={"format": "split"}),
+    ours("infinity bf16-moments", state={"format": "bf16-moments"}),
     ours("infinity 8bit", state={"format": "8bit"}),
     Contestant(name="DeepSpeed, all on NVMe", system="deepspeed-nvme", memory=10),
     Contestant(name="DeepSpeed, optimizer on NVMe", system="deepspeed-optimizer-nvme", memory=10),

@@ -23,7 +23,7 @@ def train(folder: Path, config: str, result: str, *words: str, first: str = "", 
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *launch, "-m", "support.titan", config, first, result, *words],
-        env=os.environ | {"TITAN": str(folder), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"TITAN": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(filter(None, sys.path))},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

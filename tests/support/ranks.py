@@ -127,7 +127,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, folder: s
 
     if "cuda" in backend:
         gpu.see_views()
-    torch.set_num_threads(1)
     stacks = Path(folder, f"stacks{rank}").open("w")  # noqa: SIM115, open as long as the process lives
     faulthandler.register(signal.SIGUSR1, stacks)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
@@ -137,6 +136,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, folder: s
             function, arguments = pipe.recv()
         except EOFError:
             break
+        torch.set_num_threads(
+            1
+        )  # bits depend on it, and what the last function used may have changed it: accelerate does
         try:
             pipe.send((True, function(*arguments)))
         except BaseException:
