@@ -110,11 +110,19 @@ def write_own(path: str | os.PathLike[str], data: bytes, *, durable: bool = Fals
             file.flush()
             os.fsync(file.fileno())
     if durable:
-        folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(Path(path).parent)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Make what was created, renamed and removed in a folder durable. Raises `OSError`.
+
+    A link to one is followed: it may be a path that the user has named.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def own_folder(path: str | os.PathLike[str], *, parents: bool) -> None:

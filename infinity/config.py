@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -245,6 +245,18 @@ class Config:
 
 
 _SETTINGS = Settings(Config)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Return settings whose folders and files stay the same when the program changes its folder."""
+    storage, telemetry = config.storage, config.telemetry
+    named = {name: getattr(telemetry, name) for name in ("runtime_dir", "timeline")}
+    absolute = {name: os.path.abspath(path) for name, path in named.items() if path}
+    return replace(
+        config,
+        storage=replace(storage, paths=tuple(map(os.path.abspath, storage.paths))),
+        telemetry=replace(telemetry, **absolute),
+    )
 
 
 def runtime_dir(config: TelemetryConfig) -> Path:

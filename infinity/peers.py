@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -70,9 +71,10 @@ class Peers:
             if node == _node() and rank != ranks.rank:
                 try:
                     self._processes[os.pidfd_open(pid)] = (rank, pid)
-                except OSError as error:  # a seccomp profile, an old kernel; or it has ended just now
+                except (OSError, AttributeError) as error:
+                    # A seccomp profile, an old kernel, a Python built without it; or it has ended just now.
                     self._watched[rank] = (pid, started)
-                    refused = error.strerror or str(error)
+                    refused = getattr(error, "strerror", None) or str(error)
         if refused:
             _log.warning(
                 "pidfd_open is refused (%s): whether other ranks of this node live is looked up in /proc every %.0f s",
@@ -207,4 +209,8 @@ def _is_orderly(error: BaseException) -> bool:
 
 def _node() -> tuple[str, str]:
     """Return what processes share that see one another's process ids."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:  # a container may hide it
+        machine = socket.gethostname()
+    return machine, os.readlink("/proc/self/ns/pid")

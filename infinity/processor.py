@@ -1,7 +1,10 @@
-"""What the processor can compute with, as the kernel tells it."""
+"""What the processor can compute with, and how much of it there is for a rank, as the kernel tells it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 _NATIVE = {"amx_bf16", "avx512_bf16", "bf16"}
@@ -35,3 +38,15 @@ def flags(root: Path = Path("/")) -> set[str]:
         return set((root / "proc/cpuinfo").read_text().split())
     except OSError:
         return set()
+
+
+def share_of_cores(mine: AbstractSet[int], of_node: Sequence[AbstractSet[int]], limit: float) -> int:
+    """Return how many cores a rank has, of those that it may run on: launchers bind ranks to some, or to none.
+
+    Args:
+        mine: cores that this rank may run on.
+        of_node: the same of all ranks of the node, this one's too.
+        limit: cores' time for all ranks of the node together, as of `memory.groups.cores_of_groups`.
+    """
+    share = sum(1 / sum(core in cores for cores in of_node) for core in mine)
+    return math.floor(min(share, limit / len(of_node)) + 1e-9)

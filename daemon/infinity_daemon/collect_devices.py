@@ -27,7 +27,7 @@ _COUNTERS: Final = {
 }
 """Metrics that are the kernel's counters, and which of them."""
 
-Samples = Iterator[tuple[dict[str, str], float]]
+Samples = Iterable[tuple[dict[str, str], float]]
 
 
 class DevicesCollector:
@@ -92,7 +92,7 @@ class DevicesCollector:
         found = {name: counters(drive, self._sysfs) for name, drive in drives.items()}
         known = [(name, counted) for name, counted in found.items() if counted is not None]
         return {
-            metric: ((({"device": name}, getattr(counted, side))) for name, counted in known)
+            metric: [({"device": name}, getattr(counted, side)) for name, counted in known]
             for metric, side in _COUNTERS.items()
         }
 

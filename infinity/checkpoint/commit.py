@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.access import sync_folder
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint import state
 from infinity.checkpoint.description import RunDescription
-from infinity.checkpoint.durable import sync_folder, write_durably
+from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.manifest import CommitName, Manifest
 from infinity.checkpoint.room import CommitRoom
 from infinity.checkpoint.state import ResumedState
@@ -161,12 +162,20 @@ class Committer:
         # must not be of pages that were written over.
         kept = {**self._commits, step: commit}
         kept = {step: kept[step] for step in self._store.retained_with(step, prefer)}
-        remove_commits(self._folder, self._ranks, keep=kept.values())
+        interrupted: KeyboardInterrupt | None = None
+        try:
+            remove_commits(self._folder, self._ranks, keep=kept.values())
+        except KeyboardInterrupt as error:
+            # It is published: without slots of those that it replaces, the next step would wait for ever.
+            interrupted = error
+            remove_commits(self._folder, self._ranks, keep=kept.values())
         self._commits = kept
         self._store.adopt(step, versions, prefer)
         while self._unsettled:
             self._store.release(self._unsettled.pop())
         self._room.hold(self._to_come)
+        if interrupted is not None:
+            raise interrupted
 
     def _withdraw(self, commit: CommitName, versions: Mapping[int, Version]) -> None:
         """Undo what this rank has published of a commit that failed on a rank. [Note: withdrawing]"""
@@ -376,7 +385,7 @@ def committed_buffers(found: Manifest, folder: RunFolder, model: nn.Module) -> d
     """
     data = files.read_state_file(folder.commits, found)
     with files.using(folder.commits / found.state_file):
-        return state.saved_buffers(data, model)
+        return state.saved_buffers(data, model, found.description.buffers)
 
 
 def restore(
@@ -397,7 +406,7 @@ def restore(
     """
     data = files.read_state_file(folder.commits, found)
     with files.using(folder.commits / found.state_file):
-        state.load_buffers(data, model)
+        state.load_buffers(data, model, found.description.buffers)
         if random:
             state.load_random(found.random, data)
     state.load_groups(found.groups, groups, held)

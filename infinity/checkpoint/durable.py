@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from infinity.access import sync_folder
 from infinity.errors import ConfigError
 from infinity.units import format_size
 
@@ -55,22 +56,12 @@ def write_durably(target: Path, data: bytes, check: Callable[[bytes], object] | 
     sync_folder(target.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed and removed in a folder durable. Raises `OSError`."""
-    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-
 def sync_file(file: Path) -> None:
     """Make a file's content durable, and have what is read of it next come from the drive. Raises `OSError`."""
-    _sync(file, os.O_RDONLY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
-        if not flags & os.O_DIRECTORY:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
@@ -122,7 +113,8 @@ class NewFolder:
                 )
             self.partial.mkdir()
             self._descriptor = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         except OSError as error:
             self._discard()
             raise _cannot_be_made(self.folder, error) from error
@@ -145,7 +137,7 @@ class NewFolder:
     def _publish(self) -> None:
         for place, _, files in os.walk(self.partial, topdown=False):
             for name in files:
-                _sync(Path(place, name), os.O_RDONLY)
+                sync_file(Path(place, name))
             sync_folder(Path(place))
         if self.folder.is_dir():
             shutil.copymode(self.folder, self.partial)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
-from infinity.errors import CommitError
+from infinity.errors import CommitError, UnsupportedError
 
 _BUFFER, _TORCH, _CUDA, _NUMPY = "buffer.", "random.torch", "random.cuda.", "random.numpy"
 
@@ -46,31 +46,66 @@ def _named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return model.named_buffers(remove_duplicate=False)
 
 
-def load_buffers(data: bytes, model: nn.Module) -> None:
-    """Put back the buffers that `save_tensors` returned.
+def check_buffers(model: nn.Module) -> None:
+    """Check, before a run begins, that its commits can have the buffers of a model.
 
     Raises:
-        ValueError: the data are malformed, or a buffer is missing or has another shape.
+        UnsupportedError: a buffer is sparse, or of a dtype that safetensors does not read back.
     """
-    tensors = load_tensors(data)
+    readable: dict[torch.dtype, bool] = {}
     for name, buffer in _named_buffers(model):
-        saved = _named(tensors, _BUFFER + name, buffer.shape)
-        with torch.no_grad():
-            buffer.copy_(saved)
+        if buffer.dtype not in readable:
+            try:
+                load(save({name: torch.empty(0, dtype=buffer.dtype)}))
+            except Exception:  # what safetensors raises for a dtype that it does not know is not one kind
+                readable[buffer.dtype] = False
+            else:
+                readable[buffer.dtype] = True
+        dense = buffer.layout is torch.strided
+        if not (dense and readable[buffer.dtype]):
+            kind = str(buffer.dtype if dense else buffer.layout).removeprefix("torch.")
+            raise UnsupportedError(
+                f"the buffer {name} is {kind}, which a commit cannot keep; register it in "
+                "another dtype, or compute it from one (torch.view_as_real of a complex one); without commits, set "
+                "run.retained_commits = 0"
+            )
 
 
-def saved_buffers(data: bytes, model: nn.Module) -> dict[str, torch.Tensor]:
+def load_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) -> None:
+    """Put back the buffers that `save_tensors` returned. Raises as `saved_buffers`."""
+    saved = saved_buffers(data, model, persistent)
+    with torch.no_grad():
+        for name, buffer in _named_buffers(model):
+            if name in saved:
+                buffer.copy_(saved[name])
+
+
+def saved_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) -> dict[str, torch.Tensor]:
     """Return those buffers of a model that `save_tensors` returned, by their names in the model.
 
+    One that is not persistent keeps its own value where the commit has none of its shape: such are tables that a model
+    computes when it first needs them, or makes longer.
+
+    Args:
+        persistent: names of the buffers that were persistent in the commit.
+
     Raises:
-        ValueError: the data are malformed, or a buffer has another shape.
+        ValueError: the data are malformed.
+        CommitError: a persistent buffer has another shape.
     """
     tensors = load_tensors(data)
-    return {
-        name: _named(tensors, _BUFFER + name, buffer.shape)
-        for name, buffer in _named_buffers(model)
-        if _BUFFER + name in tensors
-    }
+    found = {}
+    for name, buffer in _named_buffers(model):
+        saved = tensors.get(_BUFFER + name)
+        if saved is not None and saved.shape == buffer.shape:
+            found[name] = saved
+        elif name in persistent:
+            there = "none" if saved is None else f"one of shape {tuple(saved.shape)}"
+            raise CommitError(
+                f"the buffer {name} of the model has the shape {tuple(buffer.shape)}, the commit has {there}; build "
+                "the model as it was"
+            )
+    return found
 
 
 def saved_buffer(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -142,7 +177,7 @@ def _numpy_state() -> tuple[Any, ...]:
 
 def save_scalars(scalars: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return optimizer scalars as plain data: a tensor becomes an object of type, shape and value."""
-    return {shard: {key: _plain(value) for key, value in values.items()} for shard, values in scalars.items()}
+    return {shard: {key: _plain(value, key) for key, value in values.items()} for shard, values in scalars.items()}
 
 
 def load_scalars(saved: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -151,8 +186,8 @@ def load_scalars(saved: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, 
 
 
 def save_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings, or what an optimizer keeps on itself, as plain data."""
-    return {key: _plain(value) for key, value in settings.items()}
+    """Return settings, or what an optimizer keeps on itself, as plain data. Raises `CommitError`: one is no such."""
+    return {key: _plain(value, key) for key, value in settings.items()}
 
 
 def load_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,11 +196,11 @@ def load_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return param groups, whose `params` are indices of shards, as plain data."""
+    """Return param groups, whose `params` are indices of shards, as plain data. Raises as `save_settings`."""
     return [
         {
             "params": group["params"],
-            "settings": {key: _plain(value) for key, value in group.items() if key != "params"},
+            "settings": save_settings({key: value for key, value in group.items() if key != "params"}),
         }
         for group in groups
     ]
@@ -205,18 +240,23 @@ def load_groups(
         group.update({key: value for key, value in values.items() if key != "params"})
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, place: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()  # what a schedule has computed with NumPy
     if isinstance(value, torch.Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "value": value.tolist()}
     if isinstance(value, tuple):
-        return {"tuple": [_plain(item) for item in value]}
+        return {"tuple": [_plain(item, place) for item in value]}
     if isinstance(value, list):
-        return {"list": [_plain(item) for item in value]}
+        return {"list": [_plain(item, place) for item in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _plain(item) for key, item in value.items()}}
+        return {"dict": {key: _plain(item, f"{place}.{key}") for key, item in value.items()}}
     if isinstance(value, bool | int | float | str | None):
         return value
-    raise CommitError(f"an optimizer setting of type {type(value).__name__} cannot be committed: {value!r}")
+    raise CommitError(
+        f"{place} of the optimizer is of type {type(value).__name__}, which cannot be committed: {value!r}; make it a "
+        "number, a text or a tensor, or a list or dictionary of these"
+    )
 
 
 def _rich(value: Any) -> Any:

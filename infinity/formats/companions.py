@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from infinity.access import read_regular
-from infinity.checkpoint.durable import sync_folder, write_durably
+from infinity.access import read_regular, sync_folder
+from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError
 from infinity.formats import transformers_names as names
 from infinity.formats.adapters import ADAPTER_CONFIG, Adapter, adapters_of, peft_model

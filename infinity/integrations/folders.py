@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from infinity.checkpoint.durable import sync_file, sync_folder
+from infinity.access import sync_folder
+from infinity.checkpoint.durable import sync_file
 
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model.safetensors")
 """Files of an export: those of one before are no part of it."""

@@ -106,7 +106,7 @@ def mount_of(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount
     """Return the file system that a folder is in. Raises OSError."""
     target = Path(path).resolve()
     best, answer = -1, Mount(point="/", kind="none", source="", options="")
-    for line in mountinfo.read_text().splitlines():
+    for line in mountinfo.read_text(errors="surrogateescape").splitlines():  # names of any bytes, as os has them
         before, _, after = line.partition(" - ")
         _, _, _, _, mounted, options, *_ = before.split()
         point = Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), mounted))

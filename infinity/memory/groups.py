@@ -6,6 +6,7 @@ of the tree that is mounted in it; the tree's path in /proc/self/cgroup may begi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -29,8 +30,8 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
         root: where `proc` and everything that is mounted lie.
     """
     try:
-        own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        own = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
+        mounts = _lines(root / "proc/self/mountinfo")
     except OSError:
         return
     for number, controllers, path in own:
@@ -53,6 +54,31 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
                 inner = PurePosixPath()
             for folder in (inner, *inner.parents):
                 yield Group(version, root / point.lstrip("/") / folder)
+
+
+def cores_of_groups(root: Path = Path("/")) -> float:
+    """Return how many cores' time the control groups of this process leave it; infinity where they set no limit.
+
+    Args:
+        root: where `proc` and everything that is mounted lie.
+    """
+    least = math.inf
+    for version, folder in groups("cpu", root):
+        try:
+            if version == 2:
+                time, period = (folder / "cpu.max").read_text().split()
+            else:
+                time = (folder / "cpu.cfs_quota_us").read_text()
+                period = (folder / "cpu.cfs_period_us").read_text()
+            if int(time) > 0:
+                least = min(least, int(time) / int(period))
+        except (OSError, ValueError):  # no limit ("max"), or the root
+            continue
+    return least
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(errors="surrogateescape").splitlines()  # names of any bytes, as `os` has them
 
 
 def _unescaped(text: str) -> str:

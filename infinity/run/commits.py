@@ -14,6 +14,7 @@ from infinity.checkpoint.commit import Committer, check_tensors, remove_commits
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.room import CommitRoom, commit_bytes
+from infinity.checkpoint.state import check_buffers, save_groups
 from infinity.errors import StorageError
 from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment
@@ -40,8 +41,12 @@ def make_committer(
 
     Raises:
         BudgetError, StorageError: there is no space.
-        CommitError: the commit that the run goes on from is of another model.
+        CommitError: the commit that the run goes on from is of another model, or a setting cannot be committed.
+        UnsupportedError: a buffer cannot.
     """
+    if run.settings.run.retained_commits:
+        check_buffers(sharded.model)
+        save_groups(optimizer.param_groups)
     if run.place.found is not None:
         run.ranks.together("comparing the commit", partial(check_tensors, run.place.found, described))
     file = run.folder.commits / f"rank{run.ranks.rank:05d}.room.tmp"

@@ -6,6 +6,8 @@ import inspect
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -15,7 +17,7 @@ from infinity.budget import Budget, choose_budget
 from infinity.config import Config
 from infinity.content.compiled import prepare
 from infinity.content.layout import Layout
-from infinity.errors import ConfigError, UnsupportedError
+from infinity.errors import BudgetError, ConfigError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, Reach, ShardedModel
 from infinity.memory.device import open_device
@@ -110,9 +112,18 @@ def _discovering(kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> Call
 
 
 def plan_memory(
-    settings: Config, sharded: ShardedModel, optimizer: torch.optim.Optimizer, kernel: UpdateKernel, ranks: Ranks
+    settings: Config,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    kernel: UpdateKernel,
+    ranks: Ranks,
+    committed: int = 0,
 ) -> Budget:
     """Lay out the pages of this rank, and divide its share of host memory into frames.
+
+    Args:
+        committed: page size of the commit to go on from, which is taken where memory has room for it and the settings
+            name none; 0: there is none.
 
     Raises:
         BudgetError: the arena is too small.
@@ -163,9 +174,11 @@ def plan_memory(
             'activations.tier = "host" is for models that compute on a GPU: this one computes in host memory; set '
             '"nvme" or "device"'
         )
-    return choose_budget(
-        units, formats, host, settings.memory.page_bytes, device=device, activations=settings.activations
-    )
+    choose = partial(choose_budget, units, formats, host, device=device, activations=settings.activations)
+    if committed and not settings.memory.page_bytes:
+        with suppress(BudgetError):
+            return choose(committed)
+    return choose(settings.memory.page_bytes)
 
 
 def prepare_encodings(settings: Config, layout: Layout, ranks: Ranks) -> None:

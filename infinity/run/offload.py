@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from infinity.budget import Budget
 from infinity.checkpoint.commit import Committer
 from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.state import ResumedState
-from infinity.config import Config, check_config, load_config
+from infinity.config import Config, check_config, load_config, with_absolute_paths
 from infinity.ending import end_all
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.adapters import save_whole_adapters
@@ -48,7 +47,7 @@ from infinity.run.inspection import (
     warn_of_bf16,
 )
 from infinity.run.optimizer import PagedOptimizer
-from infinity.run.place import RunPlace
+from infinity.run.place import RunPlace, page_bytes_of_commit
 from infinity.run.run import Run
 from infinity.run.saves import LiveSaves
 from infinity.sources.dcp import DcpFolder
@@ -98,8 +97,7 @@ def offload(
     """
     settings = load_config(config)
     check_config(settings)
-    paths = tuple(os.path.abspath(path) for path in settings.storage.paths)  # the program may change its folder later
-    settings = replace(settings, storage=replace(settings.storage, paths=paths))
+    settings = with_absolute_paths(settings)  # the program may change its folder later
     # Inspect: nothing is changed, and what is wrong with model, optimizer or arguments is said.
     sharded = ShardedModel.inspect(model)
     if isinstance(optimizer, Sequence):
@@ -119,7 +117,9 @@ def offload(
         warn_of_bf16(sharded)
     check_agreement(settings, ranks, weights=weights is not None, strict=strict, init=init is not None)
     ranks.together("closing earlier runs of this process", partial(live.make_way, settings.storage.paths))
-    budget = ranks.together("planning memory", partial(plan_memory, settings, sharded, optimizer, kernel, ranks))
+    committed = page_bytes_of_commit(settings, ranks) if settings.run.resume else 0
+    plan = partial(plan_memory, settings, sharded, optimizer, kernel, ranks, committed)
+    budget = ranks.together("planning memory", plan)
     give_shapes(kernel, sharded, optimizer)
     prepare_encodings(settings, budget.layout, ranks)
     if shared := shared_slices(kernel, sharded, optimizer):

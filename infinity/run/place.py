@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from infinity.checkpoint.commit import choose_run, find_commits, list_commits
-from infinity.checkpoint.manifest import Manifest, published_in
+from infinity.checkpoint.manifest import Manifest, choose_commit, published_in, read_manifest
 from infinity.checkpoint.reader import CommitReader
 from infinity.config import Config, runtime_dir
 from infinity.content.layout import Layout
 from infinity.ending import Undo, end_all
+from infinity.errors import CommitError
 from infinity.io.drives import locate
 from infinity.ranks import Ranks
 from infinity.sources.reshard import ReshardSource, folders_of, lies_otherwise
@@ -122,6 +124,11 @@ class RunPlace:
                 return cls(folder, lock, ranks, list(commits[-1].weights), commits, None)
             reader = ranks.together("reading the commit", lambda: CommitReader(roots, there[-1]))
             source = ReshardSource(reader, ranks)
+            if ranks.rank == 0:
+                _log.warning(
+                    "the pages of run %s lie otherwise (other ranks, paths, page size or dtype): they are written "
+                    "anew, as another run; the old one keeps its space until `infinity store rm %s`", resume, resume,
+                )  # fmt: skip
             folder = RunFolder.of(paths, ranks.agree(new_run_id()))
             lock.name(folder.run_id)
         undo.push(partial(folder.remove_rank, ranks.rank, commits=ranks.local_rank == 0))
@@ -141,6 +148,24 @@ class RunPlace:
                 self.folder.remove_rank(self._ranks.rank, commits=self._ranks.local_rank == 0)
 
         end_all(unmake, self._lock.release)
+
+
+def page_bytes_of_commit(settings: Config, ranks: Ranks) -> int:
+    """Return the page size of this rank's part of the commit to go on from; 0 where there is none. All ranks together.
+
+    Pages of another size would be written anew, as another run beside it. What is wrong is said by `RunPlace.take`.
+    """
+    paths = settings.run.resume_paths or settings.storage.paths
+    try:
+        run_id = choose_run(paths, settings.run.resume, ranks)
+    except CommitError:
+        return 0
+    with suppress(OSError, CommitError):
+        for folder in (run.roots[0] / "commits" for run in look_for_runs(paths)[0] if run.run_id == run_id):
+            own = [name for name in published_in(folder) if name.rank == ranks.rank]
+            newest = choose_commit(run_id, [name.commit for name in own], settings.run.resume_step)
+            return read_manifest(folder / newest.of(ranks.rank).file_name).layout.page_bytes
+    return 0
 
 
 def _report_earlier_runs(paths: tuple[str, ...]) -> None:

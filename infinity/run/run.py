@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import resource
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,11 +27,13 @@ from infinity.errors import ConfigError, InfinityError, StallError
 from infinity.io import Engine, PacedEngine, Ticket, open_engine
 from infinity.memory.arena import Arena, ArenaPart
 from infinity.memory.device import open_device
+from infinity.memory.groups import cores_of_groups
 from infinity.memory.heap import FreedMemory
 from infinity.node import NodeDaemon
 from infinity.optim.planning import StepPlanner
 from infinity.optim.worker import UpdateWorker
 from infinity.peers import Peers
+from infinity.processor import share_of_cores
 from infinity.ranks import Ranks
 from infinity.run.balance import Balance, PathLoads
 from infinity.run.pacing import Pacing
@@ -449,5 +452,7 @@ def _close_page(stats: Stats) -> None:
 
 
 def _cores(ranks: Ranks) -> int:
-    """Return this rank's share of the cores of the node."""
-    return len(os.sched_getaffinity(0)) // ranks.local_world_size
+    """Return this rank's share of the cores of the node. All ranks together."""
+    host, mine = socket.gethostname(), os.sched_getaffinity(0)
+    of_node = [cores for name, cores in ranks.collect((host, mine)) if name == host]
+    return share_of_cores(mine, of_node, cores_of_groups())

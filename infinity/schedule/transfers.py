@@ -22,6 +22,7 @@ from threading import Condition
 from typing import Protocol
 
 from infinity.errors import StallError
+from infinity.waiting import wait_a_while
 
 _LAST_SECONDS = 5.0
 """How long `drain` waits after a failure, in seconds."""
@@ -226,7 +227,7 @@ class Transfers:
             left = since + self._timeout - time.perf_counter()
             if left <= 0:
                 return False
-            self.lock.wait(left)
+            since += wait_a_while(self.lock, left)
         return True
 
     @contextmanager

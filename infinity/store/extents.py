@@ -7,6 +7,7 @@ share a class of slots, so space never fragments and the whole need is known bef
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from infinity.content.format import Role
 from infinity.content.layout import Page
 from infinity.errors import StallError
+from infinity.waiting import wait_a_while
 
 SPARE_SLOTS = 16
 """Writes of one class that a run may have in flight at once at most, each of which needs a slot more."""
@@ -291,8 +293,11 @@ class ExtentAllocator:
         """
         with self._freed:
             free = self._free.setdefault((path, length), [])
-            if not self._freed.wait_for(lambda: bool(free), timeout):
-                raise StallError(f"no slot of {length} bytes on path {path} was freed within {timeout:.0f} s")
+            until = time.perf_counter() + timeout
+            while not free:
+                if (left := until - time.perf_counter()) <= 0:
+                    raise StallError(f"no slot of {length} bytes on path {path} was freed within {timeout:.0f} s")
+                until += wait_a_while(self._freed, left)
             return Extent(path, free.pop(), length)
 
     def take_free(self, path: int, length: int) -> Extent | None:

@@ -34,9 +34,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.access import open_own, open_regular, own_folder, whose_folder
+from infinity.access import open_own, open_regular, own_folder, sync_folder, whose_folder
 from infinity.errors import BudgetError, ConfigError, FolderBusyError, StorageError
-from infinity.store.marker import MARKER_NAME, Marker, sync_path, write_marker
+from infinity.store.marker import MARKER_NAME, Marker, write_marker
 from infinity.units import format_size
 
 LOCK_NAME = "infinity.lock"
@@ -92,7 +92,7 @@ class RunFolder:
                 own_folder(folder, parents=False)
                 write_marker(folder, Marker(run_id=self.run_id, path=number, paths=len(self.roots)))
             own_folder(self.commits, parents=False)
-            sync_path(self.roots[0])
+            sync_folder(self.roots[0])
         except OSError as error:
             raise ConfigError(f"the run folder {folder} cannot be used: {error.strerror}") from error
 
@@ -156,7 +156,7 @@ class RunFolder:
             else:
                 entry.unlink(missing_ok=True)
         if names:
-            sync_path(self.commits)
+            sync_folder(self.commits)
         if pattern == "*":
             self.commits.rmdir()
 
@@ -243,7 +243,7 @@ def make_paths(paths: Sequence[str | Path]) -> list[Path]:
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
                 made.append(path)
-                sync_path(path.parent)
+                sync_folder(path.parent)
         except OSError as error:
             unmake_paths(made)
             raise ConfigError(f"storage.paths: {str(path)!r} cannot be made: {error.strerror}") from error
@@ -607,7 +607,7 @@ def remove_stale_lock(file: Path) -> bool:
         OSError: it cannot be removed. ConfigError: it cannot be locked.
     """
     try:
-        descriptor = open_regular(file, os.O_RDONLY)
+        descriptor = open_regular(file, os.O_RDWR)  # NFS: exclusive locks are for what is open for writing
     except FileNotFoundError:
         return True
     try:
@@ -690,5 +690,5 @@ def _no_room(file: Path, size: int, free: int, reason: str) -> BudgetError:
     return BudgetError(
         f"{file.parent} has {format_size(free)} free, but this run needs {format_size(size)} there "
         f"({reason}); free space, add a path to storage.paths, or "
-        "remove earlier runs with `infinity store rm`"
+        "remove runs that nothing goes on from with `infinity store rm`"
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from infinity.access import read_regular, replacing
+from infinity.access import read_regular, replacing, sync_folder
 
 MARKER_NAME = "infinity.run"
 _FORMAT = 1
@@ -81,16 +81,7 @@ def write_marker(root: Path, marker: Marker) -> None:
         file.flush()
         os.fsync(file.fileno())  # before it has its name: a loss of power must not leave a marker that says nothing
     for name in (root, root.parent):
-        sync_path(name)
-
-
-def sync_path(path: Path) -> None:
-    """Make a file durable, or what was made, renamed and removed in a folder. Raises `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(name)
 
 
 def _encode(marker: Marker) -> bytes:
@@ -156,9 +147,13 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
             try:
                 marker = _marker_of(root)
             except FileNotFoundError:
-                with suppress(FileNotFoundError):  # it was removed just now
+                try:
                     if os.listdir(root):  # see `empty_folders`
                         passed[root] = f"it has no {MARKER_NAME}"
+                except FileNotFoundError:  # it was removed just now
+                    pass
+                except OSError as error:
+                    passed[root] = str(error.strerror)
             except OSError as error:
                 passed[root] = str(error.strerror)
             except ValueError as error:

@@ -250,13 +250,13 @@ def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mma
 
 
 def _remove_closed(folder: Path, run_id: str) -> None:
-    """Remove the pages of a folder that were closed long ago: where no daemon runs, nobody else does.
+    """Remove the pages of a folder whose ranks ended or died long ago: where no daemon runs, nobody else does.
 
     Not those of a run that begins or goes on: its ranks are just now replacing them.
     """
     for file in stats_page_files(folder):
         with contextlib.suppress(OSError, StatsPageError):
             about, page = file.stat(follow_symlinks=False), read_stats_page(file)
-            old = page.status == "ended" and time.time() - page.values[CLOSED_CELL] >= KEEP_CLOSED_SECONDS
-            if old and page.header.run_id != run_id:
+            last = page.values[CLOSED_CELL] if page.status == "ended" else about.st_mtime
+            if not page.alive and time.time() - last >= KEEP_CLOSED_SECONDS and page.header.run_id != run_id:
                 remove_stats_page(file, about)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import infinity
 from infinity.checkpoint.reader import CommitReader
 from infinity.checkpoint.room import CommitRoom
-from infinity.errors import CommitError
+from infinity.errors import CommitError, UnsupportedError
 from infinity.store.folder import RunFolder
 from support.train import MIB, Paging, settings
 
@@ -74,6 +76,85 @@ def test_a_buffer_of_two_modules_is_saved_under_both_names(committed: Path) -> N
         "first.scale": [2.0, 3.0],
         "second.scale": [2.0, 3.0],
     }
+
+
+class Table(nn.Module):
+    """Has a table that is made longer when it is needed, a counter, and what a test adds."""
+
+    def __init__(self, dtype: torch.dtype | None = None, steps: int = 1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.make(4)
+        self.register_buffer("steps", torch.zeros(steps))
+        if dtype is not None:
+            self.register_buffer("odd", torch.ones(4).to(dtype))
+
+    def make(self, length: int) -> None:
+        self.register_buffer("table", torch.arange(length) + 1.0, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.table):
+            self.make(len(x))
+        return (self.linear(x) * self.table[: len(x), None]).sum()
+
+
+def train_table(folder: Path, lr: Any = 1e-3, *, commit: bool = True, model: Any = None, **run: Any) -> float:
+    """Train a step and commit; return the loss."""
+    torch.manual_seed(0)
+    model = fully_shard(model or Table(), mesh=infinity.mesh("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer.param_groups[0]["lr"] = lr
+    with infinity.offload(model, optimizer, settings(folder, Paging(), 64 * MIB, run=run)) as paged:
+        loss = model(torch.ones(6, 8))
+        loss.backward()
+        paged.step()
+        paged.zero_grad()
+        if commit:
+            paged.commit()
+        return float(loss.item())
+
+
+def test_a_table_that_a_model_makes_longer_is_made_again(tmp_path: Path) -> None:
+    """It is in no `state_dict`; in memory, too, a new process has the short one."""
+    first = train_table(tmp_path)
+    assert train_table(tmp_path, resume="latest") != first
+
+
+def test_a_persistent_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """With both shapes; the commit is not said to be damaged."""
+    train_table(tmp_path)
+    with pytest.raises(
+        CommitError, match=r"^the buffer steps of the model has the shape \(2,\), the commit has one of shape \(1,\)"
+    ):
+        train_table(tmp_path, resume="latest", model=Table(steps=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e8m0fnu])
+def test_a_buffer_that_no_commit_can_give_back_is_refused_at_the_start(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Not at the first commit, nor when it is resumed; without commits it is taken."""
+    with pytest.raises(UnsupportedError, match=r"^the buffer odd is .*; register it in another dtype"):
+        train_table(tmp_path, model=Table(dtype))
+    train_table(tmp_path, model=Table(dtype), commit=False, retained_commits=0)
+
+
+def test_a_sparse_buffer_is_refused_at_the_start(tmp_path: Path) -> None:
+    """By its name."""
+    model = Table()
+    model.register_buffer("odd", torch.eye(4).to_sparse())
+    with pytest.raises(UnsupportedError, match=r"^the buffer odd is sparse_coo"):
+        train_table(tmp_path, model=model)
+
+
+def test_a_rate_of_numpy_is_committed(tmp_path: Path) -> None:
+    """A schedule that computes with it makes such ones."""
+    train_table(tmp_path, np.float32(1e-3))
+    assert train_table(tmp_path, resume="latest")
+
+
+def test_a_setting_that_no_commit_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
+    """By its name, before anything is trained."""
+    with pytest.raises(CommitError, match=r"^lr of the optimizer is of type Fraction, which cannot be committed"):
+        train_table(tmp_path, Fraction(1, 1000))
 
 
 def test_room_that_a_full_drive_refuses_is_given_back(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from infinity.errors import CommitError, LostRankError, StorageError
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from support.ranks import RankPool
-from support.session import Session
+from support.session import Session, reference
 from support.tables import in_turn
 
 LATEST = {"resume": "latest", "retained_commits": 2}
@@ -221,6 +221,30 @@ def test_a_commit_that_was_interrupted_before_the_exchange_is_withdrawn(
         session.commit()
         assert [found.step for found in published_in(folder.commits)] == [5]
         assert len(store._named) == usual
+
+
+def test_training_goes_on_behind_an_interrupt_while_old_commits_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one is published then: what it replaces is removed, or the next step has no slots to write to."""
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = reference(tmp_path / "undisturbed")
+    remove, calls = commits.remove_commits, []
+
+    def interrupted(*given: Any, **named: Any) -> None:
+        calls.append(given)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        remove(*given, **named)
+
+    with Session(tmp_path, storage={"timeout_seconds": 10}) as session:
+        losses = session.run(3) + session.run(5, every=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(commits, "remove_commits", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.commit()
+        assert [found.step for found in published_in(run_folder(tmp_path).commits)] == [5]
+        assert losses + session.run() == undisturbed
 
 
 def _refuse(folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.errors import CommitError, FolderBusyError, LostRankError
+from infinity.run import inspection
 from infinity.store.folder import holders
 from support.ranks import RankPool
 from support.resharding import LATEST, begin, everything, go_on, newest, same
@@ -105,6 +106,22 @@ def test_other_pages_and_paths_change_no_bit(change: str, tmp_path: Path) -> Non
         assert session.run() == undisturbed[EVERY:]
     with Session(tmp_path, run=LATEST, **sections) as session:
         assert session.optimizer.steps == STEPS
+
+
+def test_the_pages_of_a_commit_keep_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free at a start says how large pages of a new run are, not that a commit is to be written anew."""
+    sections = {"memory": {"page_bytes": 0, "host_bytes": 0}}
+    found = []
+    for arena, run in ((64 * MIB, {}), (8 * MIB, LATEST), (64 * MIB, LATEST)):
+        monkeypatch.setattr(inspection, "default_arena", lambda ranks, arena=arena: arena)
+        with Session(tmp_path, run=run, **sections) as session:
+            session.run(session.optimizer.steps + 1, every=1)
+            found.append((session.optimizer.run.folder.run_id, session.optimizer.run.layout.page_bytes))
+    assert found == [found[0]] * 3
+    monkeypatch.setattr(inspection, "default_arena", lambda ranks: 8 * MIB)
+    (tmp_path / "new").mkdir()
+    with Session(tmp_path / "new", **sections) as session:
+        assert session.optimizer.run.layout.page_bytes < found[0][1], "a new run would have other pages"
 
 
 def test_fewer_and_other_paths_change_no_bit(tmp_path: Path) -> None:

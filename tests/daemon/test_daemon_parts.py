@@ -180,6 +180,26 @@ def test_a_folder_is_traced_to_its_drive(tmp_path, partitions):
     assert wear_ratio(found.drive, tmp_path / "sys") is None
 
 
+def test_each_counter_of_a_drive_is_what_the_kernel_counts(tmp_path):
+    """None of them is another one's, nor that of another drive."""
+    fake_sysfs(tmp_path / "sys", os.stat(tmp_path).st_dev)
+    (tmp_path / "sys/devices/pci/nvme7/nvme7n1/stat").write_text("5 0 100 7000 6 0 2048 9000 0 11000 0 0 0 0 0 0 0\n")
+    collector = DevicesCollector(
+        paths=[str(tmp_path), "/proc"], pages=StatsPages(tmp_path), reserved=dict, bandwidth=lambda drive: None,
+        wear=WearWatch({}, sysfs=tmp_path / "sys"), sysfs=tmp_path / "sys",
+    )  # fmt: skip
+    _, text = scrape(collector)
+    counted = {
+        line.split("{")[0].removeprefix("infinity_device_"): float(line.split()[-1])
+        for line in text().splitlines()
+        if line.startswith("infinity_device_") and '{device="nvme7n1"}' in line and "_total" in line
+    }
+    assert counted == {
+        "read_bytes_total": 100 * 512, "written_bytes_total": 2048 * 512, "read_operations_total": 5,
+        "write_operations_total": 6, "read_seconds_total": 7, "write_seconds_total": 9, "busy_seconds_total": 11,
+    }  # fmt: skip
+
+
 def test_wear_is_told_where_sysfs_tells_it(tmp_path):
     folder = tmp_path / "class/block/mmcblk0/device"
     folder.mkdir(parents=True)

@@ -165,6 +165,19 @@ def test_what_the_drive_has_is_compared(
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_system_without_locks(
+    export: Export, committed: CommitReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lustre without its option for them: the lock only tells what was left behind."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    export(committed, tmp_path / "out")
+    check(committed, tmp_path / "out")
+
+
 def test_what_an_export_that_was_cut_off_has_left(
     export: Export, committed: CommitReader, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

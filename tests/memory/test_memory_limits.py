@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.io.drives import mount_of
 from infinity.memory.limits import available_memory
 
 GIB = 1 << 30
@@ -77,6 +78,16 @@ def test_v2_limit_less_what_is_used(tmp_path: Path) -> None:
     tree = v2_tree(tmp_path, "/")
     tree.v2("", 4 * GIB, usage=GIB)
     assert tree.available == 3 * GIB
+
+
+def test_a_mount_whose_name_is_no_text(tmp_path: Path) -> None:
+    """Names have any bytes; the groups are found nevertheless, and so is the drive of a folder."""
+    tree = v2_tree(tmp_path, "/")
+    tree.v2("", 4 * GIB, usage=GIB)
+    file = tmp_path / "proc/self/mountinfo"
+    file.write_bytes(file.read_bytes() + b"99 1 254:9 / /mnt/caf\xe9 rw - tmpfs tmpfs rw\n")
+    assert tree.available == 3 * GIB
+    assert mount_of("/mnt/elsewhere", file).kind == "ext4"
 
 
 def test_v1_limit_less_what_is_used(tmp_path: Path) -> None:

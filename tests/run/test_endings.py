@@ -69,12 +69,17 @@ def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     """Paths are those of the start, as launchers change the folder later."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    model, optimizer = start({"storage": {"paths": ["nvme"]}, "memory": {"host_bytes": 64 * MIB}})
+    telemetry = {"timeline": "trace.json", "runtime_dir": "runtime"}
+    model, optimizer = start(
+        {"storage": {"paths": ["nvme"]}, "memory": {"host_bytes": 64 * MIB}, "telemetry": telemetry}
+    )
     monkeypatch.chdir(tmp_path / "elsewhere")
     step(model, optimizer)
     optimizer.commit()
     optimizer.close()
     assert len(list((tmp_path / "nvme").glob("*/commits/*.json"))) == 1
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["elsewhere", "nvme", "runtime", "trace.json"]
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_ready_tree_is_checked_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 import infinity
 from infinity.config import UpdateConfig
+from infinity.processor import share_of_cores
 from support import models
 from support.command import run_here
 
@@ -33,12 +35,29 @@ def test_a_run_counts_the_cores_of_its_rank(
     """Torch computes on one here."""
     assert torch.get_num_threads() == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("infinity.run.run.cores_of_groups", lambda: math.inf)
     model = models.build("even")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with infinity.offload(model, optimizer, {"storage": {"paths": [str(tmp_path)]}}) as paged:
         assert paged.run.update_cores == expected
         assert paged.run.worker.threaded is bool(expected)
         assert paged.run.hashers == hashers
+
+
+@pytest.mark.parametrize(
+    ("of_node", "limit", "expected"),
+    [
+        ([range(16)] * 2, math.inf, 8),  # torchrun binds nobody
+        ([range(8), range(8, 16)], math.inf, 8),  # each has its own, as with Slurm
+        ([range(8), range(4, 8)], math.inf, 6),  # four of them are shared by both
+        ([range(16)] * 2, 8.0, 4),  # a container may take the time of eight
+        ([range(3)] * 3, math.inf, 1),
+    ],
+)
+def test_cores_of_ranks_that_a_launcher_has_bound(of_node: list[range], limit: float, expected: int) -> None:
+    """Those of the first rank."""
+    sets = [set(cores) for cores in of_node]
+    assert share_of_cores(sets[0], sets, limit) == expected
 
 
 def test_a_plan_takes_what_a_run_on_this_machine_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Event, Lock, Thread, Timer
+from functools import partial
+from threading import Condition, Event, Lock, Thread, Timer
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from infinity.memory.device import open_device
 from infinity.schedule.activations import ActivationPages, Kept
 from infinity.schedule.stack import page_lengths
 from infinity.schedule.transfers import Transfers
+from infinity.waiting import wait_a_while
 from support.late_copies import late_copies
 
 PAGE = 8192
@@ -209,6 +211,22 @@ def test_what_a_drive_fails_is_raised_and_stays() -> None:
             keep_many(pages, kept)
         with pytest.raises(StorageError, match="EIO"):
             pages.keep(content(PAGE, 0))
+
+
+def test_a_process_that_was_stopped_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour of Ctrl-Z is not the drive's; what it has answered is heard first."""
+    condition, clock = Condition(), [0.0]
+    monkeypatch.setattr("infinity.waiting.time.perf_counter", lambda: clock[0])
+
+    def wait(seconds: float, stopped: float) -> None:
+        clock[0] += seconds + stopped
+
+    for stopped in (0.0, 3600.0):
+        monkeypatch.setattr(condition, "wait", partial(wait, stopped=stopped))
+        for seconds in (0.25, 120.0):
+            before = clock[0]
+            assert wait_a_while(condition, seconds) == pytest.approx(stopped)
+            assert clock[0] - before == pytest.approx(min(seconds, 1.0) + stopped)
 
 
 def test_a_drive_that_does_not_answer_is_not_waited_for() -> None:

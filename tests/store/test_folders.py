@@ -103,6 +103,37 @@ def test_a_run_is_a_name_and_a_marker(tmp_path: Path) -> None:
     }
 
 
+def test_a_folder_that_may_not_be_listed_hides_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody can make one where many store their runs."""
+    run, odd = make_run(tmp_path), tmp_path / "20260101-000000-aaaaaa"
+    odd.mkdir(mode=0o711)
+    listdir = os.listdir
+
+    def refusing(path: Path) -> list[str]:
+        if path == odd:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    runs, passed = look_for_runs([tmp_path])
+    assert ([found.run_id for found in runs], passed) == ([run.run_id], {odd: "Permission denied"})
+
+
+def test_a_path_may_be_a_link_and_a_new_one_may_lie_below_it(tmp_path: Path) -> None:
+    """As /scratch is on many nodes: a run begins there, goes on and is removed."""
+    (tmp_path / "drive").mkdir()
+    link = tmp_path / "nvme0"
+    link.symlink_to(tmp_path / "drive")
+    for storage in ({}, {"paths": [str(link / "new")]}):
+        with Session(tmp_path, storage=storage) as session:
+            session.run(EVERY)
+        with Session(tmp_path, storage=storage, run={"resume": "latest"}) as session:
+            assert session.optimizer.steps == EVERY
+            folder = session.optimizer.run.folder
+        folder.remove()
+        assert look_for_runs([link, *storage.get("paths", [])])[0] == []
+
+
 def test_a_flipped_bit_does_not_hide_a_run(tmp_path: Path) -> None:
     """The marker is there twice; a start that resumes the run makes it whole again."""
     run = make_run(tmp_path)

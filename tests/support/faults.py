@@ -70,6 +70,10 @@ def _refuse_pidfd() -> None:
     os.pidfd_open = refuse
 
 
+def _lack_pidfd() -> None:
+    del os.pidfd_open  # as in Pythons that were built without it
+
+
 def _leave(session: Session) -> None:
     session.optimizer.close()
     os._exit(0)
@@ -149,7 +153,11 @@ CASES = {
 KILLED = Case(
     act=_kill, says="", peer=r"LostRankError: rank {rank} \(process \d+\) has ended without a word: killed, out of"
 )
-KILLED_UNSEEN = replace(KILLED, prepare=_refuse_pidfd)
+KILLED_UNSEEN = {
+    "pidfd_open is refused (Operation not permitted)": replace(KILLED, prepare=_refuse_pidfd),
+    "pidfd_open is refused (module 'os' has no attribute 'pidfd_open')": replace(KILLED, prepare=_lack_pidfd),
+}
+"""By what is logged where the end of a process is not told."""
 """Where a seccomp profile forbids to hold a descriptor of another process."""
 LEFT = Case(act=_leave, says="", peer="RuntimeError: .*by peer")
 """Closed in order, though the others go on: no failure, but the end of their collectives."""

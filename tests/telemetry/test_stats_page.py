@@ -200,6 +200,11 @@ def test_killed_rank_leaves_its_counts_and_is_dead(tmp_path):
     page = read_stats_page(path)
     assert page.status == "dead"
     assert page.value("steps_total") == 11
+    make(tmp_path)
+    assert path.exists(), "whoever looks for what has happened finds it for a while"
+    os.utime(path, (0, time.time() - KEEP_CLOSED_SECONDS - 1))
+    make(tmp_path, rank=1)
+    assert not path.exists()
 
 
 def test_a_recycled_process_number_is_not_taken_for_the_rank(tmp_path):

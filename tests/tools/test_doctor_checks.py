@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from infinity.io.ring import RingRefusedError
+from infinity.memory.groups import cores_of_groups
 from infinity_tools.doctor import engine, memory, processor, software
 from infinity_tools.doctor.finding import Check
 from infinity_tools.doctor.world import World
@@ -246,11 +247,11 @@ def test_quota_of_version_1_and_of_groups_around(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "1:cpu,cpuacct:/job/step\n")
     machine.write("proc/self/mountinfo", "32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n")
     here = World.of([], machine.root, machine.root)
-    assert processor.quota(here) == math.inf
+    assert cores_of_groups(here.root) == math.inf
     for group, time in (("", -1), ("job", 150000), ("job/step", 400000)):
         machine.write(f"sys/fs/cgroup/cpu/{group}/cpu.cfs_quota_us", f"{time}\n")
         machine.write(f"sys/fs/cgroup/cpu/{group}/cpu.cfs_period_us", "100000\n")
-    assert processor.quota(here) == 1.5
+    assert cores_of_groups(here.root) == 1.5
 
 
 @pytest.mark.parametrize(

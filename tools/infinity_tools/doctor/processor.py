@@ -6,27 +6,10 @@ import math
 import os
 from typing import Final
 
-from infinity.memory.groups import groups
+from infinity.memory.groups import cores_of_groups
 from infinity.processor import crawls_in_bf16, multiplies_bf16
 from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, warning
 from infinity_tools.doctor.world import World
-
-
-def quota(world: World) -> float:
-    """Return how many cores' time the control groups of this process leave it; infinity where they set no limit."""
-    least = math.inf
-    for version, folder in groups("cpu", world.root):
-        try:
-            if version == 2:
-                time, period = (folder / "cpu.max").read_text().split()
-            else:
-                time = (folder / "cpu.cfs_quota_us").read_text()
-                period = (folder / "cpu.cfs_period_us").read_text()
-            if int(time) > 0:
-                least = min(least, int(time) / int(period))
-        except (OSError, ValueError):  # no limit ("max"), or the root
-            continue
-    return least
 
 
 def _threads() -> int:
@@ -41,7 +24,7 @@ def cores(world: World) -> Verdict:
     many threads as the affinity or OMP_NUM_THREADS says; more threads than time for them wait for one another.
     torchrun sets OMP_NUM_THREADS to 1 where it is not set and there are several ranks."""
     mine, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    time = min(quota(world), mine)
+    time = min(cores_of_groups(world.root), mine)
     value = f"{mine}" + (f" of {there}" if mine < there else "")
     threads = _threads() or mine
     if time < mine:

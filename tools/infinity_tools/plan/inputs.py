@@ -23,7 +23,9 @@ from infinity.estimate.machine import (
     Machine,
 )
 from infinity.estimate.model import OPTIMIZERS, ModelShape, decoder, with_lora, with_trainable_share
+from infinity.memory.groups import cores_of_groups
 from infinity.memory.limits import default_arena
+from infinity.processor import share_of_cores
 from infinity.store.pages import hash_threads
 from infinity.units import MIB, align_down, format_size, parse_size
 from infinity_tools.plan.drives import drives_at, typed_drives
@@ -286,7 +288,8 @@ def _config_of(model: ModelShape) -> ModelSource:
 
 def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config) -> Machine:
     kind = "cuda" if device.memory_bytes or device.link else "cpu"
-    cores = max(1, len(os.sched_getaffinity(0)) // asked.ranks)  # those of this machine, where another one is planned
+    mine = os.sched_getaffinity(0)  # of this machine, where another one is planned
+    cores = max(1, share_of_cores(mine, [mine] * asked.ranks, cores_of_groups()))
     beside = settings.update.cores_beside(kind, cores=cores, computing=cores)
     return Machine(
         drives=drives,
