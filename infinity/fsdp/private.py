@@ -495,14 +495,22 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
     class InPlace(ReusedBuffers):
         def __init__(self) -> None:
             super().__init__()
-            # What was allocated as the input of a reduction whose output is allocated next.
+            # What was allocated as the input of a reduction whose output is allocated next, and in which backward: one
+            # that was interrupted in between leaves its input here.
             self._input: torch.Tensor | None = None
+            self._backward = -1
 
         def allocate(
             self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
         ) -> torch.Tensor:
             output, self._input = self._input, None
-            if output is not None and output.shape == torch.Size(map(int, size)) and output.dtype == dtype:
+            before, self._backward = self._backward, backward_number()
+            if (
+                before == self._backward
+                and output is not None
+                and output.shape == torch.Size(map(int, size))
+                and output.dtype == dtype
+            ):
                 return output
             self._input = super().allocate(size, dtype=dtype, device=device)
             return self._input

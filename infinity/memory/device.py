@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from infinity import interrupts
 from infinity.hugepages import transfer_memory
 from infinity.memory.limits import device_margin
 from infinity.units import GIB
@@ -344,5 +345,6 @@ def wait(mark: Mark, timeout: float, given_up: Callable[[], bool] = lambda: Fals
         if given_up() or time.perf_counter() >= deadline:
             return False
         time.sleep(pause)
+        interrupts.check()
         pause = min(2 * pause, _LONGEST_SLEEP)
     return True

@@ -10,6 +10,7 @@ arrives, in the next forward, and in `step()`. What the user does with `p.grad` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from mmap import PAGESIZE
 
@@ -52,6 +53,9 @@ USED_BY_STEP = (
 USED_TWICE = (
     "the gradient of {name} was used up by the step() before, and memory would update with it again: call zero_grad() "
     "after step(), also where it is set to zero or None for a part of the parameters only"
+)
+CUT_OFF = (
+    "the gradient of {name} was being stored when that was cut off: call zero_grad(), and begin with the forward again"
 )
 DROPPED = "this gradient of {name} was dropped, by zero_grad() or for another one; clone() what is to be kept"
 CLOSED = "the gradient of {name} went with the optimizer, which was closed"
@@ -367,7 +371,7 @@ class Gradients:
         self.changed = True
 
     def _begin_anew(self, gradient: OneGradient) -> None:
-        if gradient.gone == USED_BY_STEP and self._current.get(gradient.shard) is gradient:
+        if gradient.gone in (USED_BY_STEP, CUT_OFF) and self._current.get(gradient.shard) is gradient:
             gradient.gone = ""
         else:
             self.check(gradient)
@@ -417,6 +421,8 @@ class Gradients:
             if isinstance(local, PagedGradient):
                 local = local.clone()
             assigned[shard] = local
+        if not private.in_backward():
+            self._arrivals = {shard: each for shard, each in self._arrivals.items() if each.held is not None}
         for shard, values in assigned.items():
             self._drop(shard)
             gradient = self._current[shard] = OneGradient(self, shard, values.shape)
@@ -424,14 +430,16 @@ class Gradients:
         self.changed = False
 
     def check_new(self) -> None:
-        """Check that no `p.grad` is left from the step before.
+        """Check that no `p.grad` is left from the step before, and none was cut off.
 
         Raises:
-            InfinityError: one is.
+            InfinityError: one is or was.
         """
         for shard, gradient in self._current.items():
             if gradient.gone == USED_BY_STEP:
                 raise InfinityError(USED_TWICE.format(name=self.name(shard)))
+            if gradient.gone == CUT_OFF:
+                self.check(gradient)
 
     def _drop(self, shard: int) -> None:
         """Forget the gradient of a shard."""
@@ -505,10 +513,17 @@ class Gradients:
         self._recording.gradients(unit, components)
         self._components[unit] = components
         accesses = store_gradient_accesses(self._layout, unit, stored=before if stored else 0, components=components)
-        with self._ledger.part("copy"):
-            self._walk(accesses, stored, totals, at_home=self._pager.at_home(unit))
-        with self._ledger.part("update"):
-            norms = torch._foreach_norm(list(totals.values()), 2.0)
+        try:
+            with self._ledger.part("copy"):
+                self._walk(accesses, stored, totals, at_home=self._pager.at_home(unit))
+            with self._ledger.part("update"):
+                norms = torch._foreach_norm(list(totals.values()), 2.0)
+        except BaseException:  # pages of some are sums already, and of others not yet
+            for gradient in (stored | dict(arrivals)).values():
+                gradient.end(CUT_OFF)
+            with suppress(Exception):  # of drives, which is what is raised then
+                self._discard(unit)
+            raise
         for shard, norm in zip(totals, norms, strict=True):
             gradient = arrivals[shard]
             gradient.held, gradient.stored, gradient.length, gradient.edits = None, True, norm, []

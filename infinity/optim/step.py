@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from threading import RLock
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
+from infinity import interrupts
 from infinity.budget import device_update_bytes
 from infinity.content.format import Role
 from infinity.content.layout import Layout
@@ -30,7 +34,7 @@ from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
 from infinity.optim.whole import WholeParameters
-from infinity.optim.worker import UpdateWorker
+from infinity.optim.worker import UpdateWorker, telling
 from infinity.schedule.activations import ActivationPages
 from infinity.schedule.link import link_traffic
 from infinity.schedule.pager import Pager
@@ -43,6 +47,29 @@ _MOST_BEHIND = 2
 else keeps the training thread from going on, and gradients from taking the device's memory."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _one_at_a_time(method: Callable[P, R], *, waits: bool = False) -> Callable[P, R]:
+    """Let one thread at a time run a method of a `StepRunner`, and Ctrl-C wait until it has, or until it waits.
+
+    Args:
+        waits: whether Ctrl-C comes through in none of its waits either.
+    """
+
+    @wraps(method)
+    def run(*args: P.args, **keywords: P.kwargs) -> R:
+        runner: Any = args[0]
+        with interrupts.held(waits=waits), runner._lock:
+            return method(*args, **keywords)
+
+    return run
+
+
+_whole_at_a_time = partial(_one_at_a_time, waits=True)
+
+
 class StepRunner:
     """Runs training steps over paged shards.
 
@@ -50,7 +77,7 @@ class StepRunner:
     (`gathering`, `gathered`); gradients arrive in backward (`gradient_arrived`) and may be read and changed until
     `step`, which ends it: what was not updated in backward is updated, or left to the next forward. In between anybody
     may `look` at weights and states, which are those of the last step then. It ends with `close`. The training thread
-    calls all methods (in backward, autograd's thread for it).
+    calls all methods (in backward, autograd's thread for it); another one may look, and waits for its turn.
     """
 
     def __init__(
@@ -83,6 +110,7 @@ class StepRunner:
             whole: brings together what ranks have of parameters that are updated whole; None where there are none.
             activations: has what forwards keep for backwards; None where that stays on the device.
         """
+        self._lock = RLock()
         self._activations = activations
         self._layout, self._pager, self._worker, self._given = layout, pager, worker, given
         self._device, self._staging, self._device_bytes = device, staging, device_bytes
@@ -118,6 +146,7 @@ class StepRunner:
         """Note that a forward begins that is inside of no other unit's, under `torch.no_grad()` or not."""
         self._grad_enabled = grad_enabled
 
+    @_one_at_a_time
     def gathering(self, shard: int) -> bool:
         """Note that a shard's pages are about to be copied out.
 
@@ -154,6 +183,7 @@ class StepRunner:
             self.updates.run_pending(unit)
         return training
 
+    @_one_at_a_time
     def gathered(self, shard: int) -> None:
         """Note that the pages of a shard have been copied out in a training pass."""
         if self._layout.ends_unit(shard):
@@ -165,6 +195,7 @@ class StepRunner:
                 self.updates.run_pending(following)
                 self._staging.stage(following)
 
+    @_one_at_a_time
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
         """Take over what is in `p.grad` after a reduction; see `Gradients.take`."""
         self.check_open()
@@ -189,12 +220,14 @@ class StepRunner:
         if unit in self.updates.begun:
             raise InfinityError(
                 f"the weights of unit {self._layout.units[unit].name} were updated in backward, but step() has not "
-                "been called yet: to look at them between the two, run an evaluation there, or run several backward "
-                'passes per step, set update.placement = "after_backward" (or "in_forward")'
+                "been called yet. Behind a step that was cut off, end it as it is, with step() and then zero_grad(), or "
+                "resume from the last commit; to look at weights between the two, run an evaluation there, or run "
+                'several backward passes per step, set update.placement = "after_backward" (or "in_forward")'
             )
 
     # Who looks at weights and states #
 
+    @_one_at_a_time
     def look(self, shard: int) -> None:
         """Let the weights and the state of a shard be those of the last step, before anybody looks at them.
 
@@ -207,12 +240,14 @@ class StepRunner:
             self._looked_between |= self.has_gradients
         self.settle()
 
+    @_one_at_a_time
     def settle(self) -> None:
         """Have all updates done, those too that are left to the next forward: before anybody looks at the state."""
         if self.updates.waiting:
             self.planner.settling(self.updates.waiting)
         self.updates.settle()
 
+    @_one_at_a_time
     def switch(self, method: str) -> None:
         """Run a method of the optimizer that changes its mode over all pages; all ranks together.
 
@@ -234,6 +269,7 @@ class StepRunner:
         """Whether gradients have arrived since the last step."""
         return bool(self.updates.begun) or self._gradients.there
 
+    @_one_at_a_time
     def reconcile(self) -> None:
         """Take over what was done to `p.grad` itself since gradients arrived.
 
@@ -246,23 +282,26 @@ class StepRunner:
             self._begin()
             self.planner.follow(self.planner.events, waiting=self.updates.waiting)
 
+    @_one_at_a_time
     def close_arrivals(self) -> None:
         """Store or use the gradients that were coming in: nobody waits for others of their unit."""
         self._gradients.close_arrivals()
 
+    @_one_at_a_time
     def check_drop(self) -> None:
         """Check that gradients can be dropped.
 
         Raises:
             InfinityError: a unit was already updated in backward: there is no way back.
         """
-        self._gradients.close_arrivals()
         if self.updates.begun:
             raise InfinityError(
-                "zero_grad() before step(): updates already ran in backward; to drop gradients set "
+                "zero_grad() before step(): updates already ran in backward, and cannot be undone; end the step as it is, "
+                "with step() and then zero_grad(), or resume from the last commit; to be able to drop gradients set "
                 'update.placement = "after_backward"'
             )
 
+    @_one_at_a_time
     def check_new(self) -> None:
         """Check that no `p.grad` is left from the step before. Raises `InfinityError` where one is."""
         self._gradients.check_new()
@@ -271,6 +310,7 @@ class StepRunner:
         """Let the step that is running update nothing."""
         self._skip = True
 
+    @_whole_at_a_time
     def step(self) -> StepRecord | None:
         """End the step: update what was not updated in backward, or leave it to the next forward.
 
@@ -298,13 +338,14 @@ class StepRunner:
             updates.run_reduced()
             events = self._recording.end()
             self._choose(events, late)
-            updates.run_left()
-            if self._skip:
-                gradients.discard()
-                updates.end_step()
-                self._ledger.skipped()
-            else:
-                updates.finish(gradients.use_up(), gradients.components, events)
+            with telling(self._pager.fail):  # units of which some are a step ahead are nothing to go on from
+                updates.run_left()
+                if self._skip:
+                    gradients.discard()
+                    updates.end_step()
+                    self._ledger.skipped()
+                else:
+                    updates.finish(gradients.use_up(), gradients.components, events)
             self._begin()
             self.planner.follow(events, waiting=updates.waiting)
         pager, frames, held = self._pager, Counter(self._pager.census()), self._pager.held_bytes()

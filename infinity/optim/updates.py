@@ -14,15 +14,16 @@ arithmetic runs on the worker's thread, in the same order. Whoever needs one of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.profiler import record_function
 
+from infinity import interrupts
 from infinity.budget import TOGETHER
 from infinity.content.layout import Layout, Range, Segment
 from infinity.content.views import Content
@@ -126,9 +127,10 @@ class Updates:
 
     def run_reduced(self) -> None:
         """Run the update in backward that waits for the next gather, if one does."""
-        unit, self._reduced = self._reduced, -1
-        if unit >= 0:
-            self._run(unit, self.begun[unit])
+        if self._reduced >= 0:
+            with self._handing_on():
+                unit, self._reduced = self._reduced, -1
+                self._run(unit, self.begun[unit])
 
     # In step() and in the next forward #
 
@@ -179,9 +181,9 @@ class Updates:
 
     def run_pending(self, unit: int) -> None:
         """Run the update of a unit that was left to the next forward, if it still waits."""
-        update = self._pending.pop(unit, None)
-        if update is not None:
-            self._run(unit, update)
+        if unit in self._pending:
+            with self._handing_on():
+                self._run(unit, self._pending.pop(unit))
 
     def run_due(self, gathered: int) -> None:
         """Run the update that was left to the moment at which a unit has been gathered."""
@@ -194,7 +196,7 @@ class Updates:
 
     def settle(self) -> None:
         """Run the updates that wait for the next forward, in the order in which it would; wait until all have run."""
-        for unit in self._due.values():
+        for unit in [*self._due.values(), *self._pending]:
             self.run_pending(unit)
         self.drain()
 
@@ -248,6 +250,12 @@ class Updates:
         self.scalars.update({shard: now for shard, now in update.after.items() if shard in self.scalars})
 
     # One of them #
+
+    @contextmanager
+    def _handing_on(self) -> Iterator[None]:
+        """Do without interrupts what takes an update and hands it on: nobody would know of it in between."""
+        with interrupts.held(), telling(self._pager.fail):
+            yield
 
     def _run(self, unit: int, update: Update) -> None:
         """Give the worker a unit's ranges to update; their leases are taken here."""

@@ -8,7 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
+from infinity import interrupts
 from infinity.errors import InfinityError
+
+_LOOK_SECONDS = 0.5
+"""After which it is looked whether the training thread is to be interrupted, while it waits."""
 
 
 @contextmanager
@@ -64,8 +68,8 @@ class UpdateWorker:
 
     def drain(self) -> None:
         """Wait until all jobs have run; a failure is raised by whoever looks at a page next."""
-        if self._last is not None:
-            wait([self._last])
+        while self._last is not None and not wait([self._last], _LOOK_SECONDS).done:
+            interrupts.check()
 
     def close(self) -> None:
         """Drop what has not begun, and end the thread."""

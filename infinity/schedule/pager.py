@@ -28,6 +28,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from infinity import interrupts
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.content.views import Content, bytes_of
@@ -164,8 +165,14 @@ class Pager:
             StallError: a wait took longer than the time limit.
             InfinityError: the arena has too few frames for what is in use at once.
         """
-        planned = self._acquire(uses, planned=planned)
+        interrupts.begin()  # until it is sure that what is acquired is released
         try:
+            planned = self._acquire(uses, planned=planned)
+        except BaseException:
+            interrupts.end()
+            raise
+        try:
+            interrupts.end()
             yield self._contents(uses)
         finally:
             self._release(uses, planned=planned, mark=copies() if copies else None)
@@ -261,6 +268,7 @@ class Pager:
             return
         began = perf_counter()
         while not wait_for_futures([job], _LOOK_SECONDS).done:
+            interrupts.check()
             if self.transfers.failure is not None:
                 raise self.transfers.failure
         self._observer.stalled(cause, -1, perf_counter() - began)

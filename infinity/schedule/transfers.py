@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from threading import Condition
 from typing import Protocol
 
+from infinity import interrupts
 from infinity.errors import StallError
 from infinity.waiting import wait_a_while
 
@@ -90,6 +91,18 @@ class PagerObserver(Protocol):
         """A transfer (`op` is ``read`` or ``write``) was waited for longer than the time limit; from any thread."""
 
 
+class _Lock(Condition):
+    """Holds Ctrl-C back: the lock would stay taken, or what it guards be half changed."""
+
+    def __enter__(self) -> bool:
+        interrupts.begin()
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[arg-type]
+        interrupts.end()
+
+
 class Transfers:
     """Starts and counts transfers, and waits for whatever a completion can bring about.
 
@@ -113,7 +126,7 @@ class Transfers:
         self._observer, self._timeout, self._failed = observer, timeout, failed
         self._stores: list[PageReaderWriter] = []
         """Stores that pages have been moved of; asked for the oldest request where something takes too long."""
-        self.lock = Condition()
+        self.lock: Condition = _Lock()
         """The one lock; notified whenever something ends that may be waited for."""
         self.reads = 0
         """Pages that are being read."""
@@ -228,6 +241,7 @@ class Transfers:
             if left <= 0:
                 return False
             since += wait_a_while(self.lock, left)
+            interrupts.check()
         return True
 
     @contextmanager
@@ -251,10 +265,13 @@ class Transfers:
     def drain(self, ended: Callable[[], bool]) -> None:
         """Wait until nothing is in flight and `ended()`, after a failure a moment only; raises nothing."""
         timeout = self._timeout if self.failure is None else min(self._timeout, _LAST_SECONDS)
-        self.lock.wait_for(lambda: not self.writes and not self.reads and ended(), timeout)
+        until = time.perf_counter() + timeout
+        while (self.writes or self.reads or not ended()) and (left := until - time.perf_counter()) > 0:
+            until += wait_a_while(self.lock, left)
+            interrupts.check()
 
     def leave_to_parent(self, error: Exception) -> None:
         """In a child that was forked: take a new lock, and let every call raise `error`. Not under the lock."""
         # A thread of the parent may have held the lock when it forked; it is not here to give it back.
-        self.lock = Condition()
+        self.lock = _Lock()
         self.failure = error

@@ -14,7 +14,7 @@ from support.modules import MODULES, ROOT, imported, modules
 
 LEVELS = {
     "config": 0, "settings": 0, "schema": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0,
-    "variables": 0, "extras": 0, "torchrun": 0, "command": 0, "processor": 0, "waiting": 0,
+    "variables": 0, "extras": 0, "torchrun": 0, "command": 0, "processor": 0, "waiting": 0, "interrupts": 0,
     "io": 1, "memory": 1, "telemetry": 1, "content": 1, "node": 1, "ranks": 1, "peers": 1,
     "store": 2, "schedule": 2, "budget": 2, "checkpoint": 2,
     "fsdp": 3, "accumulation": 3, "optim": 3, "formats": 3, "sources": 3, "estimate": 3, "models": 3,
@@ -36,6 +36,7 @@ NO_TORCH = (
     "extras",
     "processor",
     "waiting",
+    "interrupts",
     "content.format",
     "content.layout",
     "io",

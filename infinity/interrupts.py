@@ -1,0 +1,95 @@
+"""Ctrl-C, held back where it would leave something half done.
+
+Python raises `KeyboardInterrupt` between any two operations of the main thread: also between the two that take an
+update out of a list and hand it on, or that take a lock and note that it is held. So in short blocks the handler of
+SIGINT only notes it, and the one that was there before gets it at their end. A second one is not held back.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+
+class _HeldBack:
+    """What the main thread, which alone runs handlers, holds back. Read and changed by it alone."""
+
+    def __init__(self) -> None:
+        self.main = threading.main_thread().ident
+        """The main thread; another one in a child that one of another thread has forked."""
+        self._blocks = 0
+        """Blocks that it is in."""
+        self._whole = 0
+        """Those of them in which waits are not interrupted."""
+        self._noted = False
+        """Whether SIGINT came in them."""
+        self._before: Callable[[int, Any], Any] | None = None
+        """The handler that was there; None outside of blocks, and where there is none of Python's."""
+
+    def begin(self, whole: bool = False) -> None:
+        """Begin a block; a `whole` one is one in which waits are not interrupted either."""
+        if threading.get_ident() != self.main:
+            return
+        if not self._blocks:
+            before = signal.getsignal(signal.SIGINT)
+            self._noted = False
+            if callable(before):
+                # From here on nothing is raised.
+                signal.signal(signal.SIGINT, self._note)
+                self._before = before
+        self._blocks += 1
+        self._whole += whole
+
+    def end(self, whole: bool = False) -> None:
+        """End a block. Raises what the handler raises that was there, `KeyboardInterrupt` as a rule."""
+        if threading.get_ident() != self.main:
+            return
+        self._whole -= whole
+        self._blocks -= 1
+        if self._blocks or self._before is None:
+            return
+        before, self._before = self._before, None
+        signal.signal(signal.SIGINT, before)
+        if self._noted:  # looked at behind that, or one would be lost that comes between the two
+            self._noted = False
+            before(signal.SIGINT, None)
+
+    def check(self) -> None:
+        """Let through what has been noted, at a place where nothing is half done. Raises as `end`."""
+        if self._noted and not self._whole and self._before is not None and threading.get_ident() == self.main:
+            self._noted = False
+            self._before(signal.SIGINT, None)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self._noted and self._before is not None:
+            self._before(number, frame)
+        self._noted = True
+
+
+_HELD: Final = _HeldBack()
+begin, end, check = _HELD.begin, _HELD.end, _HELD.check
+
+
+@contextmanager
+def held(*, waits: bool = True) -> Iterator[None]:
+    """Hold Ctrl-C back until the block has ended.
+
+    Args:
+        waits: whether waits in it are not interrupted either (`check`).
+    """
+    begin(waits)
+    try:
+        yield
+    finally:
+        end(waits)
+
+
+def _in_child() -> None:
+    _HELD.main = threading.get_ident()
+
+
+os.register_at_fork(after_in_child=_in_child)
