@@ -109,7 +109,7 @@ class SavedActivations:
         self._warned = False
         """Whether it was said that nothing is paged. [Note: hooks of others]"""
         units = [module for module in sharded.model.modules() if private.is_sharded_module(module)]
-        self._units = len(units) - 1
+        self._units = sum(unit is not sharded.model for unit in units)
         """All that there are, but for the root."""
         with ExitStack() as undo:
             for unit in units:

@@ -61,7 +61,8 @@ class Attachment:
 
             # The outermost tells: checkpointing runs the units inside of it under no_grad, and computes them again.
             def begin(module: nn.Module, args: Any) -> None:
-                if module is sharded.model and not private.in_backward():
+                again = module is sharded.model or any(other is module for other in running)
+                if again and not private.in_backward():
                     running.clear()  # of a forward that was interrupted: torch calls `end` behind an `Exception` only
                 if not running:
                     listener.forward(torch.is_grad_enabled())

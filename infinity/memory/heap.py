@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +20,12 @@ from infinity.units import MIB
 
 CREEP_BYTES = 64 * MIB
 """How much more than units need may be kept, before all that is free is given back."""
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _NEVER = (1 << 31) - 1
+_USUAL = {_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 32 * MIB, _M_TRIM_THRESHOLD: 64 * MIB}
+"""What glibc has by itself in a process that has freed large blocks; once told anything, it adapts nothing any more."""
+_bounded: weakref.WeakSet[FreedMemory] = weakref.WeakSet()
+"""Of all runs of this process that have not ended."""
 
 
 @dataclass(slots=True)
@@ -65,6 +70,14 @@ class FreedMemory:
         """Whether the last call of `bound` measured."""
         self._emptied = False
         """Whether the last call of `bound` has given back what was free."""
+        _bounded.add(self)
+
+    def close(self) -> None:
+        """Let the C library give back again what is freed, unless another run goes on. Idempotent."""
+        _bounded.discard(self)
+        if self._keeps and not _bounded:
+            _forget()
+            give_back()
 
     def bound(self, unit: Hashable = None, *, measure: bool = False, first: bool = False) -> None:
         """Give all freed memory back if the process is larger than it has to be. Once per unit, from one thread.
@@ -91,6 +104,21 @@ class FreedMemory:
         if self._emptied:
             give_back()
             need.base = resident_bytes()
+
+
+def _forget() -> None:
+    """Have the C library keep what it keeps by itself: nobody bounds it any more."""
+    if libc := _glibc():
+        for name, value in _USUAL.items():
+            libc.mallopt(name, value)
+
+
+def _in_child() -> None:
+    if _bounded:  # it trains nothing, as a worker that loads data
+        _forget()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def give_back() -> None:

@@ -266,6 +266,11 @@ class _Probe:
                         f"keeps state {key!r} of shape {tuple(value.shape)} for a parameter of shape {subject.shape}, "
                         "and pages hold states of the parameter's own shape"
                     )
+                if value.is_complex():
+                    raise UnsupportedError(
+                        f"{self._name} keeps state {key!r} of {value.dtype}: complex parameters cannot be paged; train "
+                        "their real and imaginary parts, and make one of them in forward (torch.view_as_complex)"
+                    )
                 if dtype_name(value.dtype) not in ITEMSIZE:
                     raise self._refused(f"keeps state {key!r} of {value.dtype}, which pages cannot hold")
                 kinds.append((key, dtype_name(value.dtype)))

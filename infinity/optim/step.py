@@ -220,8 +220,8 @@ class StepRunner:
         if unit in self.updates.begun:
             raise InfinityError(
                 f"the weights of unit {self._layout.units[unit].name} were updated in backward, but step() has not "
-                "been called yet. Behind a step that was cut off, end it as it is, with step() and then zero_grad(), or "
-                "resume from the last commit; to look at weights between the two, run an evaluation there, or run "
+                "been called yet. Behind a step that was cut off, end it as it is, with step() and then zero_grad(), "
+                "or resume from the last commit; to look at weights between the two, run an evaluation there, or run "
                 'several backward passes per step, set update.placement = "after_backward" (or "in_forward")'
             )
 
@@ -296,8 +296,8 @@ class StepRunner:
         """
         if self.updates.begun:
             raise InfinityError(
-                "zero_grad() before step(): updates already ran in backward, and cannot be undone; end the step as it is, "
-                "with step() and then zero_grad(), or resume from the last commit; to be able to drop gradients set "
+                "zero_grad() before step(): updates already ran in backward, and cannot be undone; end the step as it "
+                "is, with step() and then zero_grad(), or resume from the last commit; to be able to drop gradients set "
                 'update.placement = "after_backward"'
             )
 

@@ -185,8 +185,8 @@ def test_each_counter_of_a_drive_is_what_the_kernel_counts(tmp_path):
     fake_sysfs(tmp_path / "sys", os.stat(tmp_path).st_dev)
     (tmp_path / "sys/devices/pci/nvme7/nvme7n1/stat").write_text("5 0 100 7000 6 0 2048 9000 0 11000 0 0 0 0 0 0 0\n")
     collector = DevicesCollector(
-        paths=[str(tmp_path), "/proc"], pages=StatsPages(tmp_path / "none", 60, 60), reserved=dict, bandwidth=lambda drive: None,
-        wear=WearWatch({}, sysfs=tmp_path / "sys"), sysfs=tmp_path / "sys",
+        paths=[str(tmp_path), "/proc"], pages=StatsPages(tmp_path / "none", 60, 60), reserved=dict,
+        bandwidth=lambda drive: None, wear=WearWatch({}, sysfs=tmp_path / "sys"), sysfs=tmp_path / "sys",
     )  # fmt: skip
     _, text = scrape(collector)
     counted = {

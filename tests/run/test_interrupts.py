@@ -1,0 +1,291 @@
+"""Ctrl-C at the places where it would leave something half done: it is heard a moment later, and training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity import interrupts
+from infinity.errors import InfinityError
+from infinity.optim import updates
+from infinity.optim.gradients import Gradients
+from infinity.schedule.cache import Cache
+from support import models
+from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, settings
+
+RECIPE = Recipe(model="toy")
+STEPS = 5
+PLACEMENTS = ("in_backward", "in_forward", "after_backward")
+
+
+def ctrl_c() -> None:
+    """Press it."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def once(function: Callable[..., Any], at: int = 1) -> Callable[..., Any]:
+    """Return a function that presses it the `at`-th time that it is called, and does what `function` does."""
+    calls = iter(range(1, 1 << 30))
+
+    def pressing(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == at:
+            ctrl_c()
+        return function(*arguments, **keywords)
+
+    return pressing
+
+
+@pytest.fixture(autouse=True)
+def _usual() -> Iterator[None]:
+    """The handler is what it was, whatever happens."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_it_is_heard_at_the_end_of_a_block() -> None:
+    """Of the outermost one; and at once where there is none."""
+    done = []
+
+    def blocks() -> None:
+        with interrupts.held():
+            with interrupts.held():
+                ctrl_c()
+                done.append("inside")
+            interrupts.check()
+            done.append("outside")
+
+    with pytest.raises(KeyboardInterrupt):
+        blocks()
+    assert done == ["inside", "outside"]
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
+
+
+def test_a_wait_may_let_it_through_and_a_second_one_is_not_held() -> None:
+    """Who presses again wants out."""
+    heard = []
+
+    def waits() -> None:
+        with interrupts.held(waits=False):
+            ctrl_c()
+            heard.append("not yet")
+            interrupts.check()
+            heard.append("not in the wait")
+
+    def again() -> None:
+        with interrupts.held():
+            ctrl_c()
+            heard.append("not yet")
+            ctrl_c()
+            heard.append("not the second one")
+
+    for block in (waits, again):
+        with pytest.raises(KeyboardInterrupt):
+            block()
+    assert heard == ["not yet"] * 2
+
+
+def test_handlers_of_the_program_are_called() -> None:
+    """Such as that of `infinity train`, which ends after the step; other threads hold nothing back."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        with interrupts.held():
+            ctrl_c()
+            assert not heard
+        assert heard == [signal.SIGINT]
+        other = threading.Thread(target=interrupts.begin)
+        other.start()
+        other.join()
+        ctrl_c()
+        assert len(heard) == 2
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with interrupts.held():
+            ctrl_c()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(heard) == 2
+
+
+def in_memory() -> list[float]:
+    model = build(RECIPE)
+    optimizer = make_optimizer(RECIPE, model)
+    return [step(model, optimizer, number) for number in range(STEPS)]
+
+
+def step(model: torch.nn.Module, optimizer: Any, number: int) -> float:
+    loss = models.loss_of(model, batch(model, number))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: int) -> list[float]:
+    first = optimizer.steps
+    return [step(model, optimizer, number) for number in range(first, first + steps)]
+
+
+def paged(folder: Path, placement: str, **sections: Any) -> tuple[torch.nn.Module, Any]:
+    model = build(RECIPE)
+    config = settings(folder, Paging(arena="all", placement=placement), 64 * MIB, **sections)
+    return model, infinity.offload(model, make_optimizer(RECIPE, model), config)
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("placement", ["in_forward", "after_backward"])
+def test_a_step_is_taken_whole(placement: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pressed between the units of an update, it is heard when all are updated, or none is of those that wait."""
+    model, optimizer = paged(tmp_path, placement)
+    with optimizer:
+        losses = [step(model, optimizer, number) for number in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(updates, "record_function", once(updates.record_function, at))
+            if placement == "in_forward":
+                with pytest.raises(KeyboardInterrupt):
+                    models.loss_of(model, batch(model, 2))
+                losses.append(step(model, optimizer, 2))
+            else:
+                loss = models.loss_of(model, batch(model, 2))
+                loss.backward()
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        optimizer.commit()
+        losses += [step(model, optimizer, number) for number in range(3, STEPS)]
+        assert optimizer.steps == STEPS
+    assert losses == in_memory()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_is_raised_all_the_same_ends_the_run(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler of another signal, or a second Ctrl-C: some units would be a step ahead, so nothing is committed."""
+
+    def fail(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    model, optimizer = paged(tmp_path, placement)
+    train(model, optimizer, 2)
+    monkeypatch.setattr(updates, "record_function", fail)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, 2)
+    monkeypatch.undo()
+    with pytest.raises(InfinityError):
+        optimizer.commit()
+    with pytest.raises(InfinityError, match="interrupted by KeyboardInterrupt; resume from the last commit"):
+        train(model, optimizer, 1)
+    optimizer.close()
+
+
+def test_pages_are_released_and_the_lock_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pressed while pages are acquired; else the next access waits for ever, or a drive is blamed."""
+    model, optimizer = paged(tmp_path, "after_backward", storage={"timeout_seconds": 10})
+    with optimizer:
+        losses = [step(model, optimizer, 0), step(model, optimizer, 1)]
+        for at in (1, 2, 5):
+            with monkeypatch.context() as patch:
+                patch.setattr(Cache, "acquire", once(Cache.acquire, at))
+                with pytest.raises(KeyboardInterrupt):
+                    models.loss_of(model, batch(model, 2))
+            pager = optimizer.run.pager
+            assert not any(state.pins for state in pager._frames.pages)
+            assert not pager.transfers.lock._is_owned()  # type: ignore[attr-defined]
+        losses += [step(model, optimizer, number) for number in range(2, STEPS)]
+        optimizer.commit()
+    assert losses == in_memory()
+
+
+def test_gradients_that_were_stored_in_part_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By zero_grad(), as in memory; a step with the others alone is refused."""
+    model, optimizer = paged(tmp_path, "after_backward")
+    with optimizer:
+        losses = [step(model, optimizer, 0)]
+        models.loss_of(model, batch(model, 1)).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(Gradients, "_walk", _out_of_memory)
+            with pytest.raises(MemoryError):
+                models.loss_of(model, batch(model, 1)).backward()
+        recover(model)
+        with pytest.raises(InfinityError, match=r"was being stored when that was cut off: call zero_grad\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        losses += [step(model, optimizer, number) for number in range(1, STEPS)]
+    assert losses == in_memory()
+
+
+def _out_of_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError
+
+
+def test_gradients_that_nothing_was_updated_with_can_be_dropped(tmp_path: Path) -> None:
+    """Where updates run in backward too; `zero_grad` itself updates nothing."""
+    model, optimizer = paged(tmp_path, "in_backward")
+    with optimizer:
+        losses = [step(model, optimizer, 0), step(model, optimizer, 1)]
+        names: list[str] = []
+        handles = [
+            param.register_post_accumulate_grad_hook(lambda param, name=name: names.append(name))
+            for name, param in model.named_parameters()
+        ]
+        losses.append(step(model, optimizer, 2))
+        for handle in handles:
+            handle.remove()
+        failing = dict(model.named_parameters())[names[1]].register_post_accumulate_grad_hook(_out_of_memory)
+        with pytest.raises(MemoryError):
+            models.loss_of(model, batch(model, 3)).backward()
+        failing.remove()
+        recover(model)
+        optimizer.zero_grad()
+        losses += [step(model, optimizer, number) for number in range(3, STEPS)]
+    assert losses == in_memory()
+
+
+def recover(model: Any) -> None:
+    """Have FSDP2 forget a backward that has failed, as its users do."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for param in group.fsdp_params:
+                    if hasattr(param, "_unsharded_param"):
+                        param._unsharded_param.grad = None
+                    param.unsharded_accumulated_grad = None
+    model.reset_iter_state()
+
+
+def test_another_thread_may_look_at_weights(tmp_path: Path) -> None:
+    """A logger's, while updates wait for the next forward: each has its turn, and bits are those of memory."""
+    model, optimizer = paged(tmp_path, "in_forward")
+    params = list(model.parameters())[::2]  # in a forward modules have others
+    ended, failed = threading.Event(), list[BaseException]()
+
+    def look() -> None:
+        try:
+            while not ended.is_set():
+                for param in params:
+                    with torch.no_grad():
+                        param.to_local().norm().item()
+        except BaseException as error:
+            failed.append(error)
+
+    with optimizer:
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            losses = [step(model, optimizer, number) for number in range(STEPS)]
+        finally:
+            ended.set()
+            thread.join()
+    assert not failed
+    assert losses == in_memory()
