@@ -297,7 +297,7 @@ class StepRunner:
         if self.updates.begun:
             raise InfinityError(
                 "zero_grad() before step(): updates already ran in backward, and cannot be undone; end the step as it "
-                "is, with step() and then zero_grad(), or resume from the last commit; to be able to drop gradients set "
+                "is, with step() and then zero_grad(), or resume from the last commit; to be able to drop them set "
                 'update.placement = "after_backward"'
             )
 

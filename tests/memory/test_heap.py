@@ -35,6 +35,7 @@ def _in_child(pipe: Connection) -> None:
 
 
 def _measure(pipe: Connection, folder: str) -> None:
+    torch.set_num_threads(1)  # a child has no OpenMP threads, and torch would wait for them for ever
     recipe = Recipe(model="toy")
     runs = []
     for number in range(2):

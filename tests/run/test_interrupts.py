@@ -135,17 +135,19 @@ def train(model: torch.nn.Module, optimizer: Any, steps: int) -> list[float]:
     return [step(model, optimizer, number) for number in range(first, first + steps)]
 
 
-def paged(folder: Path, placement: str, **sections: Any) -> tuple[torch.nn.Module, Any]:
+def paged(folder: Path, placement: str, cores: int = 0, **sections: Any) -> tuple[torch.nn.Module, Any]:
     model = build(RECIPE)
-    config = settings(folder, Paging(arena="all", placement=placement), 64 * MIB, **sections)
+    config = settings(folder, Paging(arena="all", placement=placement, cores=cores), 64 * MIB, **sections)
     return model, infinity.offload(model, make_optimizer(RECIPE, model), config)
 
 
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize(("at", "cores"), [(1, 0), (3, 1)])
 @pytest.mark.parametrize("placement", ["in_forward", "after_backward"])
-def test_a_step_is_taken_whole(placement: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_taken_whole(
+    placement: str, at: int, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pressed between the units of an update, it is heard when all are updated, or none is of those that wait."""
-    model, optimizer = paged(tmp_path, placement)
+    model, optimizer = paged(tmp_path, placement, cores)
     with optimizer:
         losses = [step(model, optimizer, number) for number in range(2)]
         with monkeypatch.context() as patch:
