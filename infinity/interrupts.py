@@ -7,12 +7,15 @@ SIGINT only notes it, and the one that was there before gets it at their end. A 
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations of all, which takes ten times as long
 import os
-import signal
 import threading
+from _thread import get_ident
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
+
+_SIGINT: Final = _signal.SIGINT
 
 
 class _HeldBack:
@@ -27,42 +30,44 @@ class _HeldBack:
         """Those of them in which waits are not interrupted."""
         self._noted = False
         """Whether SIGINT came in them."""
+        self._noting = self._note
+        """One object, made once."""
         self._before: Callable[[int, Any], Any] | None = None
         """The handler that was there; None outside of blocks, and where there is none of Python's."""
 
     def begin(self, whole: bool = False) -> None:
         """Begin a block; a `whole` one is one in which waits are not interrupted either."""
-        if threading.get_ident() != self.main:
+        if get_ident() != self.main:
             return
         if not self._blocks:
-            before = signal.getsignal(signal.SIGINT)
+            before = _signal.getsignal(_SIGINT)
             self._noted = False
             if callable(before):
                 # From here on nothing is raised.
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(_SIGINT, self._noting)
                 self._before = before
         self._blocks += 1
         self._whole += whole
 
     def end(self, whole: bool = False) -> None:
         """End a block. Raises what the handler raises that was there, `KeyboardInterrupt` as a rule."""
-        if threading.get_ident() != self.main:
+        if get_ident() != self.main:
             return
         self._whole -= whole
         self._blocks -= 1
         if self._blocks or self._before is None:
             return
         before, self._before = self._before, None
-        signal.signal(signal.SIGINT, before)
+        _signal.signal(_SIGINT, before)
         if self._noted:  # looked at behind that, or one would be lost that comes between the two
             self._noted = False
-            before(signal.SIGINT, None)
+            before(_SIGINT, None)
 
     def check(self) -> None:
         """Let through what has been noted, at a place where nothing is half done. Raises as `end`."""
-        if self._noted and not self._whole and self._before is not None and threading.get_ident() == self.main:
+        if self._noted and not self._whole and self._before is not None and get_ident() == self.main:
             self._noted = False
-            self._before(signal.SIGINT, None)
+            self._before(_SIGINT, None)
 
     def _note(self, number: int, frame: Any) -> None:
         if self._noted and self._before is not None:
@@ -89,7 +94,7 @@ def held(*, waits: bool = True) -> Iterator[None]:
 
 
 def _in_child() -> None:
-    _HELD.main = threading.get_ident()
+    _HELD.main = get_ident()
 
 
 os.register_at_fork(after_in_child=_in_child)
