@@ -14,7 +14,7 @@ from infinity.checkpoint.commit import Committer, check_tensors, remove_commits
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.room import CommitRoom, commit_bytes
-from infinity.checkpoint.state import check_buffers, save_groups
+from infinity.checkpoint.state import check_buffers, save_settings
 from infinity.errors import StorageError
 from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment
@@ -46,7 +46,10 @@ def make_committer(
     """
     if run.settings.run.retained_commits:
         check_buffers(sharded.model)
-        save_groups(optimizer.param_groups)
+        for group in optimizer.param_groups:  # tensors, which may be on a device, are none that could not be
+            save_settings(
+                {key: value for key, value in group.items() if not torch.is_tensor(value) and key != "params"}
+            )
     if run.place.found is not None:
         run.ranks.together("comparing the commit", partial(check_tensors, run.place.found, described))
     file = run.folder.commits / f"rank{run.ranks.rank:05d}.room.tmp"
