@@ -35,7 +35,7 @@ def followed(simulation: Simulation) -> Iterator[None]:
     """Follow the threads of runs that begin inside."""
     with ExitStack() as stack:
         for owner, name, value in (
-            (transfers, "Condition", lambda: threading.Condition(_Lock(simulation))),
+            (transfers, "_Lock", lambda: _as_in_runs(_Lock(simulation))),
             (worker, "ThreadPoolExecutor", partial(_Executor, simulation)),
             (worker, "wait", partial(_wait, simulation)),
             (staging, "ThreadPoolExecutor", partial(_Executor, simulation)),
@@ -46,6 +46,10 @@ def followed(simulation: Simulation) -> Iterator[None]:
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield
+
+
+_as_in_runs: Any = transfers._Lock
+"""Makes the one lock of `Transfers` of a lock that can be taken again."""
 
 
 class _Lock:
