@@ -15,7 +15,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from infinity.errors import UnsupportedError
-from infinity.fsdp.paged_tensor import WithoutMemory, changes_memory, make_view, makes_views, written
+from infinity.fsdp.paged_tensor import (
+    WithoutMemory,
+    changes_memory,
+    is_collective,
+    make_view,
+    makes_views,
+    written,
+)
 from infinity.memory.device import open_device
 
 aten = torch.ops.aten
@@ -200,6 +207,11 @@ class _Loaded:
 def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Run an operation on the elements; store what it has changed."""
     changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
+    if changed and is_collective(func):
+        raise UnsupportedError(
+            f"{func} would write to the gradient of {changed[0].gradient}, which is kept in pages, where a collective "
+            "cannot; run it on a copy, copy = gradient.clone(), and then gradient.copy_(copy)"
+        )
     if changed and changes_memory(func):
         raise UnsupportedError(f"{func} would change shape or storage: {changed[0].refusal()}")
     loaded = _Loaded()
