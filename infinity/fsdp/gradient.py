@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from infinity.errors import UnsupportedError
+from infinity.fsdp import private
 from infinity.fsdp.paged_tensor import (
     WithoutMemory,
     changes_memory,
@@ -107,13 +108,14 @@ class PagedGradient(WithoutMemory):
         views: tuple[Callable[[torch.Tensor], Any], ...] = (),
     ) -> PagedGradient:
         """Make a gradient that looks `like` a tensor, whose device may be another one."""
-        tensor: PagedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            like.shape,
-            strides=like.stride(),
-            dtype=like.dtype,
-            device=device,
-        )
+        with torch.inference_mode(False):  # a view is no inference tensor, as what it is of is none
+            tensor: PagedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                like.shape,
+                strides=like.stride(),
+                dtype=like.dtype,
+                device=device,
+            )
         tensor.gradient, tensor.views = gradient, views
         return tensor
 
@@ -160,12 +162,16 @@ class PagedGradient(WithoutMemory):
     ) -> Any:
         """Answer without loading where that is possible."""
         kwargs = kwargs or {}
+        if (decomposed := private.decomposition(func)) is not None:  # what it returns may be a view, and may be a copy
+            return decomposed(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, list | tuple) and func is _UNSCALE:
             return _unscale(*args)
         if isinstance(first, list | tuple) and func._schema.name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
         if isinstance(first, PagedGradient):
+            if func is aten.detach_.default:  # autograd did what there is to do
+                return first
             if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar) and _is_euclidean(args, kwargs):
                 norm = first.gradient.norm() if first.is_whole else None
                 if norm is not None:

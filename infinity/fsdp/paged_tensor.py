@@ -144,14 +144,15 @@ class PagedTensor(WithoutMemory):
         steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
         device: torch.device,
     ) -> Paged:
-        made: Paged = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            likeness.shape,
-            strides=likeness.stride(),
-            storage_offset=likeness.storage_offset(),
-            dtype=likeness.dtype,
-            device=device,
-        )
+        with torch.inference_mode(False):  # a view is no inference tensor, as what it is of is none
+            made: Paged = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                likeness.shape,
+                strides=likeness.stride(),
+                storage_offset=likeness.storage_offset(),
+                dtype=likeness.dtype,
+                device=device,
+            )
         made.home, made._likeness, made._whole, made._steps = home, likeness, whole, steps
         return made
 
@@ -185,8 +186,12 @@ class PagedTensor(WithoutMemory):
     ) -> Any:
         """Keep views paged; load for everything else, and save what was written to."""
         kwargs = kwargs or {}
+        if (decomposed := private.decomposition(func)) is not None:  # what it returns may be a view, and may be a copy
+            return decomposed(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, PagedTensor):
+            if func is aten.detach_.default:  # autograd did what there is to do
+                return first
             if makes_views(func):
                 return first._viewed(func, args[1:], kwargs)
             if func is aten.copy_.default and first._is_all:  # needs no load
