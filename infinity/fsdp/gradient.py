@@ -15,7 +15,15 @@ import torch
 from torch.utils._pytree import tree_map
 
 from infinity.errors import UnsupportedError
-from infinity.fsdp.paged_tensor import WithoutMemory, changes_memory, make_view, makes_views, written
+from infinity.fsdp import private
+from infinity.fsdp.paged_tensor import (
+    WithoutMemory,
+    changes_memory,
+    is_collective,
+    make_view,
+    makes_views,
+    written,
+)
 from infinity.memory.device import open_device
 
 aten = torch.ops.aten
@@ -100,13 +108,14 @@ class PagedGradient(WithoutMemory):
         views: tuple[Callable[[torch.Tensor], Any], ...] = (),
     ) -> PagedGradient:
         """Make a gradient that looks `like` a tensor, whose device may be another one."""
-        tensor: PagedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            like.shape,
-            strides=like.stride(),
-            dtype=like.dtype,
-            device=device,
-        )
+        with torch.inference_mode(False):  # a view is no inference tensor, as what it is of is none
+            tensor: PagedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                like.shape,
+                strides=like.stride(),
+                dtype=like.dtype,
+                device=device,
+            )
         tensor.gradient, tensor.views = gradient, views
         return tensor
 
@@ -153,12 +162,16 @@ class PagedGradient(WithoutMemory):
     ) -> Any:
         """Answer without loading where that is possible."""
         kwargs = kwargs or {}
+        if (decomposed := private.decomposition(func)) is not None:  # what it returns may be a view, and may be a copy
+            return decomposed(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, list | tuple) and func is _UNSCALE:
             return _unscale(*args)
         if isinstance(first, list | tuple) and func._schema.name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
         if isinstance(first, PagedGradient):
+            if func is aten.detach_.default:  # autograd did what there is to do
+                return first
             if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar) and _is_euclidean(args, kwargs):
                 norm = first.gradient.norm() if first.is_whole else None
                 if norm is not None:
@@ -200,6 +213,11 @@ class _Loaded:
 def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Run an operation on the elements; store what it has changed."""
     changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
+    if changed and is_collective(func):
+        raise UnsupportedError(
+            f"{func} would write to the gradient of {changed[0].gradient}, which is kept in pages, where a collective "
+            "cannot; run it on a copy, copy = gradient.clone(), and then gradient.copy_(copy)"
+        )
     if changed and changes_memory(func):
         raise UnsupportedError(f"{func} would change shape or storage: {changed[0].refusal()}")
     loaded = _Loaded()

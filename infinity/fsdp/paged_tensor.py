@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
@@ -144,14 +144,15 @@ class PagedTensor(WithoutMemory):
         steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
         device: torch.device,
     ) -> Paged:
-        made: Paged = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            likeness.shape,
-            strides=likeness.stride(),
-            storage_offset=likeness.storage_offset(),
-            dtype=likeness.dtype,
-            device=device,
-        )
+        with torch.inference_mode(False):  # a view is no inference tensor, as what it is of is none
+            made: Paged = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                likeness.shape,
+                strides=likeness.stride(),
+                storage_offset=likeness.storage_offset(),
+                dtype=likeness.dtype,
+                device=device,
+            )
         made.home, made._likeness, made._whole, made._steps = home, likeness, whole, steps
         return made
 
@@ -185,8 +186,12 @@ class PagedTensor(WithoutMemory):
     ) -> Any:
         """Keep views paged; load for everything else, and save what was written to."""
         kwargs = kwargs or {}
+        if (decomposed := private.decomposition(func)) is not None:  # what it returns may be a view, and may be a copy
+            return decomposed(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, PagedTensor):
+            if func is aten.detach_.default:  # autograd did what there is to do
+                return first
             if makes_views(func):
                 return first._viewed(func, args[1:], kwargs)
             if func is aten.copy_.default and first._is_all:  # needs no load
@@ -235,10 +240,22 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
     """Return the arguments of an operation that it writes to, those in lists one by one."""
     found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        marked = argument.alias_info is not None and argument.alias_info.is_write
+        if marked or (position == 0 and _receives(func)):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(value if isinstance(value, list | tuple) else [value])
+            found.extend(tree_leaves(value))
     return found
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operation speaks with other ranks; it may write later than it returns."""
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
+@cache
+def _receives(func: Any) -> bool:
+    """Whether a collective writes to its first argument. Schemas of c10d do not say it, but names of operations do."""
+    return is_collective(func) and func._schema.name.endswith(("_", "::irecv"))
 
 
 def changes_memory(func: Any) -> bool:
@@ -250,11 +267,17 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on loaded copies of the stored tensors among its arguments; save those that it wrote to.
 
     Raises:
-        UnsupportedError: it would change dtype, shape or storage in place; or a tensor is too large to be loaded.
+        UnsupportedError: it would change dtype, shape or storage in place; or it is a collective that would write to
+            one; or a tensor is too large to be loaded.
     """
     changed = {id(tensor.home): tensor for tensor in written(func, args, kwargs) if isinstance(tensor, PagedTensor)}
+    names = ", ".join(tensor.home.name for tensor in changed.values())
+    if changed and is_collective(func):
+        raise UnsupportedError(
+            f"{func} would write to {names}, which is on NVMe, where a collective cannot; run it on a copy, "
+            "copy = tensor.clone(), and then, under torch.no_grad(), tensor.copy_(copy)"
+        )
     if changed and changes_memory(func):
-        names = ", ".join(tensor.home.name for tensor in changed.values())
         raise UnsupportedError(
             f"{func} would change the shape or the storage of {names}, which is on NVMe; copy_ into it"
         )

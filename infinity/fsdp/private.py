@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from statistics import median_high
 from typing import Any
 
@@ -59,6 +59,19 @@ except ImportError as error:
 
 NO_TORCH_FUNCTION = _disabled_torch_function_impl
 """The `__torch_function__` of a tensor class that wants to be asked in `__torch_dispatch__` only."""
+
+
+@cache
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """Return what runs an operation that is made of others as these; None for one that is not.
+
+    Outside of inference mode, autograd runs it before `__torch_dispatch__` is asked. The kernel is the same one:
+    `func.decompose` takes torch's Python decompositions where they are loaded, and those of `dropout` and `matmul`
+    need not give the same bits.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return partial(func._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) else None
+
 
 # What is read from the objects of FSDP2, by class; "a|b": one of them, as releases differ.
 _NAMES = {

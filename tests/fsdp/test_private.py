@@ -267,6 +267,26 @@ def test_wrappers_are_left_out_of_names() -> None:
     assert [private.unwrapped_name(name) for name in names] == list(get_model_state_dict(wrapped))
 
 
+def test_operations_that_are_made_of_others_are_told_from_those_that_are_not() -> None:
+    """`_op_dk`, `_dispatch_has_kernel_for_dispatch_key`: what runs them gives the bits of torch, drawn numbers too."""
+    aten = torch.ops.aten
+    for func in (
+        aten.mul.Tensor,
+        aten.view.default,
+        aten.detach_.default,
+        aten.copy_.default,
+        torch.ops.c10d.send.default,
+    ):
+        assert private.decomposition(func) is None
+    value = torch.linspace(-1, 1, 12).view(3, 4)
+    torch.manual_seed(0)
+    expected = torch.nn.functional.dropout(value, 0.5)
+    torch.manual_seed(0)
+    assert torch.equal(private.decomposition(aten.dropout.default)(value, 0.5, True), expected)
+    assert torch.equal(private.decomposition(aten.matmul.default)(value, value.T), value @ value.T)
+    assert private.decomposition(aten.to.dtype)(value, torch.float32) is value
+
+
 def test_local_tensor_and_shapes(model: nn.Module) -> None:
     """`_sharded_local_tensor`, `padded_sharded_param_size`, `_orig_size`, `fsdp_placement`, `mesh_info`."""
     shapes = {id(p): tuple(p.shape) for p in model.parameters()}
