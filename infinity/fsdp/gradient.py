@@ -16,14 +16,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.paged_tensor import (
-    WithoutMemory,
-    changes_memory,
-    is_collective,
-    make_view,
-    makes_views,
-    written,
-)
+from infinity.fsdp.paged_tensor import WithoutMemory, changes_memory, is_collective, make_view, makes_views, written
 from infinity.memory.device import open_device
 
 aten = torch.ops.aten
