@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from infinity_tools.progress import StepView, View, open_view, short
 from infinity_tools.recipe import Recipe, begun, kept
 from infinity_tools.samples.pack import IGNORED
 from infinity_tools.signals import SIGNALS, StopRequest
-from infinity_tools.summary import RunFacts, StepLog, check_log, result_lines, summarise, summary_table, write_summary
+from infinity_tools.summary import Claim, RunFacts, StepLog, result_lines, summarise, summary_table, write_summary
 from infinity_tools.tracking import Trackers
 from infinity_tools.training_data import BatchSource, open_data
 
@@ -81,13 +81,14 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     check_batch(options, source, ranks)
     out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
     made = [folder for folder in (out / "nvme", out / _DATA, out, *out.parents) if not os.path.lexists(folder)]
-    settings = ranks.together("making the output folder", lambda: _with_folders(out, settings, ranks))
+    settings = ranks.together("making the output folder", lambda: _with_folders(out, settings))
     console = Console(stderr=True)
     _route_logs(console, ranks, quiet=options.json)
     torch.manual_seed(settings.run.seed + ranks.rank)
     written: list[Path] = []
     with ExitStack() as stack:
         stack.enter_context(_without_leftovers(made))
+        stack.enter_context(ranks.together("taking the output folder", lambda: _claimed(out, settings, ranks)))
         stop = stack.enter_context(StopRequest())
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
         data = open_data(options, source, ranks, settings.run.seed, out / _DATA, view.doing)
@@ -379,12 +380,10 @@ class Training:
         self.kernel.begin()
 
 
-def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
+def _with_folders(out: Path, settings: Config) -> Config:
     """Make the output folder, and the folder of the state where none was named."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if ranks.rank == 0:
-            check_log(out / _LOG)
         if settings.storage.paths:
             return settings
         (out / "nvme").mkdir(exist_ok=True)
@@ -393,6 +392,11 @@ def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
             f"--out {str(out)!r} cannot be made: {error.strerror}; name a folder of yours with --out"
         ) from error
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
+
+
+def _claimed(out: Path, settings: Config, ranks: Ranks) -> AbstractContextManager[object]:
+    """Take the output folder for this run; rank 0 does."""
+    return Claim(out, _LOG, resumes=bool(settings.run.resume)) if ranks.rank == 0 else nullcontext()
 
 
 def _with_paths(out: Path | None, settings: Config) -> Config:

@@ -300,7 +300,8 @@ def train(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of summary.json, summary.png and steps.jsonl. [default: runs/TIME]",
+            help="Folder of summary.json, summary.png and steps.jsonl; one with those of an earlier run is refused "
+            "without --resume. [default: runs/TIME]",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
