@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity_daemon.main import app as daemon
-from infinity_tools.cli import app
+from infinity_tools.cli import COMMANDS, app
 from infinity_tools.progress import StepView, open_view
 from support.command import SMALL, run_here
 
@@ -80,6 +80,12 @@ def test_every_command_knows_its_version_and_helps(words: tuple[str, ...], optio
         assert done.output == f"infinity {infinity.__version__}\n"
     else:
         assert f"Usage: {' '.join(['infinity', *words])}" in done.output
+
+
+def test_help_names_every_command() -> None:
+    """In their order, each at the beginning of a line."""
+    lines = [line.strip("│ ").split(" ")[0] for line in run_here("-h").output.splitlines()]
+    assert [name for name in lines if name in COMMANDS] == [*COMMANDS]
 
 
 @pytest.mark.parametrize("option", ["--version", "-h", "--help"])

@@ -25,7 +25,7 @@ from infinity_tools.progress import byte_progress, short
 if TYPE_CHECKING:
     from infinity_tools.runs import BadPage, Commit, StoredRun, Waste
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+app = typer.Typer(name="store", cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _PATHS = Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")]
 _YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
