@@ -82,6 +82,21 @@ def test_every_command_knows_its_version_and_helps(words: tuple[str, ...], optio
         assert f"Usage: {' '.join(['infinity', *words])}" in done.output
 
 
+@pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
+def test_help_has_every_option_whole(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal of 80 columns: no name is cut or broken, no line is longer, no bound is as good as none."""
+    monkeypatch.setenv("COLUMNS", "80")
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]
+    shown = run_here(*words, "--help").output
+    assert max(map(len, shown.splitlines())) <= 80
+    names = {name for option in command.params for name in (*option.opts, *option.secondary_opts) if name[0] == "-"}
+    assert names <= {word.strip(",") for line in re.findall("^  -.*", shown, re.MULTILINE) for word in line.split()}
+    assert not re.search(r"-\S*…", shown)
+    assert not re.search(r"<=\d{6}", shown)
+
+
 def test_help_names_every_command() -> None:
     """In their order, each at the beginning of a line."""
     lines = [line.strip("│ ").split(" ")[0] for line in run_here("-h").output.splitlines()]

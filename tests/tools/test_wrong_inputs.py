@@ -323,6 +323,8 @@ PLANS = [
         "plan --parameters 1e3 --layers 4 --hidden 512 --vocabulary 1000 --nvme-bandwidth 1e9/1e9 --gpu h100",
         "too few for 4 layers of width 512",
     ),
+    plan("--ranks 100001", "--ranks '100001': 100001 is above 100000"),
+    plan("--batch-tokens 1000000000001", "--batch-tokens", "is above 1e+12"),
     *(
         plan(f"--{name} {value}", f"--{name}", f"'{value}'")
         for name, values in {

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity.command import Commands, Version, failures
+from infinity.command import Command, Commands, Version, failures
 from infinity.errors import ConfigError
 from infinity.units import format_size, parse_size
 from infinity_tools.progress import byte_progress, short
@@ -25,7 +25,7 @@ from infinity_tools.progress import byte_progress, short
 if TYPE_CHECKING:
     from infinity_tools.runs import BadPage, Commit, StoredRun, Waste
 
-app = typer.Typer(name="store", cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+app = typer.Typer(name="store", cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _PATHS = Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")]
 _YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -37,7 +37,7 @@ def _store(version: Version = False) -> None:
     """List, check and remove the runs on NVMe folders."""
 
 
-@app.command()
+@app.command(cls=Command)
 def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
     """List runs and their commits: what they hold, who has them open, and what they take.
 
@@ -68,7 +68,7 @@ def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
             console.print(_table(run) if run.commits else "  no commit")
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
     paths: _PATHS,
     run: Annotated[str, typer.Option(help="Only this run. [default: every run that has ended]")] = "",
@@ -96,7 +96,7 @@ def verify(
     raise typer.Exit(1 if found else 0)
 
 
-@app.command()
+@app.command(cls=Command)
 def scrub(
     paths: _PATHS,
     rate: Annotated[str, typer.Option(help="Most bytes per second, such as 200MiB. [default: no limit]")] = "",
@@ -185,7 +185,7 @@ def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Pa
     return f"resume from the commit of step {good}: --resume --resume-step {good} (run.resume_step = {good})"
 
 
-@app.command()
+@app.command(cls=Command)
 def gc(
     paths: _PATHS,
     yes: _YES = False,
@@ -253,7 +253,7 @@ def _waste(item: Waste) -> dict[str, Any]:
     }
 
 
-@app.command()
+@app.command(cls=Command)
 def rm(
     arguments: Annotated[
         list[str],

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from infinity.command import Version, failures, finite, setting
+from infinity.command import Command, Version, at_most, failures, finite, setting
 
 _MODEL, _DATA, _STATE, _OPTIMIZER, _OUTPUT = "Model", "Data", "State on NVMe", "Optimizer", "Output"
 
@@ -326,8 +325,7 @@ def train(
         float,
         typer.Option(
             min=0,
-            max=10**6,
-            callback=finite,
+            callback=at_most(10**6),
             help="Seconds to go on serving them after the summary is written.",
             rich_help_panel=_OUTPUT,
         ),
@@ -461,7 +459,7 @@ def train(
     raise typer.Exit(status)
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(Command):
     """Takes `--resume` with and without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -471,7 +469,7 @@ class TrainCommand(TyperCommand):
         return super().parse_args(ctx, ["--resume=latest" if it else arg for arg, it in zip(args, alone, strict=True)])
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 app.command(cls=TrainCommand)(train)
 
 

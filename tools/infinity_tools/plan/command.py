@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from infinity.command import Version, finite, setting
+from infinity.command import Version, at_most, finite, setting
 from infinity_tools.output import check_out, write_out
 
 _MODEL, _RUN, _MACHINE, _OUTPUT = "Model", "Training", "Machine", "Output"
@@ -28,16 +28,19 @@ def plan(
         float | None,
         typer.Option(
             min=1e3,
-            max=1e15,
-            callback=finite,
+            callback=at_most(1e15),
             help="Instead of --model: parameters of a decoder, such as 70e9, with --layers, --hidden, --vocabulary.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=100_000, help="Its layers.", rich_help_panel=_MODEL)] = None,
-    hidden: Annotated[int | None, typer.Option(min=8, max=10**6, help="Its width.", rich_help_panel=_MODEL)] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, callback=at_most(100_000), help="Its layers.", rich_help_panel=_MODEL)
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=8, callback=at_most(10**6), help="Its width.", rich_help_panel=_MODEL)
+    ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(min=2, max=10**8, help="Its tokens.", rich_help_panel=_MODEL)
+        int | None, typer.Option(min=2, callback=at_most(10**8), help="Its tokens.", rich_help_panel=_MODEL)
     ] = None,
     tied: Annotated[bool, typer.Option("--tied", help="Its head is its embedding.", rich_help_panel=_MODEL)] = False,
     lora: Annotated[
@@ -61,13 +64,14 @@ def plan(
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32: what is computed in.", rich_help_panel=_MODEL)] = "bf16",
     batch_tokens: Annotated[
-        int, typer.Option(min=1, max=10**12, help="Tokens per step, over all ranks.", rich_help_panel=_RUN)
+        int,
+        typer.Option(min=1, callback=at_most(10**12), help="Tokens per step, over all ranks.", rich_help_panel=_RUN),
     ] = 8192,
     seq: Annotated[
         int | None,
         typer.Option(
             min=2,
-            max=10**8,
+            callback=at_most(10**8),
             help="Tokens per sequence. [default: 4096, or all of a smaller batch]",
             rich_help_panel=_RUN,
         ),
@@ -76,7 +80,7 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            max=10**6,
+            callback=at_most(10**6),
             help="Parts in which a rank computes its batch. [default: as few as the accelerator has memory for]",
             rich_help_panel=_RUN,
         ),
@@ -103,8 +107,10 @@ def plan(
         str,
         typer.Option(help="adamw, adam, amsgrad, adagrad, rmsprop, lion, momentum or sgd.", rich_help_panel=_RUN),
     ] = "adamw",
-    ranks: Annotated[int, typer.Option(min=1, max=100_000, help="Ranks on each node.", rich_help_panel=_MACHINE)] = 1,
-    nodes: Annotated[int, typer.Option(min=1, max=100_000, help="Nodes.", rich_help_panel=_MACHINE)] = 1,
+    ranks: Annotated[
+        int, typer.Option(min=1, callback=at_most(100_000), help="Ranks on each node.", rich_help_panel=_MACHINE)
+    ] = 1,
+    nodes: Annotated[int, typer.Option(min=1, callback=at_most(100_000), help="Nodes.", rich_help_panel=_MACHINE)] = 1,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -117,8 +123,7 @@ def plan(
         float | None,
         typer.Option(
             min=1e-3,
-            max=1e6,
-            callback=finite,
+            callback=at_most(1e6),
             help="Tera-operations per second that training reaches on it. [default: 40 % of its peak in bf16]",
             rich_help_panel=_MACHINE,
         ),
