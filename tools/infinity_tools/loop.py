@@ -78,7 +78,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         options = taken_up(options, _with_paths(options.out, settings), ranks)
     check_options(options)
     source = find_model(options.model)
-    check_batch(options, source, ranks)
+    check_batch(options, source, ranks.world_size)
     out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
     made = [folder for folder in (out / "nvme", out / _DATA, out, *out.parents) if not os.path.lexists(folder)]
     settings = ranks.together("making the output folder", lambda: _with_folders(out, settings))

@@ -230,7 +230,8 @@ def plan(
     """Plan a run before there is one: does it fit, where does everything lie, how long do steps take, do drives last?
 
     Nothing is trained or allocated, for models of any size. The planner and the clock are those of a run. The settings
-    that it prints are what `infinity train --config` and `infinity.offload` take.
+    that it prints are what `infinity train --config` and `infinity.offload` take; with --model, it ends with the line
+    that trains what was planned.
 
     For example: `infinity plan --parameters 70e9 --layers 80 --hidden 8192 --vocabulary 128256 --host-memory 256GiB
     --nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --batch-tokens 32768`.
@@ -246,6 +247,7 @@ def plan(
     from infinity.estimate.advice import best_changes
     from infinity_tools.plan.inputs import Asked, assumptions_of, plan_of
     from infinity_tools.plan.report import document, show
+    from infinity_tools.plan.train_line import train_line
     from infinity_tools.toml import settings_toml
 
     asked = Asked(
@@ -317,6 +319,8 @@ def plan(
         printed.print(text, markup=False, end="", soft_wrap=True)
         if out is not None:
             printed.print(f"wrote plan.json, plan.png and infinity.toml in {out}", markup=False)
+        if line := train_line(asked, found, settings, None if out is None else out / "infinity.toml"):
+            printed.print(f"\n{line}", markup=False, soft_wrap=True)
     raise typer.Exit(1 if found.problems else 0)
 
 
