@@ -89,6 +89,25 @@ def test_what_is_written_is_what_is_said_and_a_run_takes_it(tmp_path: Path) -> N
     assert trained.summary["stored_bytes"] == said["drive_bytes"]
 
 
+def test_what_lives_on_the_accelerator_is_in_the_table() -> None:
+    """Beside what stays in host memory; storage that nothing moves over is hidden whatever the batch."""
+    line = "plan --model llama-1b --gpu h100 --host-memory 4GiB --nvme-bandwidth 7GB/5GB --no-changes"
+    words = run_here(*line.split()).output.split()
+    text = " ".join(words)
+    assert "what stays in host memory, lives on the device, moved per step size stays device read written" in text
+    for row in (
+        "weights 1.92 GiB 0 B 1.92 GiB 0 B 0 B", "master, moments 11.5 GiB 0 B 11.5 GiB 0 B 0 B",
+        "gradients 3.83 GiB 0 B 0 B 0 B 0 B", "storage is hidden from any batch nothing is moved",
+    ):  # fmt: skip
+        assert row in text
+    said = planned(line)
+    assert said["device"]["home_bytes"]["param"] == said["bytes"]["param"]
+    partly = planned(f"{line} --gpu-memory 12GiB")
+    assert 0 < partly["device"]["home_bytes"]["update"] < partly["bytes"]["update"]
+    assert sum(partly["device"]["home_bytes"].values()) <= partly["device"]["bytes"]
+    assert "lives on the device" not in run_here(*QUICK.split(), "--gpu-memory", "3GiB").output
+
+
 DRIVES = "--nvme-bandwidth 7e9/5e9 --host-memory 2MiB --gpu h100 --no-changes"
 
 
