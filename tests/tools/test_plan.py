@@ -193,6 +193,26 @@ def test_the_profile_of_the_daemon_is_taken(tmp_path: Path, monkeypatch: pytest.
     assert any("measured for two seconds" in line for line in planned(line)["assumptions"])
 
 
+@pytest.mark.parametrize("named", ["option", "config", "neither"])
+def test_the_daemon_of_another_folder_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """Of --runtime-dir, or of the settings; the settings of the run have it then."""
+    asked: list[Path] = []
+
+    def ask(self: NodeDaemon, op: str, **values: object) -> None:
+        asked.append(self._socket.parent)
+
+    monkeypatch.setattr(NodeDaemon, "ask", ask)
+    config = tmp_path / "some.toml"
+    config.write_text(f'[telemetry]\nruntime_dir = "{tmp_path}/run"\n')
+    options = {"option": f"--runtime-dir {tmp_path}/run", "config": f"--config {config}", "neither": ""}[named]
+    said = planned(f"plan --model tiny --host-memory 2MiB --nvme {tmp_path} --tflops 0.05 --batch-tokens 512 "
+                   f"--no-changes {options}")  # fmt: skip
+    assert (asked == [tmp_path / "run"]) == (named != "neither")
+    assert tomllib.loads(said["toml"]).get("telemetry") == (
+        None if named == "neither" else {"runtime_dir": f"{tmp_path}/run"}
+    )
+
+
 def test_what_does_not_fit_ends_with_a_status(tmp_path: Path) -> None:
     """1, after all that it has to say; an arena that is too small is an error of one table."""
     done = run_here(*QUICK.split(), "--nvme-size", "1GB", "--no-changes")

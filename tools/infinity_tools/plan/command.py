@@ -188,6 +188,14 @@ def plan(
         str | None,
         typer.Option(help="Bytes that each may be written with, such as 1200TB.", rich_help_panel=_MACHINE),
     ] = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            "--runtime-dir",
+            help="Runtime folder of the daemon that may know the drives. [default: as telemetry.runtime_dir]",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
     page_bytes: Annotated[
         str | None,
         typer.Option(callback=setting("memory.page_bytes"), help="Setting of a run.", rich_help_panel=_RUN),
@@ -291,6 +299,7 @@ def plan(
                 "activations.tier": activations,
                 "update.cores": update_cores,
                 "run.retained_commits": retained_commits,
+                "telemetry.runtime_dir": runtime,
             }.items()
             if value is not None
         },

@@ -22,7 +22,8 @@ _SETTINGS: Final = {
     "activations.tier": "--activations",
     "run.retained_commits": "--retained-commits",
 }
-"""Settings that both commands have an option for; `memory.host_bytes` is always said."""
+"""Settings that both commands have an option for, beside the arena, which is always said."""
+_ARENA: Final = "memory.host_bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +100,8 @@ def _why_not(asked: Asked, found: Estimate, written: Path | None) -> str:
         return "it trains all parameters, or --lora"
     if asked.loop:
         return "its layers run all micro-batches each (--micro-tokens)"
-    if "update.cores" in asked.settings and written is None:
-        return "update.cores is a setting of --config; plan with --out to have the file"
+    if written is None and (others := [*asked.settings.keys() - _SETTINGS.keys() - {_ARENA}]):
+        return f"{others[0]} is a setting of --config; plan with --out to have the file"
     try:
         check_sequences(_batch(found))
         check_batch(_batch(found), find_model(asked.model or ""), asked.ranks)
