@@ -123,9 +123,10 @@ def test_the_shell_completes(typed: str, offered: str) -> None:
     assert offered in done.output.split()
 
 
-def test_presets_as_json() -> None:
+@pytest.mark.parametrize("command", ["train", "plan", "tune"])
+def test_presets_as_json(command: str) -> None:
     """For programs: the names that `--model` takes, and whole numbers."""
-    listed = json.loads(run_here("train", "--model", "list", "--json").output)
+    listed = json.loads(run_here(command, "--model", "list", "--json").output)
     assert [preset["name"] for preset in listed][:2] == ["tiny", "llama-100m"]
     assert (listed[1]["parameters"], listed[1]["vocabulary"]) == (113_664_768, 256)
 

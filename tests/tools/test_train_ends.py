@@ -119,6 +119,13 @@ def test_a_run_that_ended_before_its_first_commit_begins_anew_with_resume_auto(t
     assert len((tmp_path / "out/steps.jsonl").read_text().splitlines()) == 3
 
 
+def test_runs_that_are_there_already_are_counted(tmp_path: Path) -> None:
+    """In words that fit their number."""
+    for number, says in enumerate(("", "nvme holds 1 earlier run (", "nvme holds 2 earlier runs (")):
+        ended = run_here(*SMALL, "--nvme", "nvme", "--out", f"out{number}", "--steps", "1")
+        assert says in " ".join(ended.errors.split())
+
+
 @pytest.mark.parametrize("options", [(), ("--resume", "auto")])
 def test_two_runs_do_not_write_to_one_folder(options: tuple[str, ...], tmp_path: Path) -> None:
     """The second is refused, wherever its state is."""
@@ -213,6 +220,7 @@ def test_a_run_of_more_steps_than_have_records_ends_in_order(tmp_path: Path, mon
     monkeypatch.setattr("infinity.run.optimizer._KEPT_RECORDS", 3)
     ended = run_here(*SMALL, "--out", "out", "--steps", "5", picture=True)
     assert ended.status == 0
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").glob("s*.*")} == {0o644}
     assert "not in it" not in ended.output
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert (summary["steps"], len(summary["losses"])) == (5, 5)

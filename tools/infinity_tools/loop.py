@@ -89,7 +89,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     with ExitStack() as stack:
         stack.enter_context(_without_leftovers(made))
         stack.enter_context(ranks.together("taking the output folder", lambda: _claimed(out, settings, ranks)))
-        stop = stack.enter_context(StopRequest())
+        stop = stack.enter_context(StopRequest() if ranks.rank == 0 else StopRequest(""))
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
         data = open_data(options, source, ranks, settings.run.seed, out / _DATA, view.doing)
         options = replace(options, steps=last_step(options, settings, data, ranks))
@@ -475,7 +475,8 @@ def _show_finished(run_id: str, step: int, view: View, options: TrainOptions) ->
     if options.json:
         Console().file.write(json.dumps({"run_id": run_id, "finished": True, "steps": 0, "last_step": step}) + "\n")
         return
-    view.say(f"run {run_id} is at step {step} already: finished; to go on, raise --steps above it")
+    how = "--steps above it" if options.epochs is None else f"--epochs above {options.epochs:g}"
+    view.say(f"run {run_id} is at step {step} already: finished; to go on, raise {how}")
 
 
 def _show(summary: dict[str, Any], written: Sequence[Path], options: TrainOptions) -> None:

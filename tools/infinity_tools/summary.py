@@ -130,7 +130,7 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:
     """Write `summary.json`; it is there completely or not at all. Raises `OSError`."""
-    write_durably(out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+    write_durably(out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode(), mode=0o666)
 
 
 class StepLog:

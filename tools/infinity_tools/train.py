@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from infinity.command import Command, Version, at_most, failures, finite, setting
+from infinity_tools.preset_list import list_presets
 
 _MODEL, _DATA, _STATE, _OPTIMIZER, _OUTPUT = "Model", "Data", "State on NVMe", "Optimizer", "Output"
 
@@ -367,7 +368,7 @@ def train(
         from infinity_tools.options import TrainOptions
 
         if model == "list":
-            _list_presets(json=json)
+            list_presets(json=json)
             return
         if dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"--dtype {dtype!r} is not one of auto, bf16, fp32")
@@ -501,25 +502,3 @@ def _words(context: typer.Context, *, without: Container[str]) -> tuple[str, ...
             for item in value if isinstance(value, list | tuple) else [value]:
                 words += [option.opts[0], str(item)]
     return tuple(words)
-
-
-def _list_presets(*, json: bool) -> None:
-    import json as json_format
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from infinity_tools.presets import PRESETS, count_parameters, find_model, on_meta
-
-    table = Table("preset", "parameters", "vocabulary", "what it is", box=None, header_style="bold")
-    table.columns[1].justify = table.columns[2].justify = "right"
-    listed = []
-    for name, preset in PRESETS.items():
-        source = find_model(name)
-        parameters, vocabulary = count_parameters(on_meta(source)), source.config.vocab_size
-        listed.append({"name": name, "parameters": parameters, "vocabulary": vocabulary, "description": preset.doc})
-        table.add_row(name, f"{parameters / 1e6:.4g} M", str(vocabulary), preset.doc)
-    if json:
-        typer.echo(json_format.dumps(listed))
-    else:
-        Console().print(table)

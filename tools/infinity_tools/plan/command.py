@@ -11,6 +11,7 @@ from rich.console import Console
 
 from infinity.command import Version, at_most, finite, setting
 from infinity_tools.output import check_out, write_out
+from infinity_tools.preset_list import list_presets
 
 _MODEL, _RUN, _MACHINE, _OUTPUT = "Model", "Training", "Machine", "Output"
 
@@ -19,7 +20,7 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A preset (`infinity train --model list`), a config.json or folder of transformers, or the id of a "
+            help="A preset (`--model list` shows them), a config.json or folder of transformers, or the id of a "
             "model in the cache of the Hub.",
             rich_help_panel=_MODEL,
         ),
@@ -248,6 +249,9 @@ def plan(
     """
     if gpu == "list":
         _list_accelerators(json=json)
+        return
+    if model == "list":
+        list_presets(json=json)
         return
     if out is not None:
         check_out(out)
