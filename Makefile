@@ -28,8 +28,9 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
 
 .PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
 
+# Each has a folder of its own, runs/TIME: an earlier one is not written over.
 demo: install
-	$(BIN)/infinity train --model llama-100m --steps 20 --host-memory 256MiB --out runs/demo --metrics-port 9471 $(ARGS)
+	$(BIN)/infinity train --model llama-100m --steps 20 --host-memory 256MiB --metrics-port 9471 $(ARGS)
 
 test: install lint types unit test-wheel
 

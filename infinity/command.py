@@ -9,6 +9,7 @@ import hashlib
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, CommitError, MissingPackageError)
 _PATIENCE = timedelta(seconds=3)  # for another rank that says it; nothing but a message waits for it
 _SAID = "said"
+_NAMES = 26  # columns of help in which names of options stand
 
 
 def _show_version(context: typer.Context, asked: bool) -> None:
@@ -57,7 +59,11 @@ HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Command(TyperCommand):
-    """A command whose mistakes are one line."""
+    """A command whose mistakes are one line, and whose help cuts no word."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        _write_help(self, ctx, formatter)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run it; ends the process unless `standalone_mode` is off."""
@@ -67,9 +73,56 @@ class Command(TyperCommand):
 class Commands(TyperGroup):
     """The same for a command that has others below it."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        _write_help(self, ctx, formatter)
+        with formatter.section("Commands"):
+            for name, command in self.commands.items():
+                _write_definition(formatter, name, (command.help or "").partition("\n\n")[0])
+
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run it and what is below it; ends the process unless `standalone_mode` is off."""
         return _main(super().main, args, *rest, standalone=standalone_mode, **extra)
+
+
+def _write_help(command: Any, context: Any, formatter: Any) -> None:
+    """Write usage, description and options; typer's own tables cut names of options on a terminal of 80 columns.
+
+    Args:
+        command: whose help it is.
+        context: it is asked for in.
+        formatter: click's.
+    """
+    command.format_usage(context, formatter)
+    for paragraph in (command.help or "").split("\n\n"):
+        formatter.write("\n" + _wrapped(paragraph, formatter.width, "  ") + "\n")
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for parameter in command.get_params(context):
+        if record := parameter.get_help_record(context):
+            kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            sections.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+    for title, records in sections.items():
+        with formatter.section(title):
+            for name, text in records:
+                _write_definition(formatter, name, text)
+
+
+def _write_definition(formatter: Any, name: str, text: str) -> None:
+    """Write a name and what it is; a long name has a line of its own."""
+    before, indent = " " * formatter.current_indent, " " * _NAMES
+    lines = _wrapped(text, formatter.width, indent)
+    if len(before + name) > len(indent) - 2:
+        formatter.write(f"{before}{name}\n{lines}\n")
+    else:
+        formatter.write(f"{before}{name}".ljust(_NAMES) + lines.lstrip() + "\n")
+
+
+def _wrapped(text: str, width: int, indent: str) -> str:
+    """Return a text in lines that are broken at spaces alone: an option is not broken at its hyphens."""
+    return textwrap.fill(
+        " ".join(text.split()), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
 
 
 def _main(run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, standalone: bool, **extra: Any) -> Any:
@@ -135,6 +188,17 @@ def setting(name: str) -> Callable[[Any], Any]:
             except ConfigError as error:
                 raise typer.BadParameter(str(error)) from error
         return value
+
+    return check
+
+
+def at_most(limit: float) -> Callable[[Any], Any]:
+    """Return a callback that refuses what is above a limit so large that help need not show it, nan and infinity."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value > limit:
+            raise typer.BadParameter(f"{value} is above {limit:g}")
+        return finite(value)
 
     return check
 

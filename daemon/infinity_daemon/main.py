@@ -64,7 +64,7 @@ def _daemon(
         asyncio.run(run(settings, load))
 
 
-app = typer.Typer(pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command(cls=Command, context_settings=HELP)(_daemon)
 
 

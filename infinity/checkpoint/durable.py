@@ -24,19 +24,22 @@ _log = logging.getLogger("infinity")
 _PARTIAL = ".partial-"
 
 
-def write_durably(target: Path, data: bytes, check: Callable[[bytes], object] | None = None) -> None:
+def write_durably(
+    target: Path, data: bytes, check: Callable[[bytes], object] | None = None, *, mode: int = 0o600
+) -> None:
     """Write a file under a temporary name, flush it, read it back, rename it, flush the folder.
 
     Args:
         target: replaced if it is there.
         data: its whole content.
         check: given what was read back; what it raises leaves the target as it was.
+        mode: who may read and write it, less what the process masks.
 
     Raises:
         OSError: the file system refused, or what is read back is not what was written.
     """
     temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")  # nobody can have put something there
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "w+b") as file:
             file.write(data)

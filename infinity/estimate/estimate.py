@@ -27,6 +27,7 @@ from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic, shar
 from infinity.schedule.placement import Placement
 from infinity.schedule.planner import Plan, Traffic, predict_seconds
 from infinity.schedule.stack import activation_page, moved_bytes, page_lengths
+from infinity.schedule.tier import lives_at_home
 from infinity.schedule.timing import Beside
 from infinity.schedule.trace import Event, EventKind
 from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
@@ -382,6 +383,21 @@ class Estimate:
             page = self.layout.pages[index]
             found[page.role] += page.nbytes
         return found
+
+    @cached_property
+    def home_bytes(self) -> dict[Role, int]:
+        """Bytes of pages that live on the device, by role; gradients that updates in backward consume are in none."""
+        found = dict.fromkeys(Role, 0)
+        for page in self.layout.pages:
+            consumed = page.role is Role.GRAD and page.unit in self.placed.in_backward
+            if page.unit in self.placed.at_home and lives_at_home(self.layout, page) and not consumed:
+                found[page.role] += page.nbytes
+        return found
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether no byte goes over the drives, whatever the batch."""
+        return self.traffic.total_bytes == 0 and self.settings.activations.tier != "nvme"
 
     @cached_property
     def frames_by_use(self) -> dict[str, int]:

@@ -178,9 +178,10 @@ def _report_earlier_runs(paths: tuple[str, ...]) -> None:
         return
     if runs:
         _log.warning(
-            "%s holds %d earlier runs (%s): %s; resume with run.resume = \"latest\", or free the space with "
+            "%s holds %d earlier run%s (%s): %s; resume with run.resume = \"latest\", or free the space with "
             "`infinity store rm`",
-            ", ".join(paths), len(runs), format_size(size), ", ".join(run.run_id for run in runs),
+            ", ".join(paths), len(runs), "s" * (len(runs) > 1), format_size(size),
+            ", ".join(run.run_id for run in runs),
         )  # fmt: skip
     if passed:
         _log.warning("%s", passed_over(passed))

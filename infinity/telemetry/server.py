@@ -227,6 +227,8 @@ def serve_routes(
             answer = application({**environ, "REQUEST_METHOD": "GET"}, start)
             getattr(answer, "close", lambda: None)()
             return []
+        if environ["REQUEST_METHOD"] != "GET":
+            return answer_json(start, "405 Method Not Allowed", {"error": "only GET and HEAD"}, ("Allow", "GET, HEAD"))
         route = routes.get(environ.get("PATH_INFO", ""))
         if token and not (route and route.public) and not _has(token, environ):
             return answer_json(start, "401 Unauthorized", {"error": "send the header Authorization: Bearer <token>"})
@@ -249,7 +251,9 @@ def _has(token: str, environ: WSGIEnvironment) -> bool:
     return hmac.compare_digest(given, b"Bearer " + token.encode())
 
 
-def answer_json(start: StartResponse, status: str, body: Mapping[str, object]) -> Iterable[bytes]:
+def answer_json(
+    start: StartResponse, status: str, body: Mapping[str, object], *headers: tuple[str, str]
+) -> Iterable[bytes]:
     """Answer with a JSON object."""
-    start(status, [("Content-Type", "application/json"), ("Cache-Control", "no-store")])
+    start(status, [("Content-Type", "application/json"), ("Cache-Control", "no-store"), *headers])
     return [json.dumps(body).encode() + b"\n"]

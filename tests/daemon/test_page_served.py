@@ -60,6 +60,10 @@ def test_the_page_and_its_parts_are_served_as_they_are(tmp_path):
             assert "unsafe" not in policy
             assert headers["X-Content-Type-Options"] == "nosniff"
             assert asked(process.port, path, method="HEAD")[::2] == (200, b"")
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            for path in ("/", "/metrics", "/api/events", "/none"):
+                status, headers, _ = asked(process.port, path, method=method)
+                assert (status, headers["Allow"]) == (405, "GET, HEAD")
         assert asked(process.port, "/icon.svg")[1]["Content-Type"] == "image/svg+xml"
         for path in ("/state.py", "/../service.py", "/site/page.js", "/index.html"):
             assert asked(process.port, path)[0] == 404

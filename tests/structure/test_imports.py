@@ -171,3 +171,10 @@ def test_the_package_has_nothing_for_tests_alone() -> None:
             reached.add(name)
             left += imported(files[name])
     assert set(files) == reached
+
+
+def test_public_names_can_be_completed() -> None:
+    """An interpreter offers what `dir` names: also what is imported when it is first used."""
+    program = "import infinity; print(*sorted({*infinity.__all__, '__version__'} - {*dir(infinity)}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"

@@ -169,7 +169,7 @@ def resume(folder: str) -> tuple[str, float]:
     try:
         with Session(Path(folder), run={"retained_commits": 2, "resume": "latest"}) as session:
             step = session.optimizer.steps
-            passing = ("earlier runs", "computes in bf16")  # of what ran before, of the machine
+            passing = ("earlier run", "computes in bf16")  # of what ran before, of the machine
             said[:] = [text for text in said if not any(words in text for words in passing)]
             return "; ".join([f"step {step}", *said]), session.run(step + 1, every=0)[0]
     except InfinityError as error:

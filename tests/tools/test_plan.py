@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import infinity
 from infinity.content.format import Role
 from infinity.node import NodeDaemon
+from infinity_tools.train import app
 from support.command import run_here
 
 LARGE = (
@@ -87,6 +89,83 @@ def test_what_is_written_is_what_is_said_and_a_run_takes_it(tmp_path: Path) -> N
     assert trained.summary["stored_bytes"] == said["drive_bytes"]
 
 
+def test_what_lives_on_the_accelerator_is_in_the_table() -> None:
+    """Beside what stays in host memory; storage that nothing moves over is hidden whatever the batch."""
+    line = "plan --model llama-1b --gpu h100 --host-memory 4GiB --nvme-bandwidth 7GB/5GB --no-changes"
+    words = run_here(*line.split()).output.split()
+    text = " ".join(words)
+    assert "what stays in host memory, lives on the device, moved per step size stays device read written" in text
+    for row in (
+        "weights 1.92 GiB 0 B 1.92 GiB 0 B 0 B", "master, moments 11.5 GiB 0 B 11.5 GiB 0 B 0 B",
+        "gradients 3.83 GiB 0 B 0 B 0 B 0 B", "storage is hidden from any batch nothing is moved",
+    ):  # fmt: skip
+        assert row in text
+    said = planned(line)
+    assert said["device"]["home_bytes"]["param"] == said["bytes"]["param"]
+    partly = planned(f"{line} --gpu-memory 12GiB")
+    assert 0 < partly["device"]["home_bytes"]["update"] < partly["bytes"]["update"]
+    assert sum(partly["device"]["home_bytes"].values()) <= partly["device"]["bytes"]
+    assert "lives on the device" not in run_here(*QUICK.split(), "--gpu-memory", "3GiB").output
+
+
+DRIVES = "--nvme-bandwidth 7e9/5e9 --host-memory 2MiB --gpu h100 --no-changes"
+
+
+def trains(line: str) -> dict[str, Any]:
+    """Return what `infinity train` is asked for by the last line that `infinity plan` prints."""
+    done = run_here(*shlex.split(line))
+    assert done.status == 0, done.errors
+    infinity_, train, *words = shlex.split(done.output.splitlines()[-1])
+    assert (infinity_, train) == ("infinity", "train")
+    context = typer.main.get_command(app).make_context("train", words)
+    assert not context.args
+    said = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+    return {name: value for name, value in context.params.items() if name in said}
+
+
+def test_the_last_line_trains_what_was_planned(tmp_path: Path) -> None:
+    """With everything that `infinity train` names otherwise, or does otherwise unless it is told."""
+    config = tmp_path / "some.toml"
+    config.write_text("[memory]\npage_bytes = 65536\n")
+    every = (
+        "plan --model tiny --dtype bf16 --batch-tokens 512 --seq 64 --micro-batches 4 --loss-tokens 32 --clip "
+        f"--lora r=4 --ranks 2 --state-format split --update after_backward --activations nvme --retained-commits 2 "
+        f"--config {config} --nvme-count 2 {DRIVES}"
+    )
+    settings = {
+        "config": config, "nvme": [Path("/nvme0/infinity"), Path("/nvme1/infinity")], "host_memory": "2MiB",
+        "state_format": "split", "update": "after_backward", "activations": "nvme", "retained_commits": 2,
+    }  # fmt: skip
+    workload = {
+        "model": "tiny", "dtype": "bf16", "batch_tokens": 512, "seq": 64, "micro_tokens": 64, "loss_tokens": 32,
+        "activation_checkpointing": True, "max_grad_norm": 1.0, "lora": "r=4", "nproc": 2,
+    }  # fmt: skip
+    assert trains(every) == workload | settings
+    out = tmp_path / "out"
+    assert trains(f"{every} --out {out}") == workload | {"config": out / "infinity.toml"}
+    plain = trains(f"plan --model tiny --batch-tokens 512 --seq 64 --no-activation-checkpointing {DRIVES}")
+    assert plain == {
+        "model": "tiny", "dtype": "bf16", "batch_tokens": 512, "seq": 64, "nvme": [Path("/nvme0/infinity")],
+        "host_memory": "2MiB",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--model tiny --batch-tokens 512 --optimizer lion", "its optimizer is adamw"),
+        ("--model tiny --batch-tokens 512 --trainable 0.5", "it trains all parameters"),
+        ("--model tiny --batch-tokens 512 --seq 64 --loop --micro-batches 2", "run all micro-batches"),
+        ("--model tiny --batch-tokens 512 --update-cores 2", "update.cores is a setting"),
+        ("--model tiny --batch-tokens 500 --seq 64", "--batch-tokens 500 is not a multiple of --seq 64"),
+        ("--model tiny --batch-tokens 8192 --seq 8192", "--seq 8192 is above the 4096 positions"),
+    ],
+)
+def test_what_train_does_otherwise_is_said(options: str, says: str) -> None:
+    """In place of a line that would train something else."""
+    assert says in run_here(*shlex.split(f"plan {options} {DRIVES}")).output.splitlines()[-1]
+
+
 def test_this_processor_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     """Where no accelerator is named: by three layers, trained for a moment."""
     nvme = tmp_path / "nvme"
@@ -112,6 +191,26 @@ def test_the_profile_of_the_daemon_is_taken(tmp_path: Path, monkeypatch: pytest.
     assert any("profile of infinityd" in line for line in said["assumptions"])
     profile["read"] = "fast"
     assert any("measured for two seconds" in line for line in planned(line)["assumptions"])
+
+
+@pytest.mark.parametrize("named", ["option", "config", "neither"])
+def test_the_daemon_of_another_folder_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """Of --runtime-dir, or of the settings; the settings of the run have it then."""
+    asked: list[Path] = []
+
+    def ask(self: NodeDaemon, op: str, **values: object) -> None:
+        asked.append(self._socket.parent)
+
+    monkeypatch.setattr(NodeDaemon, "ask", ask)
+    config = tmp_path / "some.toml"
+    config.write_text(f'[telemetry]\nruntime_dir = "{tmp_path}/run"\n')
+    options = {"option": f"--runtime-dir {tmp_path}/run", "config": f"--config {config}", "neither": ""}[named]
+    said = planned(f"plan --model tiny --host-memory 2MiB --nvme {tmp_path} --tflops 0.05 --batch-tokens 512 "
+                   f"--no-changes {options}")  # fmt: skip
+    assert (asked == [tmp_path / "run"]) == (named != "neither")
+    assert tomllib.loads(said["toml"]).get("telemetry") == (
+        None if named == "neither" else {"runtime_dir": f"{tmp_path}/run"}
+    )
 
 
 def test_what_does_not_fit_ends_with_a_status(tmp_path: Path) -> None:

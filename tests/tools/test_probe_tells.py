@@ -31,6 +31,17 @@ def test_the_daemon_knows_what_was_measured(tmp_path: Path, monkeypatch: pytest.
         assert profile[op] == pytest.approx(best, abs=1)
 
 
+def test_the_daemon_of_another_folder_is_told(tmp_path: Path) -> None:
+    """That of --runtime-dir."""
+    runtime, place = tmp_path / "runtime", tmp_path / "place"
+    for folder in (runtime, place):
+        folder.mkdir(mode=0o700)
+    options = ["--size", "8MiB", "--block", "1MiB", "--depth", "2", "--seconds", "0.05", "--no-fio", "--json"]
+    with daemon(runtime):
+        assert run_here("probe", place, *options, "--runtime-dir", runtime).summary["daemon"]["kept"]
+        assert not run_here("probe", place, *options).summary["daemon"]["kept"]
+
+
 def test_it_says_whether_the_daemon_has_kept_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it; and that there is none."""
     session, places = tmp_path / "session", [tmp_path / "place", tmp_path / "other"]

@@ -68,7 +68,7 @@ def ask_for(**values: object) -> Ask:
     """Return a probe of one folder."""
     usual: dict[str, object] = {
         "paths": ("d",), "file_bytes": MIB, "points": POINTS, "seconds": 1.0, "engine": "auto", "alone": "point",
-        "sustained_bytes": None, "sustained_seconds": 1.0, "fio": None,
+        "sustained_bytes": None, "sustained_seconds": 1.0, "fio": None, "runtime": Path("none"),
     }  # fmt: skip
     return Ask(**(usual | values))  # type: ignore[arg-type]
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from infinity.io.drives import locate
 from infinity.node import NodeDaemon
 from infinity.store.folder import RunFolder
 from infinity.store.marker import new_run_id
 from infinity.telemetry import Stats
+from infinity_tools.status import _tables
+from infinity_tools.tables import show_whole
 from support.command import run_here
 from support.daemon_process import daemon, until
 
@@ -25,11 +29,8 @@ def folder(tmp_path: Path) -> Path:
     return runtime
 
 
-def test_a_node_with_a_rank_a_drive_a_reservation_and_a_stale_run(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_with_a_rank_a_drive_a_reservation_and_a_stale_run(folder: Path, tmp_path: Path) -> None:
     """As tables and as JSON."""
-    monkeypatch.setenv("COLUMNS", "300")
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     run = RunFolder.of([nvme], new_run_id())
@@ -50,7 +51,8 @@ def test_a_node_with_a_rank_a_drive_a_reservation_and_a_stale_run(
     drive = locate(str(nvme)).drive.name
     assert "metrics on port" in rows["infinityd"]
     assert rows["mine"].startswith("mine 1 of 8 live 57 ")
-    assert rows["begins"].startswith(f"begins {drive} {nvme} 3 MiB ")
+    assert rows["begins"].startswith(f"begins {drive} 3 MiB ")
+    assert rows["begins"].endswith(f" {nvme}")
     assert " 3.21 1.50 2.00 0 s ago " in rows[drive]
     assert rows[drive].endswith(f" {nvme}")
     assert " no commit " in rows[run.run_id]
@@ -83,6 +85,35 @@ def test_a_drive_that_is_gone_and_texts_that_look_like_markup(folder: Path, monk
     assert "cannot collect devices" in shown.output
     assert "[red]x" in shown.output
     assert "/gone: No such file" in shown.output
+
+
+RUN_ID = "20260101-120000-a1b2c3"
+FOLDER = "/mnt/a-drive-with-a-long-name/and-a-folder/of-this-project"
+FULL: dict[str, Any] = {
+    "version": "1", "pid": 1, "started": 0.0, "metrics_port": 9, "collectors": {},
+    "ranks": [{"run_id": RUN_ID, "rank": 0, "world_size": 1, "pid": 5, "status": "dead", "steps": 1.0}],
+    "paths": [{"path": FOLDER, "device": "nvme0n1", "free": 1 << 40, "wear_ratio": 0.01, "endurance_days": 900.0,
+               "bandwidth": {"read": 7e9, "write": 5e9, "mixed": 6e9, "measured": 0.0}}],
+    "reservations": [{"run_id": RUN_ID, "device": "nvme0n1", "path": FOLDER, "bytes": 1 << 30, "pid": 12345}],
+    "stale_runs": [{"run_id": RUN_ID, "bytes": 123 << 30, "committed": False, "complete": False, "changed": 0.0,
+                    "folders": [f"{FOLDER}/{RUN_ID}", f"/mnt/other/{RUN_ID}"]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_ids_and_paths_are_whole(width: int, terminal: bool) -> None:
+    """However narrow the terminal is, which wraps the lines itself; a path ends its line."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, highlight=False)
+    for one in _tables(FULL):
+        show_whole(console, one)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert len(lines) == 4 * 3 + 1
+    assert sum(line.startswith(f"{RUN_ID} ") for line in lines) == 3
+    assert sum(line.startswith("nvme0n1 ") for line in lines) == 1
+    assert sum(line.endswith(f"  {FOLDER}") for line in lines) == 2
+    assert lines[-2].endswith(f"  {FOLDER}/{RUN_ID}")
+    assert lines[-1].endswith(f"  /mnt/other/{RUN_ID}")
 
 
 def test_without_a_daemon_it_says_where_none_answers(folder: Path) -> None:

@@ -103,6 +103,19 @@ def test_a_damaged_file_is_named_once_and_is_no_page(committed):
     assert output.count(str(manifest)) == 1
 
 
+def test_few_of_many_bad_pages_are_shown(committed):
+    """A file that is gone is not a line for each of its pages; a program gets them all."""
+    first, second, run_id = committed
+    (first / run_id / "rank00000.pages").unlink()
+    (second / run_id / "rank00000.pages").unlink()
+    status, output = _command("verify", first, second, "--json")
+    pages = len(json.loads(output)["bad"])
+    assert (status, pages > 20) == (1, True)
+    output = _command("verify", first, second)[1]
+    assert output.count("No such file or directory") == 20
+    assert f"  … and {pages - 20} more; --json has all\n" in output
+
+
 def test_live_run_is_neither_removed_nor_verified(tmp_path):
     for run_id in ("20260101-000000-aaaaaa", "20260102-000000-bbbbbb"):
         RunFolder.of([tmp_path], run_id).create()
@@ -117,7 +130,20 @@ def test_live_run_is_neither_removed_nor_verified(tmp_path):
         assert f"process {os.getpid()} on here" in output
         status, output = _command("verify", tmp_path, "--run", owner["run_id"])
         assert status == 2
-        assert _command("rm", tmp_path, "--dead", "--yes")[0] == 0
+        passed_over = f"1 live run is passed over: {owner['run_id']}"
+        status, output = _command("verify", tmp_path)
+        assert (status, f"{passed_over}; `infinity store scrub` reads live runs too" in output) == (0, True)
+        assert json.loads(_command("verify", tmp_path, "--json")[1])["passed_over"] == [owner["run_id"]]
+        status, output = _command("gc", tmp_path, "--dry-run")
+        assert output.splitlines()[-1].startswith("found 1 thing, ")
+        assert output.endswith(f"; {passed_over}\n")
+        status, output = _command("rm", tmp_path, "--ended", "--yes")
+        assert (status, output.endswith(f"; {passed_over}\n")) == (0, True)
+        for command in (("rm", tmp_path, "--ended", "--yes"), ("gc", tmp_path, "--yes")):
+            status, output = _command(*command)
+            assert (status, output.endswith(f", 0 B; {passed_over}\n")) == (0, True)
+        status, output = _command("verify", tmp_path)
+        assert (status, passed_over in output, "nothing to do" in output) == (0, True, False)
         assert [run.run_id for run in stored_runs([tmp_path])] == [owner["run_id"]]
     assert [run.owner for run in stored_runs([tmp_path])] == [None]
 
@@ -290,7 +316,8 @@ def _waste(folders):
 
 
 def _scrubbed(run_id, run):
-    return json.dumps({"runs": [run_id], "pages": Check(run).pages, "bad": [], "incomplete": []}) + "\n"
+    found = {"runs": [run_id], "pages": Check(run).pages, "bad": [], "incomplete": [], "passed_over": []}
+    return json.dumps(found) + "\n"
 
 
 @contextmanager

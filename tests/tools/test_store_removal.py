@@ -59,7 +59,7 @@ def plant_what_is_no_run(nvme: Path, run: Path) -> None:
 
 
 def test_what_is_no_run_is_never_touched(nvme: Path) -> None:
-    """Not by `gc`, not by `rm --dead`, and not by naming it."""
+    """Not by `gc`, not by `rm --ended`, and not by naming it."""
     (run,) = stored_runs([nvme])
     (root,) = run.folder.roots
     plant_what_is_no_run(nvme, root)
@@ -72,7 +72,7 @@ def test_what_is_no_run_is_never_touched(nvme: Path) -> None:
     assert "20260101-000000-aaaaaa is passed over: it has no infinity.run" in done.errors
     assert "20260102-000000-aaaaaa is passed over: it is a link" in done.errors
     assert [found.run_id for found in stored_runs([nvme])] == [run.run_id]
-    assert run_here("store", "rm", nvme, "--dead", "--yes").status == 0
+    assert run_here("store", "rm", nvme, "--ended", "--yes").status == 0
     assert listed(nvme) == others
 
 
@@ -87,7 +87,7 @@ def test_a_run_whose_commits_lie_behind_a_link_is_passed_over(nvme: Path, tmp_pa
     run.create()
     run.commits.rmdir()
     run.commits.symlink_to(elsewhere)
-    for command in (("gc", nvme), ("rm", nvme, "--dead"), ("ls", nvme)):
+    for command in (("gc", nvme), ("rm", nvme, "--ended"), ("ls", nvme)):
         done = run_here("store", *command, *(["--yes"] if command[0] != "ls" else []))
         assert done.status == 0
         assert f"{run.roots[0]} is passed over: its commits is a link" in done.errors
@@ -132,7 +132,7 @@ def test_a_planted_lock_hides_no_live_run(nvme: Path) -> None:
         lock = FolderLock.acquire([nvme], run.run_id, 2)
         try:
             assert json.loads(run_here("store", "ls", nvme, "--json").output)[0]["live"]
-            assert run_here("store", "rm", nvme, "--dead", "--yes").status == 0
+            assert run_here("store", "rm", nvme, "--ended", "--yes").status == 0
             assert run_here("store", "rm", nvme, run.run_id, "--yes").status == 2
             assert len(stored_runs([nvme])) == 1
         finally:
@@ -214,7 +214,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("command", [("gc",), ("rm", "--dead")])
+@pytest.mark.parametrize("command", [("gc",), ("rm", "--ended")])
 def test_nothing_starts_while_it_is_asked(nvme: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
     """A run that would resume waits; what was not there when it was asked is not removed."""
     dead = RunFolder.of([nvme], "20260101-000000-aaaaaa")
@@ -292,7 +292,7 @@ def test_a_read_only_mount_can_be_read(on_read_only_mount: Path, tmp_path: Path)
     for to in ("safetensors", "dcp"):
         assert run_here("export", place, "--out", tmp_path / to, "--to", to).status == 0
     assert run_here("store", "gc", place, "--dry-run").status == 0
-    done = run_here("store", "rm", place, "--dead", "--yes")
+    done = run_here("store", "rm", place, "--ended", "--yes")
     assert done.status == 2
     assert "cannot be removed: Read-only file system" in done.errors
     options = ["--resume", "--resume-path", place, "--nvme", tmp_path / "new", "--out", tmp_path / "out", "--json"]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity_daemon.main import app as daemon
-from infinity_tools.cli import app
+from infinity_tools.cli import COMMANDS, app
 from infinity_tools.progress import StepView, open_view
 from support.command import SMALL, run_here
 
@@ -82,6 +82,27 @@ def test_every_command_knows_its_version_and_helps(words: tuple[str, ...], optio
         assert f"Usage: {' '.join(['infinity', *words])}" in done.output
 
 
+@pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
+def test_help_has_every_option_whole(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal of 80 columns: no name is cut or broken, no line is longer, no bound is as good as none."""
+    monkeypatch.setenv("COLUMNS", "80")
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]
+    shown = run_here(*words, "--help").output
+    assert max(map(len, shown.splitlines())) <= 80
+    names = {name for option in command.params for name in (*option.opts, *option.secondary_opts) if name[0] == "-"}
+    assert names <= {word.strip(",") for line in re.findall("^  -.*", shown, re.MULTILINE) for word in line.split()}
+    assert not re.search(r"-\S*…", shown)
+    assert not re.search(r"<=\d{6}", shown)
+
+
+def test_help_names_every_command() -> None:
+    """In their order, each at the beginning of a line."""
+    lines = [line.strip("│ ").split(" ")[0] for line in run_here("-h").output.splitlines()]
+    assert [name for name in lines if name in COMMANDS] == [*COMMANDS]
+
+
 @pytest.mark.parametrize("option", ["--version", "-h", "--help"])
 def test_the_daemon_too(option: str) -> None:
     """And starts nothing."""
@@ -102,9 +123,10 @@ def test_the_shell_completes(typed: str, offered: str) -> None:
     assert offered in done.output.split()
 
 
-def test_presets_as_json() -> None:
+@pytest.mark.parametrize("command", ["train", "plan", "tune"])
+def test_presets_as_json(command: str) -> None:
     """For programs: the names that `--model` takes, and whole numbers."""
-    listed = json.loads(run_here("train", "--model", "list", "--json").output)
+    listed = json.loads(run_here(command, "--model", "list", "--json").output)
     assert [preset["name"] for preset in listed][:2] == ["tiny", "llama-100m"]
     assert (listed[1]["parameters"], listed[1]["vocabulary"]) == (113_664_768, 256)
 

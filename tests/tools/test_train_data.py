@@ -109,7 +109,7 @@ def test_epochs_end_where_they_do_with_other_batches_and_other_data(tmp_path: Pa
     again = ["train", "--resume", "--out", "o", "--host-memory", "1MiB", "--threads", "1"]
     resumed = run_here(*again, "--epochs", "3", "--batch-tokens", "512", "--json").summary
     assert resumed["committed_step"] == 2 + -(-(3 * sequences - 2 * 4) // 8)
-    assert "finished" in run_here(*again).errors
+    assert "finished; to go on, raise --epochs above 3" in " ".join(run_here(*again, "--epochs", "3").errors.split())
     before = {*(tmp_path / "o/data").glob("*.arrow")}
     other = run_here(*again, "--data", "e.jsonl", "--override", "--json").summary
     (file,) = {*(tmp_path / "o/data").glob("*.arrow")} - before

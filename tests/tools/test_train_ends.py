@@ -94,6 +94,50 @@ def test_a_finished_run_that_is_resumed_is_not_changed(options: tuple[str, str],
     assert {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()} == before
 
 
+def test_a_folder_with_the_log_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Log and summary stay as they are, and no state is placed; whoever resumes goes on with the log."""
+    train = [*SMALL, "--out", "out", "--nvme", "nvme"]
+    run_here(*train, "--steps", "2")
+    before = {file: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.is_file()}
+    runs = [*(tmp_path / "nvme").iterdir()]
+    ended = run_here(*train, "--steps", "3")
+    assert ended.status == 2
+    assert ended.errors == (
+        "error: out/steps.jsonl is of an earlier run; name another folder with --out, or go on with it: --resume\n"
+    )
+    assert {file: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.is_file()} == before
+    assert [*(tmp_path / "nvme").iterdir()] == runs
+    assert run_here(*train, "--steps", "3", "--resume", "--json").summary["first_step"] == 3
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out/steps.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+
+
+def test_a_run_that_ended_before_its_first_commit_begins_anew_with_resume_auto(tmp_path: Path) -> None:
+    """Its log is that of a run of which nothing is left."""
+    run_here(*SMALL, "--out", "out", "--steps", "2", "--keep", "never")
+    assert run_here(*SMALL, "--out", "out", "--steps", "3", "--resume", "auto", "--json").summary["first_step"] == 1
+    assert len((tmp_path / "out/steps.jsonl").read_text().splitlines()) == 3
+
+
+def test_runs_that_are_there_already_are_counted(tmp_path: Path) -> None:
+    """In words that fit their number."""
+    for number, says in enumerate(("", "nvme holds 1 earlier run (", "nvme holds 2 earlier runs (")):
+        ended = run_here(*SMALL, "--nvme", "nvme", "--out", f"out{number}", "--steps", "1")
+        assert says in " ".join(ended.errors.split())
+
+
+@pytest.mark.parametrize("options", [(), ("--resume", "auto")])
+def test_two_runs_do_not_write_to_one_folder(options: tuple[str, ...], tmp_path: Path) -> None:
+    """The second is refused, wherever its state is."""
+    with training(tmp_path, *SMALL, "--out", "out", "--steps", "100000") as process:
+        ended = run_here(*SMALL, "--out", "out", "--nvme", "other", "--steps", "1", *options)
+        assert ended.status == 2
+        assert ended.errors == "error: another run is writing to --out 'out'; name another folder\n"
+        assert not (tmp_path / "other").exists()
+        process.terminate()
+        assert process.wait(300) == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_a_log_that_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
     """Before anything is placed on NVMe; a pipe is not waited for, and what a link leads to stays as it is."""
@@ -176,6 +220,7 @@ def test_a_run_of_more_steps_than_have_records_ends_in_order(tmp_path: Path, mon
     monkeypatch.setattr("infinity.run.optimizer._KEPT_RECORDS", 3)
     ended = run_here(*SMALL, "--out", "out", "--steps", "5", picture=True)
     assert ended.status == 0
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").glob("s*.*")} == {0o644}
     assert "not in it" not in ended.output
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert (summary["steps"], len(summary["losses"])) == (5, 5)

@@ -75,6 +75,8 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
     """It is passed on; the step that runs is finished, and committed."""
     with training(tmp_path, *SMALL, "--nproc", "2", "--steps", "100000", "--out", "o") as process:
         process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert process.stderr.read().count("ending after this step; once more ends it now") == 1
         assert process.wait(300) == 128 + signal.SIGTERM
     summary = json.loads((tmp_path / "o/summary.json").read_text())
     assert (summary["world_size"], summary["interrupted"]) == (2, True)

@@ -111,7 +111,7 @@ NAMES = [
     wrong(f"store verify c --run {RUN}", RUN, "runs:"),
     wrong("store rm c nothing", "nothing"),
     wrong(f"store rm c {RUN} --yes", RUN, "runs:"),
-    wrong("store rm c", "--dead"),
+    wrong("store rm c", "--ended"),
     wrong(f"store rm {RUN}", "name the folders"),
     wrong("docter", "No such command 'docter'", "doctor"),
     wrong("doctor --josn", "--josn", "--json"),
@@ -297,7 +297,7 @@ TOGETHER = [
     train("--dtype fp32 --state-format split", '"split"', '"fp32"'),
     wrong("export c --out x --to dcp --dtype fp32", "--dtype", "--to safetensors"),
     wrong("export c --out x --to dcp --companions d", "--companions", "--to safetensors"),
-    wrong("store rm c --dead --json", "--yes"),
+    wrong("store rm c --ended --json", "--yes"),
     wrong("store gc c waste --json", "waste"),
     wrong("probe d --sustained-bytes 1GiB", "--sustained-bytes 1GiB needs --sustained"),
     wrong("doctor d --json --report", "--json", "--report", "one of them"),
@@ -323,6 +323,8 @@ PLANS = [
         "plan --parameters 1e3 --layers 4 --hidden 512 --vocabulary 1000 --nvme-bandwidth 1e9/1e9 --gpu h100",
         "too few for 4 layers of width 512",
     ),
+    plan("--ranks 100001", "--ranks '100001': 100001 is above 100000"),
+    plan("--batch-tokens 1000000000001", "--batch-tokens", "is above 1e+12"),
     *(
         plan(f"--{name} {value}", f"--{name}", f"'{value}'")
         for name, values in {

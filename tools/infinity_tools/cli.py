@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import typer
 
-from infinity.command import HELP, Commands, Version, complain
+from infinity.command import HELP, Command, Commands, Version, complain
 from infinity_tools.messages import lasting_streams, open_missing_streams
 
 COMMANDS: Final = {
@@ -36,8 +36,8 @@ def _command(name: str) -> Any:
     module, _, attribute = COMMANDS[name].partition(":")
     found = getattr(import_module(module), attribute)
     if not isinstance(found, typer.Typer):
-        app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-        app.command(name)(found)
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(name, cls=Command)(found)
         found = app
     return typer.main.get_command(found)
 
@@ -68,7 +68,7 @@ app = typer.Typer(
     cls=_Infinity,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
     context_settings=HELP,
 )
 

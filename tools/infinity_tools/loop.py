@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from infinity_tools.progress import StepView, View, open_view, short
 from infinity_tools.recipe import Recipe, begun, kept
 from infinity_tools.samples.pack import IGNORED
 from infinity_tools.signals import SIGNALS, StopRequest
-from infinity_tools.summary import RunFacts, StepLog, check_log, result_lines, summarise, summary_table, write_summary
+from infinity_tools.summary import Claim, RunFacts, StepLog, result_lines, summarise, summary_table, write_summary
 from infinity_tools.tracking import Trackers
 from infinity_tools.training_data import BatchSource, open_data
 
@@ -78,17 +78,18 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         options = taken_up(options, _with_paths(options.out, settings), ranks)
     check_options(options)
     source = find_model(options.model)
-    check_batch(options, source, ranks)
+    check_batch(options, source, ranks.world_size)
     out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
     made = [folder for folder in (out / "nvme", out / _DATA, out, *out.parents) if not os.path.lexists(folder)]
-    settings = ranks.together("making the output folder", lambda: _with_folders(out, settings, ranks))
+    settings = ranks.together("making the output folder", lambda: _with_folders(out, settings))
     console = Console(stderr=True)
     _route_logs(console, ranks, quiet=options.json)
     torch.manual_seed(settings.run.seed + ranks.rank)
     written: list[Path] = []
     with ExitStack() as stack:
         stack.enter_context(_without_leftovers(made))
-        stop = stack.enter_context(StopRequest())
+        stack.enter_context(ranks.together("taking the output folder", lambda: _claimed(out, settings, ranks)))
+        stop = stack.enter_context(StopRequest() if ranks.rank == 0 else StopRequest(""))
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
         data = open_data(options, source, ranks, settings.run.seed, out / _DATA, view.doing)
         options = replace(options, steps=last_step(options, settings, data, ranks))
@@ -379,12 +380,10 @@ class Training:
         self.kernel.begin()
 
 
-def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
+def _with_folders(out: Path, settings: Config) -> Config:
     """Make the output folder, and the folder of the state where none was named."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if ranks.rank == 0:
-            check_log(out / _LOG)
         if settings.storage.paths:
             return settings
         (out / "nvme").mkdir(exist_ok=True)
@@ -393,6 +392,11 @@ def _with_folders(out: Path, settings: Config, ranks: Ranks) -> Config:
             f"--out {str(out)!r} cannot be made: {error.strerror}; name a folder of yours with --out"
         ) from error
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
+
+
+def _claimed(out: Path, settings: Config, ranks: Ranks) -> AbstractContextManager[object]:
+    """Take the output folder for this run; rank 0 does."""
+    return Claim(out, _LOG, resumes=bool(settings.run.resume)) if ranks.rank == 0 else nullcontext()
 
 
 def _with_paths(out: Path | None, settings: Config) -> Config:
@@ -471,7 +475,8 @@ def _show_finished(run_id: str, step: int, view: View, options: TrainOptions) ->
     if options.json:
         Console().file.write(json.dumps({"run_id": run_id, "finished": True, "steps": 0, "last_step": step}) + "\n")
         return
-    view.say(f"run {run_id} is at step {step} already: finished; to go on, raise --steps above it")
+    how = "--steps above it" if options.epochs is None else f"--epochs above {options.epochs:g}"
+    view.say(f"run {run_id} is at step {step} already: finished; to go on, raise {how}")
 
 
 def _show(summary: dict[str, Any], written: Sequence[Path], options: TrainOptions) -> None:

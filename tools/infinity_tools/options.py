@@ -142,21 +142,21 @@ def check_sequences(options: Batch) -> None:
         raise ConfigError(f"--batch-tokens {options.batch_tokens} is not a multiple of --seq {options.seq}; try {near}")
 
 
-def check_batch(options: Batch, source: ModelSource, ranks: Ranks) -> None:
-    """Refuse a batch that the ranks cannot share, or a model that cannot be trained on it. Raises `ConfigError`."""
+def check_batch(options: Batch, source: ModelSource, world_size: int) -> None:
+    """Refuse a batch that so many ranks cannot share, or a model that cannot be trained on it. Raises `ConfigError`."""
     sequences = options.batch_tokens // options.seq
-    if sequences % ranks.world_size:
+    if sequences % world_size:
         raise ConfigError(
             f"--batch-tokens {options.batch_tokens} makes {sequences} sequences of {options.seq} tokens, which "
-            f"{ranks.world_size} ranks cannot share equally; try {options.seq * ranks.world_size}"
+            f"{world_size} ranks cannot share equally; try {options.seq * world_size}"
         )
     if options.micro_tokens is not None and (
-        options.micro_tokens % options.seq or options.batch_tokens % (options.micro_tokens * ranks.world_size)
+        options.micro_tokens % options.seq or options.batch_tokens % (options.micro_tokens * world_size)
     ):
-        each = sequences // ranks.world_size
+        each = sequences // world_size
         possible = ", ".join(str(number * options.seq) for number in range(1, each + 1) if each % number == 0)
         raise ConfigError(
-            f"--micro-tokens {options.micro_tokens} cannot share the {options.batch_tokens // ranks.world_size} tokens "
+            f"--micro-tokens {options.micro_tokens} cannot share the {options.batch_tokens // world_size} tokens "
             f"per rank equally in sequences of {options.seq}; possible: {possible}"
         )
     vocabulary = getattr(source.config, "vocab_size", None)

@@ -33,7 +33,7 @@ class Preset:
     values: Mapping[str, Any]
     """Arguments of that class."""
     doc: str
-    """One line, for `infinity train --model list`."""
+    """One line, for `--model list`."""
 
 
 def _llama(doc: str, hidden: int, inner: int, layers: int, heads: int, **values: Any) -> Preset:

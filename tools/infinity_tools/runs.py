@@ -477,7 +477,9 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def waste(paths: Sequence[Path], passed: dict[Path, str] | None = None) -> list[Waste]:
+def waste(
+    paths: Sequence[Path], passed: dict[Path, str] | None = None, live: list[StoredRun] | None = None
+) -> list[Waste]:
     """Return what can be removed without loss, as far as these folders show.
 
     Only runs that have ended are looked at, and only where the first of their folders, that of their commits, is among
@@ -488,12 +490,15 @@ def waste(paths: Sequence[Path], passed: dict[Path, str] | None = None) -> list[
     Args:
         paths: the folders of storage.paths.
         passed: as of `stored_runs`.
+        live: is given the runs that are live, and so not looked at.
 
     Raises:
         ConfigError: a path is not a folder.
     """
     found: list[Waste] = []
     for run in stored_runs(paths, passed):
+        if run.owner is not None and live is not None:
+            live.append(run)
         if run.owner is None and run.first:
             found += _waste_of(run)
     for path in paths:

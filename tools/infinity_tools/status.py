@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.node import NodeDaemon
 from infinity.units import format_size
-from infinity_tools.tables import age, table
+from infinity_tools.tables import age, show_whole, table
 
 
 def status(
@@ -44,8 +44,15 @@ def status(
         + (f", [red]cannot collect {', '.join(failing)}[/]" if failing else ""),
         soft_wrap=True,
     )
-    for one in (_ranks(found), _drives(found), _reservations(found), _stale(found)):
-        console.print(one if one.row_count else f"no {one.title}")
+    for one in _tables(found):
+        if one.row_count:
+            show_whole(console, one)
+        else:
+            console.print(f"no {one.title}")
+
+
+def _tables(found: Mapping[str, Any]) -> tuple[Table, ...]:
+    return _ranks(found), _drives(found), _reservations(found), _stale(found)
 
 
 def _ranks(found: Mapping[str, Any]) -> Table:
@@ -74,19 +81,21 @@ def _drive(one: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _reservations(found: Mapping[str, Any]) -> Table:
     rows = (
-        (one["run_id"], one["device"], one["path"], format_size(one["bytes"]), str(one["pid"]))
+        (one["run_id"], one["device"], format_size(one["bytes"]), str(one["pid"]), one["path"])
         for one in found["reservations"]
     )
-    return table("reservations", ("run", "drive", "folder", ">bytes", ">process"), rows)
+    return table("reservations", ("run", "drive", ">bytes", ">process", "folder"), rows)
 
 
 def _stale(found: Mapping[str, Any]) -> Table:
-    return table("stale runs", ("run", ">bytes", "", ">changed", "folders"), map(_stale_run, found["stale_runs"]))
+    rows = (row for one in found["stale_runs"] for row in _stale_run(one))
+    return table("stale runs", ("run", ">bytes", "", ">changed", "folders"), rows)
 
 
-def _stale_run(one: Mapping[str, Any]) -> tuple[str, ...]:
+def _stale_run(one: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     state = "may have commits" if one["committed"] else "no commit"
     if not one["complete"]:
         state += ", other folders elsewhere"
-    folders = ", ".join(one["folders"])
-    return one["run_id"], format_size(one["bytes"]), state, f"{age(one['changed'])} ago", folders
+    first, *others = one["folders"]
+    yield one["run_id"], format_size(one["bytes"]), state, f"{age(one['changed'])} ago", first
+    yield from (("", "", "", "", folder) for folder in others)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity.command import Commands, Version, failures
+from infinity.command import Command, Commands, Version, failures
 from infinity.errors import ConfigError
 from infinity.units import format_size, parse_size
 from infinity_tools.progress import byte_progress, short
@@ -25,10 +25,11 @@ from infinity_tools.progress import byte_progress, short
 if TYPE_CHECKING:
     from infinity_tools.runs import BadPage, Commit, StoredRun, Waste
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+app = typer.Typer(name="store", cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _PATHS = Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")]
 _YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+_SHOWN = 20  # lines on the bad pages of a run
 
 
 @app.callback()
@@ -36,7 +37,7 @@ def _store(version: Version = False) -> None:
     """List, check and remove the runs on NVMe folders."""
 
 
-@app.command()
+@app.command(cls=Command)
 def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
     """List runs and their commits: what they hold, who has them open, and what they take.
 
@@ -67,7 +68,7 @@ def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
             console.print(_table(run) if run.commits else "  no commit")
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
     paths: _PATHS,
     run: Annotated[str, typer.Option(help="Only this run. [default: every run that has ended]")] = "",
@@ -76,7 +77,8 @@ def verify(
 ) -> None:
     """Read every page that a commit names and compare it with its checksum, as fast as the drives allow.
 
-    One run, or all that have ended; a live one is refused. Exit status 1 if a page is bad.
+    One run, or all that have ended: a live one is refused where it is named, else passed over. Exit status 1 if a page
+    is bad.
     """
     with failures():
         from infinity_tools.runs import stored_runs
@@ -88,11 +90,13 @@ def verify(
             raise ConfigError(
                 f"{chosen[0].owner} is running; verify it when it has ended, or use `infinity store scrub`"
             )
-        found = _check("verifying", [found for found in chosen if found.owner is None], paths, 0, json=json)
+        found = _check(
+            "verifying", [found for found in chosen if found.owner is None], paths, 0, _live(chosen), json=json
+        )
     raise typer.Exit(1 if found else 0)
 
 
-@app.command()
+@app.command(cls=Command)
 def scrub(
     paths: _PATHS,
     rate: Annotated[str, typer.Option(help="Most bytes per second, such as 200MiB. [default: no limit]")] = "",
@@ -113,12 +117,23 @@ def scrub(
             raise ConfigError("--rate 0 would never end; leave it out for no limit")
         runs = stored_runs(paths, passed)
         _say_passed(passed)
-        found = _check("scrubbing", runs, paths, limit, json=json)
+        found = _check("scrubbing", runs, paths, limit, [], json=json)
     raise typer.Exit(1 if found else 0)
 
 
-def _check(doing: str, runs: list[StoredRun], paths: list[Path], rate: int, *, json: bool) -> bool:
-    """Read what the commits of the runs name, report, and return whether something is bad."""
+def _check(
+    doing: str, runs: list[StoredRun], paths: list[Path], rate: int, passed_over: list[str], *, json: bool
+) -> bool:
+    """Read what the commits of the runs name, report, and return whether something is bad.
+
+    Args:
+        doing: what is done, in a word.
+        runs: that are read.
+        paths: on which they are.
+        rate: most bytes per second; 0 is no limit.
+        passed_over: ids of live runs that are not read.
+        json: print JSON and nothing else.
+    """
     from infinity_tools.runs import Check, good_step, incomplete, without_manifest
 
     console = Console(highlight=False)
@@ -145,7 +160,9 @@ def _check(doing: str, runs: list[StoredRun], paths: list[Path], rate: int, *, j
                 console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
     if json:
         found = {"runs": [run.run_id for run in runs], "pages": pages, "bad": bad_pages, "incomplete": partial}
-        typer.echo(json_format.dumps(found))
+        typer.echo(json_format.dumps(found | {"passed_over": passed_over}))
+    elif passed_over:
+        console.print(f"{_passed_over(passed_over)}; `infinity store scrub` reads live runs too", soft_wrap=True)
     elif not runs:
         console.print(f"nothing to do in {', '.join(map(str, paths))}", soft_wrap=True, markup=False)
     return bool(bad_pages) or unusable
@@ -168,7 +185,7 @@ def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Pa
     return f"resume from the commit of step {good}: --resume --resume-step {good} (run.resume_step = {good})"
 
 
-@app.command()
+@app.command(cls=Command)
 def gc(
     paths: _PATHS,
     yes: _YES = False,
@@ -189,7 +206,8 @@ def gc(
 
         with nullcontext() if dry_run else no_starts(paths):
             passed: dict[Path, str] = {}
-            found = waste(paths, passed)
+            live: list[StoredRun] = []
+            found = waste(paths, passed, live)
             _say_passed(passed)
             size = sum(item.nbytes for item in found)
             if not json:
@@ -205,9 +223,11 @@ def gc(
                     item.remove()
         if json:
             listed = [_waste(item) for item in found]
-            typer.echo(json_format.dumps({"waste": listed, "bytes": size, "removed": going}))
+            told = {"waste": listed, "bytes": size, "removed": going, "passed_over": _live(live)}
+            typer.echo(json_format.dumps(told))
         else:
-            typer.echo(f"{'removed' if going else 'found'} {_counted(len(found), 'thing')}, {format_size(size)}")
+            done = f"{'removed' if going else 'found'} {_counted(len(found), 'thing')}, {format_size(size)}"
+            typer.echo(_done(done, _live(live)))
 
 
 def _confirmed(found: Sequence[object], question: str, size: int, *, yes: bool, json: bool) -> bool:
@@ -233,18 +253,29 @@ def _waste(item: Waste) -> dict[str, Any]:
     }
 
 
-@app.command()
+@app.command(cls=Command)
 def rm(
     arguments: Annotated[
         list[str],
         typer.Argument(metavar="PATH... RUN...", help="Folders, and ids of runs on them."),
     ],
-    dead: Annotated[bool, typer.Option("--dead", help="All runs that have ended.")] = False,
+    ended: Annotated[
+        bool,
+        typer.Option(
+            "--ended",
+            help="All runs that no process has open, with their commits: those that have finished, and those that were "
+            "cut off.",
+        ),
+    ] = False,
     yes: _YES = False,
     json: _JSON = False,
     version: Version = False,
 ) -> None:
-    """Remove runs that have ended. A live run is refused; no run starts on these folders until the command ends."""
+    """Remove runs that have ended, with their commits.
+
+    A live run is refused where it is named, and passed over by --ended. No run starts on these folders until the
+    command ends.
+    """
     with failures():
         from infinity.store.folder import no_starts
         from infinity.store.marker import is_run_id
@@ -259,16 +290,17 @@ def rm(
             )
         if not paths:
             raise ConfigError("name the folders on which the runs are, as well as the runs")
-        if not (names or dead):
-            raise ConfigError("name the runs to remove, or --dead for all that have ended")
+        if not (names or ended):
+            raise ConfigError("name the runs to remove, or --ended for all that have ended")
         with no_starts(paths):
             passed: dict[Path, str] = {}
             found = stored.stored_runs(paths, passed)
             _say_passed(passed)
             chosen = _choose(found, names, paths) if names else []
-            if live := [run for run in chosen if run.owner]:
-                raise ConfigError(f"{live[0].owner} is running; nothing is removed")
-            chosen += [run for run in found if dead and run.owner is None and run not in chosen]
+            if busy := [run for run in chosen if run.owner]:
+                raise ConfigError(f"{busy[0].owner} is running; nothing is removed")
+            live = _live(found) if ended else []
+            chosen += [run for run in found if ended and run.owner is None and run not in chosen]
             size = sum(run.nbytes for run in chosen)
             if not json:
                 for run in chosen:
@@ -281,9 +313,10 @@ def rm(
             for run in chosen:
                 stored.remove(run)
         if json:
-            typer.echo(json_format.dumps({"removed": [run.run_id for run in chosen], "bytes": size}))
+            told = {"removed": [run.run_id for run in chosen], "bytes": size, "passed_over": live}
+            typer.echo(json_format.dumps(told))
         else:
-            typer.echo(f"removed {_counted(len(chosen), 'run')}, {format_size(size)}")
+            typer.echo(_done(f"removed {_counted(len(chosen), 'run')}, {format_size(size)}", live))
 
 
 def _say_passed(passed: dict[Path, str]) -> None:
@@ -292,6 +325,21 @@ def _say_passed(passed: dict[Path, str]) -> None:
 
     if passed:
         typer.echo(passed_over(passed), err=True)
+
+
+def _live(runs: Sequence[StoredRun]) -> list[str]:
+    """Return the ids of those that a process has open."""
+    return [run.run_id for run in runs if run.owner]
+
+
+def _passed_over(live: list[str]) -> str:
+    """Return that live runs are passed over."""
+    return f"{_counted(len(live), 'live run')} {'is' if len(live) == 1 else 'are'} passed over: {', '.join(live)}"
+
+
+def _done(what: str, live: list[str]) -> str:
+    """Return what was done, and which live runs were passed over."""
+    return f"{what}; {_passed_over(live)}" if live else what
 
 
 def _choose(runs: list[StoredRun], names: list[str], paths: list[Path]) -> list[StoredRun]:
@@ -356,11 +404,13 @@ def _report(console: Console, run: StoredRun, pages: int, bad: list[BadPage], ad
     found = [_counted(files, "bad file")] * bool(files)
     found += [f"{_counted(len(bad) - files, 'bad page')} of {pages}"] * (len(bad) > files)
     console.print(f"{run.run_id}: [bold red]{', '.join(found)}[/]")
-    for page in bad:
+    for page in bad[:_SHOWN]:
         what = page.reason  # of a whole file, which it names
         if page.page is not None:
             what = f"page {page.page}: {page.path}, offset {page.offset}, {page.length} bytes: {page.reason}"
         console.print(f"  step {page.step}, rank {page.rank}: {what}", soft_wrap=True, markup=False)
+    if len(bad) > _SHOWN:
+        console.print(f"  … and {len(bad) - _SHOWN} more; --json has all", markup=False)
     console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -129,7 +130,7 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:
     """Write `summary.json`; it is there completely or not at all. Raises `OSError`."""
-    write_durably(out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+    write_durably(out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode(), mode=0o666)
 
 
 class StepLog:
@@ -172,13 +173,64 @@ class StepLog:
         os.close(self._descriptor)
 
 
-def check_log(file: Path) -> None:
-    """Check that `steps.jsonl`, if it is there, can be written. Raises `ConfigError`."""
-    if os.path.lexists(file):
+class Claim:
+    """The folder of `--out` in the hands of one run, until the end of a `with` block."""
+
+    def __init__(self, out: Path, log: str, *, resumes: bool) -> None:
+        """Take the folder.
+
+        Args:
+            out: the folder, which is there.
+            log: name of the `StepLog` in it.
+            resumes: whether the run may go on with the log that is there.
+
+        Raises:
+            ConfigError: another run writes there, or has left its log, or the log cannot be written.
+        """
+        self._descriptor = _locked(out)
         try:
-            os.close(_open_log(file))
-        except OSError as error:
-            raise _unwritable(file, error) from error
+            _check_log(out / log, resumes=resumes)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> Claim:
+        """Let go of it at the end of a `with` block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of it."""
+        os.close(self._descriptor)
+
+
+def _locked(out: Path) -> int:
+    """Return a descriptor of a folder that nobody else has locked. Raises `ConfigError`."""
+    try:
+        descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(f"another run is writing to --out {str(out)!r}; name another folder") from error
+    except OSError:  # some file systems have no locks
+        pass
+    return descriptor
+
+
+def _check_log(file: Path, *, resumes: bool) -> None:
+    """Check that `steps.jsonl`, if it is there, can be written, and is no run's that would lose it."""
+    if not os.path.lexists(file):
+        return
+    try:
+        descriptor = _open_log(file)
+        length = os.fstat(descriptor).st_size
+        os.close(descriptor)
+    except OSError as error:
+        raise _unwritable(file, error) from error
+    if length and not resumes:
+        raise ConfigError(f"{file} is of an earlier run; name another folder with --out, or go on with it: --resume")
 
 
 def _unwritable(file: Path, error: OSError) -> ConfigError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,18 @@ def table(title: str, headings: Iterable[str], rows: Iterable[tuple[str, ...]]) 
     for row in rows:
         made.add_row(*map(Text, row))  # texts of others have no markup
     return made
+
+
+def show_whole(console: Console, shown: Table) -> None:
+    """Print a table as wide as it has to be: ids and paths remain whole, a terminal wraps what is too long for it."""
+    console.print(Text(str(shown.title), "bold"))
+    columns = []
+    for column in shown.columns:
+        cells = [str(cell) for cell in (column.header, *column.cells)]
+        width = max(map(len, cells))
+        columns.append([cell.rjust(width) if column.justify == "right" else cell.ljust(width) for cell in cells])
+    for number, line in enumerate(zip(*columns, strict=True)):
+        console.print(Text("  ".join(line).rstrip(), "" if number else "dim"), soft_wrap=True)
 
 
 def span(seconds: float) -> str:

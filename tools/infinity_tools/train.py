@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from infinity.command import Version, failures, finite, setting
+from infinity.command import Command, Version, at_most, failures, finite, setting
+from infinity_tools.preset_list import list_presets
 
 _MODEL, _DATA, _STATE, _OPTIMIZER, _OUTPUT = "Model", "Data", "State on NVMe", "Optimizer", "Output"
 
@@ -300,7 +300,8 @@ def train(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of summary.json, summary.png and steps.jsonl. [default: runs/TIME]",
+            help="Folder of summary.json, summary.png and steps.jsonl; one with those of an earlier run is refused "
+            "without --resume. [default: runs/TIME]",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -325,8 +326,7 @@ def train(
         float,
         typer.Option(
             min=0,
-            max=10**6,
-            callback=finite,
+            callback=at_most(10**6),
             help="Seconds to go on serving them after the summary is written.",
             rich_help_panel=_OUTPUT,
         ),
@@ -368,7 +368,7 @@ def train(
         from infinity_tools.options import TrainOptions
 
         if model == "list":
-            _list_presets(json=json)
+            list_presets(json=json)
             return
         if dtype not in ("auto", "bf16", "fp32"):
             raise ConfigError(f"--dtype {dtype!r} is not one of auto, bf16, fp32")
@@ -460,7 +460,7 @@ def train(
     raise typer.Exit(status)
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(Command):
     """Takes `--resume` with and without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -470,7 +470,7 @@ class TrainCommand(TyperCommand):
         return super().parse_args(ctx, ["--resume=latest" if it else arg for arg, it in zip(args, alone, strict=True)])
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 app.command(cls=TrainCommand)(train)
 
 
@@ -502,25 +502,3 @@ def _words(context: typer.Context, *, without: Container[str]) -> tuple[str, ...
             for item in value if isinstance(value, list | tuple) else [value]:
                 words += [option.opts[0], str(item)]
     return tuple(words)
-
-
-def _list_presets(*, json: bool) -> None:
-    import json as json_format
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from infinity_tools.presets import PRESETS, count_parameters, find_model, on_meta
-
-    table = Table("preset", "parameters", "vocabulary", "what it is", box=None, header_style="bold")
-    table.columns[1].justify = table.columns[2].justify = "right"
-    listed = []
-    for name, preset in PRESETS.items():
-        source = find_model(name)
-        parameters, vocabulary = count_parameters(on_meta(source)), source.config.vocab_size
-        listed.append({"name": name, "parameters": parameters, "vocabulary": vocabulary, "description": preset.doc})
-        table.add_row(name, f"{parameters / 1e6:.4g} M", str(vocabulary), preset.doc)
-    if json:
-        typer.echo(json_format.dumps(listed))
-    else:
-        Console().print(table)

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from infinity.command import Version, finite, setting
+from infinity.command import Version, at_most, finite, setting
 from infinity_tools.output import check_out, write_out
+from infinity_tools.preset_list import list_presets
 
 _MODEL, _RUN, _MACHINE, _OUTPUT = "Model", "Training", "Machine", "Output"
 
@@ -19,7 +20,7 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A preset (`infinity train --model list`), a config.json or folder of transformers, or the id of a "
+            help="A preset (`--model list` shows them), a config.json or folder of transformers, or the id of a "
             "model in the cache of the Hub.",
             rich_help_panel=_MODEL,
         ),
@@ -28,16 +29,19 @@ def plan(
         float | None,
         typer.Option(
             min=1e3,
-            max=1e15,
-            callback=finite,
+            callback=at_most(1e15),
             help="Instead of --model: parameters of a decoder, such as 70e9, with --layers, --hidden, --vocabulary.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=100_000, help="Its layers.", rich_help_panel=_MODEL)] = None,
-    hidden: Annotated[int | None, typer.Option(min=8, max=10**6, help="Its width.", rich_help_panel=_MODEL)] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, callback=at_most(100_000), help="Its layers.", rich_help_panel=_MODEL)
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=8, callback=at_most(10**6), help="Its width.", rich_help_panel=_MODEL)
+    ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(min=2, max=10**8, help="Its tokens.", rich_help_panel=_MODEL)
+        int | None, typer.Option(min=2, callback=at_most(10**8), help="Its tokens.", rich_help_panel=_MODEL)
     ] = None,
     tied: Annotated[bool, typer.Option("--tied", help="Its head is its embedding.", rich_help_panel=_MODEL)] = False,
     lora: Annotated[
@@ -61,13 +65,14 @@ def plan(
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32: what is computed in.", rich_help_panel=_MODEL)] = "bf16",
     batch_tokens: Annotated[
-        int, typer.Option(min=1, max=10**12, help="Tokens per step, over all ranks.", rich_help_panel=_RUN)
+        int,
+        typer.Option(min=1, callback=at_most(10**12), help="Tokens per step, over all ranks.", rich_help_panel=_RUN),
     ] = 8192,
     seq: Annotated[
         int | None,
         typer.Option(
             min=2,
-            max=10**8,
+            callback=at_most(10**8),
             help="Tokens per sequence. [default: 4096, or all of a smaller batch]",
             rich_help_panel=_RUN,
         ),
@@ -76,7 +81,7 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            max=10**6,
+            callback=at_most(10**6),
             help="Parts in which a rank computes its batch. [default: as few as the accelerator has memory for]",
             rich_help_panel=_RUN,
         ),
@@ -103,8 +108,10 @@ def plan(
         str,
         typer.Option(help="adamw, adam, amsgrad, adagrad, rmsprop, lion, momentum or sgd.", rich_help_panel=_RUN),
     ] = "adamw",
-    ranks: Annotated[int, typer.Option(min=1, max=100_000, help="Ranks on each node.", rich_help_panel=_MACHINE)] = 1,
-    nodes: Annotated[int, typer.Option(min=1, max=100_000, help="Nodes.", rich_help_panel=_MACHINE)] = 1,
+    ranks: Annotated[
+        int, typer.Option(min=1, callback=at_most(100_000), help="Ranks on each node.", rich_help_panel=_MACHINE)
+    ] = 1,
+    nodes: Annotated[int, typer.Option(min=1, callback=at_most(100_000), help="Nodes.", rich_help_panel=_MACHINE)] = 1,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -117,8 +124,7 @@ def plan(
         float | None,
         typer.Option(
             min=1e-3,
-            max=1e6,
-            callback=finite,
+            callback=at_most(1e6),
             help="Tera-operations per second that training reaches on it. [default: 40 % of its peak in bf16]",
             rich_help_panel=_MACHINE,
         ),
@@ -183,6 +189,14 @@ def plan(
         str | None,
         typer.Option(help="Bytes that each may be written with, such as 1200TB.", rich_help_panel=_MACHINE),
     ] = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            "--runtime-dir",
+            help="Runtime folder of the daemon that may know the drives. [default: as telemetry.runtime_dir]",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
     page_bytes: Annotated[
         str | None,
         typer.Option(callback=setting("memory.page_bytes"), help="Setting of a run.", rich_help_panel=_RUN),
@@ -225,7 +239,8 @@ def plan(
     """Plan a run before there is one: does it fit, where does everything lie, how long do steps take, do drives last?
 
     Nothing is trained or allocated, for models of any size. The planner and the clock are those of a run. The settings
-    that it prints are what `infinity train --config` and `infinity.offload` take.
+    that it prints are what `infinity train --config` and `infinity.offload` take; with --model, it ends with the line
+    that trains what was planned.
 
     For example: `infinity plan --parameters 70e9 --layers 80 --hidden 8192 --vocabulary 128256 --host-memory 256GiB
     --nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --batch-tokens 32768`.
@@ -235,12 +250,16 @@ def plan(
     if gpu == "list":
         _list_accelerators(json=json)
         return
+    if model == "list":
+        list_presets(json=json)
+        return
     if out is not None:
         check_out(out)
     # What plans is imported now: help needs none of it.
     from infinity.estimate.advice import best_changes
     from infinity_tools.plan.inputs import Asked, assumptions_of, plan_of
     from infinity_tools.plan.report import document, show
+    from infinity_tools.plan.train_line import train_line
     from infinity_tools.toml import settings_toml
 
     asked = Asked(
@@ -284,6 +303,7 @@ def plan(
                 "activations.tier": activations,
                 "update.cores": update_cores,
                 "run.retained_commits": retained_commits,
+                "telemetry.runtime_dir": runtime,
             }.items()
             if value is not None
         },
@@ -312,6 +332,8 @@ def plan(
         printed.print(text, markup=False, end="", soft_wrap=True)
         if out is not None:
             printed.print(f"wrote plan.json, plan.png and infinity.toml in {out}", markup=False)
+        if line := train_line(asked, found, settings, None if out is None else out / "infinity.toml"):
+            printed.print(f"\n{line}", markup=False, soft_wrap=True)
     raise typer.Exit(1 if found.problems else 0)
 
 

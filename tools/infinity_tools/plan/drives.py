@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError, InfinityError
 from infinity.estimate.machine import Drives
 from infinity.io.drives import locate, space
@@ -62,8 +61,13 @@ def _speed(text: str, whole: str) -> float:
     return speed
 
 
-def drives_at(paths: Sequence[Path], endurance: int) -> tuple[Drives, str]:
+def drives_at(paths: Sequence[Path], endurance: int, runtime: Path) -> tuple[Drives, str]:
     """Return the drives that folders lie on, and in a few words where their bandwidth is from.
+
+    Args:
+        paths: the folders.
+        endurance: bytes that each drive may be written with; 0: not known.
+        runtime: runtime folder of the node's daemon.
 
     Raises:
         ConfigError: a folder is not there, or the same one is named twice.
@@ -76,7 +80,7 @@ def drives_at(paths: Sequence[Path], endurance: int) -> tuple[Drives, str]:
     places = [locate(name) for name in names]
     if len(set(names)) < len(names):
         raise ConfigError(f"--nvme names the same folder twice: {', '.join(names)}")
-    answer = NodeDaemon(runtime_dir(TelemetryConfig())).ask("bandwidth", paths=names) or {}
+    answer = NodeDaemon(runtime).ask("bandwidth", paths=names) or {}
     beside = Counter(place.drive.identity for place in places)  # folders on one drive share it
     free = {place.drive.identity: space(name).free for name, place in zip(names, places, strict=True)}
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.config import Config, load_config
+from infinity.config import Config, load_config, runtime_dir
 from infinity.errors import ConfigError
 from infinity.estimate.estimate import Estimate, Workload, estimate, working_bytes
 from infinity.estimate.machine import (
@@ -109,7 +109,8 @@ def plan_of(asked: Asked, report: Report = lambda what: None) -> tuple[Estimate,
     sources = {}
     if drives is None:
         report("measuring the drives")
-        drives, sources["drives"] = drives_at(asked.nvme or (Path(),), _size(asked.nvme_endurance, "--nvme-endurance"))
+        endurance, runtime = _size(asked.nvme_endurance, "--nvme-endurance"), runtime_dir(settings.telemetry)
+        drives, sources["drives"] = drives_at(asked.nvme or (Path(),), endurance, runtime)
     if device is None:
         source = source or _config_of(model)
         machine = _measured(asked, source, model, work, drives, settings, report)

@@ -11,7 +11,7 @@ from infinity_tools.plan.report import ROLES, headline, resource, sizes_of
 
 _POINTS = 9
 """Batch sizes that are drawn, each twice the one before, around that of the plan."""
-_COLOURS = {"read": "#ee6677", "written": "#ccbb44", "stays": "#4477aa"}
+_COLOURS = {"read": "#ee6677", "written": "#ccbb44", "stays": "#4477aa", "lives": "#228833"}
 
 
 def figure(found: Estimate) -> Figure:
@@ -62,17 +62,18 @@ def _state(axes: Axes, found: Estimate) -> None:
     sizes = sizes_of(found)
     names = [ROLES[role] for role in sizes]
     columns = {
-        "size": [size / 1e9 for size, _ in sizes.values()],
-        "stays in host memory": [stays / 1e9 for _, stays in sizes.values()],
+        "size": [size / 1e9 for size, _, _ in sizes.values()],
+        "stays in host memory": [stays / 1e9 for _, stays, _ in sizes.values()],
+        "lives on the device": [lives / 1e9 for _, _, lives in sizes.values()],
         "read per step": [found.traffic.read[role] / 1e9 for role in sizes],
         "written per step": [found.traffic.written[role] / 1e9 for role in sizes],
     }
-    colours = ("#bbbbbb", _COLOURS["stays"], _COLOURS["read"], _COLOURS["written"])
+    colours = ("#bbbbbb", _COLOURS["stays"], _COLOURS["lives"], _COLOURS["read"], _COLOURS["written"])
     for number, ((label, heights), colour) in enumerate(zip(columns.items(), colours, strict=True)):
-        axes.bar([x + (number - 1.5) * 0.2 for x in range(len(names))], heights, 0.2, label=label, color=colour)
+        axes.bar([x + (number - 2) * 0.16 for x in range(len(names))], heights, 0.16, label=label, color=colour)
     axes.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
     axes.set_title("GB of a rank")
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
-    axes.set_ylim(0, 1.5 * max(map(max, columns.values())))
+    axes.set_ylim(0, 1.6 * max(map(max, columns.values())))
     axes.legend(frameon=False, loc="upper right")

@@ -88,24 +88,27 @@ def _parts(found: Estimate, changes: Sequence[Change]) -> Iterator[RenderableTyp
         yield table("what would help most", ("change", ">seconds per token", ""), rows)
 
 
-def sizes_of(found: Estimate) -> dict[Role, tuple[int, int]]:
-    """Return the bytes of pages by role, and how much of that stays in memory; of activations where they are paged."""
-    sizes = {role: (found.layout.bytes_of(role), found.resident_bytes[role]) for role in Role}
+def sizes_of(found: Estimate) -> dict[Role, tuple[int, int, int]]:
+    """Return by role the bytes of pages, and how much of them stays in host memory and lives on the device.
+
+    Of activations where they are paged.
+    """
+    sizes = {role: (found.layout.bytes_of(role), found.resident_bytes[role], found.home_bytes[role]) for role in Role}
     kept, moved = found.activations.kept, found.activations.moved
-    sizes[Role.ACTIVATION] = kept, kept - moved
+    sizes[Role.ACTIVATION] = kept, kept - moved, 0
     return {role: size for role, size in sizes.items() if role is not Role.ACTIVATION or kept}
 
 
 def _places(found: Estimate) -> Table:
-    traffic = found.traffic
+    traffic, at_home = found.traffic, any(found.home_bytes.values())
     sizes = {
-        ROLES[role]: (size, stays, traffic.read[role], traffic.written[role])
-        for role, (size, stays) in sizes_of(found).items()
+        ROLES[role]: (size, stays, *([lives] if at_home else []), traffic.read[role], traffic.written[role])
+        for role, (size, stays, lives) in sizes_of(found).items()
     }
-    sizes["all"] = tuple(map(sum, zip(*sizes.values(), strict=True)))  # type: ignore[assignment]
+    sizes["all"] = tuple(map(sum, zip(*sizes.values(), strict=True)))
     return table(
-        "state of a rank: size, what stays in host memory, moved per step",
-        ("", ">size", ">stays", ">read", ">written"),
+        f"state of a rank: size, what stays in host memory{', lives on the device' * at_home}, moved per step",
+        ("", ">size", ">stays", *([">device"] if at_home else []), ">read", ">written"),
         [(name, *map(format_size, row)) for name, row in sizes.items()],
     )
 
@@ -168,13 +171,16 @@ def _facts(found: Estimate) -> Table:
     else:
         life = ""
     where = f"on {machine.device.name}" if machine.device.memory_bytes else "beside the arena"
-    rows = [
-        ("tokens per second", f"{work.batch_tokens / found.seconds.step:.4g}", ""),
-        (
-            "storage is hidden from",
+    if found.moves_nothing:
+        storage = "any batch", "nothing is moved"
+    else:
+        storage = (
             "no batch size" if hidden is None else f"{hidden} tokens per step",
             f"a step then takes at most {HIDDEN - 1:.0%} longer for it",
-        ),
+        )
+    rows = [
+        ("tokens per second", f"{work.batch_tokens / found.seconds.step:.4g}", ""),
+        ("storage is hidden from", *storage),
         ("drive space per node", format_size(space) + free, _commits(found)),
         *([("until the second step ends", format_size(first), "the first may store gradients")] * (first > space)),
         ("written per node", f"{daily / 1e12:.3g} TB per day", life),
@@ -234,6 +240,7 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
             "staged": found.placed.staged,
             "kept_units": len(found.placed.kept),
             "units_at_home": len(found.placed.at_home),
+            "home_bytes": by_role(found.home_bytes),
             "to_device_bytes_per_step": (found.link_traffic.to_device + found.activations.kept) * linked,
             "from_device_bytes_per_step": (found.link_traffic.from_device + found.activations.kept) * linked,
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 
 from infinity.command import Version, finite, setting
+from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.io.probe.points import Load, points_of
 from infinity.io.probe.sustained import MOST_BYTES, bytes_to_sustain
@@ -79,6 +81,9 @@ def probe(
         bool | None,
         typer.Option("--fio/--no-fio", help="Compare with fio on the same file. [default: if fio is installed]"),
     ] = None,
+    runtime: Annotated[
+        str, typer.Option("--runtime-dir", help="The daemon's runtime folder. [default: as telemetry.runtime_dir]")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for probe.json, probe.toml and probe.png.")] = None,
     version: Version = False,
@@ -113,6 +118,7 @@ def probe(
         sustained_bytes=bytes_to_sustain(names, asked) if sustained else None,
         sustained_seconds=sustained_seconds,
         fio=_program(fio),
+        runtime=runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime)),
     )
     check(ask)
     if out is not None:

@@ -5,29 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from infinity.config import TelemetryConfig, runtime_dir
 from infinity.node import NodeDaemon
 from infinity_tools.probe.report import Found, Kept
 
 
-def end_measuring(paths: Sequence[str]) -> None:
+def end_measuring(daemon: NodeDaemon, paths: Sequence[str]) -> None:
     """Have a daemon that measures these drives by itself end that: it does when somebody asks for their profiles."""
-    _daemon().ask("bandwidth", paths=[str(Path(path).resolve()) for path in paths])
+    daemon.ask("bandwidth", paths=[str(Path(path).resolve()) for path in paths])
 
 
-def tell_daemon(together: Found, alone: Found) -> Kept:
+def tell_daemon(daemon: NodeDaemon, together: Found, alone: Found) -> Kept:
     """Tell the daemon, if there is one, the best of each load, and return whether it has kept it."""
     asked = [best_rates(together), *(best_rates({path: found}) for path, found in alone.items())]
-    answers = [_daemon().ask("record_bandwidth", rates=rates, source="probe") for rates in asked if all(rates.values())]
+    answers = [daemon.ask("record_bandwidth", rates=rates, source="probe") for rates in asked if all(rates.values())]
     if answers and all(answers):
         return Kept(done=True, says="infinityd has kept the result: runs and `infinity status` use it")
-    if _daemon().ask("status") is None:
+    if daemon.ask("status") is None:
         return Kept(done=False, says="no infinityd of yours or root's runs here: the result is not kept")
     return Kept(done=False, says="infinityd runs here, but has not kept the result; its log says why")
-
-
-def _daemon() -> NodeDaemon:
-    return NodeDaemon(runtime_dir(TelemetryConfig()))
 
 
 def best_rates(found: Found) -> dict[str, dict[str, float]]:

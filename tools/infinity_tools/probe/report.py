@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from infinity.io.probe.points import Load, Measurement, Point
@@ -36,6 +37,8 @@ class Ask:
     sustained_seconds: float
     fio: str | None
     """The program; None: it is not used."""
+    runtime: Path
+    """Runtime folder of the node's daemon."""
 
     @property
     def alone_points(self) -> int:

@@ -10,6 +10,7 @@ from infinity.io.probe.bench import Bench, label_of, open_bench
 from infinity.io.probe.points import Load, Measurement, Point, points_of
 from infinity.io.probe.sustained import Sustained, sustain
 from infinity.io.probe.targets import Target, check_targets
+from infinity.node import NodeDaemon
 from infinity.units import format_size
 from infinity_tools.probe.choice import (
     Choice,
@@ -62,7 +63,8 @@ def probe_all(ask: Ask, view: View) -> Report:
     def filled(target: Target) -> None:
         view.step(f"{target.path}: wrote {format_size(target.file_bytes)}", 0.0)
 
-    end_measuring(ask.paths)
+    daemon = NodeDaemon(ask.runtime)
+    end_measuring(daemon, ask.paths)
     with open_bench(ask.paths, ask.points, file_bytes=ask.file_bytes, engine=ask.engine, on_filled=filled) as bench:
         work = _Work(ask, view, bench)
         together = work.measured(ask.points)
@@ -82,7 +84,7 @@ def probe_all(ask: Ask, view: View) -> Report:
         fio_error=fio_error,
         sustained=sustained,
         written={path: size + (sustained[path].written if sustained else 0) for path, size in written.items()},
-        kept=tell_daemon(together, alone),
+        kept=tell_daemon(daemon, together, alone),
     )
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from infinity.command import Version, finite, setting
 from infinity.config import load_config
+from infinity_tools.preset_list import list_presets
 
 if TYPE_CHECKING:
     from infinity_tools.tune.trial import Workload
@@ -26,7 +27,8 @@ def tune(
     model: Annotated[
         str,
         typer.Option(
-            help="As of `infinity train`: a preset, a config.json, or a folder of weights.", rich_help_panel=_MODEL
+            help="As of `infinity train`: a preset (`--model list` shows them), a config.json, or a folder of weights.",
+            rich_help_panel=_MODEL,
         ),
     ] = "llama-100m",
     dtype: Annotated[str, typer.Option(help="bf16, fp32 or auto.", rich_help_panel=_MODEL)] = "auto",
@@ -122,6 +124,9 @@ def tune(
     and leave nothing there. Ends with 0 also where nothing is faster than the start; with 2 where something has to be
     asked for differently, with 1 where something broke.
     """
+    if model == "list":
+        list_presets(json=json)
+        return
     # What tunes is imported now: help needs none of it.
     from infinity_tools.tune.report import result_lines
     from infinity_tools.tune.run import Tuning, make_plan

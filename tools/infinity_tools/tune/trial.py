@@ -62,7 +62,7 @@ class Trials:
         self._runs: list[str] = []  # ids of the runs of all trials
         self._source = find_model(workload.model)
         self._mesh = infinity.mesh()
-        check_batch(workload, self._source, Ranks.current())
+        check_batch(workload, self._source, Ranks.current().world_size)
         self._dtype = best_dtype() if workload.dtype == "auto" else workload.dtype
 
     def facts(self) -> dict[str, Any]:

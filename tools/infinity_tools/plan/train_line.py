@@ -1,0 +1,110 @@
+"""From what was planned to the line that trains it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.estimate.estimate import Estimate
+from infinity.units import format_setting
+
+if TYPE_CHECKING:
+    from infinity_tools.plan.inputs import Asked
+
+_SETTINGS: Final = {
+    "memory.page_bytes": "--page-bytes",
+    "state.format": "--state-format",
+    "update.placement": "--update",
+    "activations.tier": "--activations",
+    "run.retained_commits": "--retained-commits",
+}
+"""Settings that both commands have an option for, beside the arena, which is always said."""
+_ARENA: Final = "memory.host_bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """The tokens of a step, as `infinity train` names them."""
+
+    batch_tokens: int
+    micro_tokens: int | None
+    seq: int
+
+
+def train_line(asked: Asked, found: Estimate, settings: Config, written: Path | None) -> str | None:
+    """Return the line that trains what was planned, or why there is none; None: nothing of it is for `infinity train`.
+
+    Args:
+        asked: what was planned.
+        found: its plan.
+        settings: those of the run, with its folders.
+        written: file that has them.
+    """
+    if asked.model is None or found.problems or asked.nodes > 1:
+        return None
+    if why := _why_not(asked, found, written):
+        return f"`infinity train` takes something else: {why}"
+    batch = _batch(found)
+    words = ["infinity", "train", "--model", asked.model, "--dtype", asked.dtype]
+    words += ["--batch-tokens", str(batch.batch_tokens), "--seq", str(batch.seq)]
+    if batch.micro_tokens is not None:
+        words += ["--micro-tokens", str(batch.micro_tokens)]
+    if asked.loss_tokens is not None:
+        words += ["--loss-tokens", str(asked.loss_tokens)]
+    if asked.checkpointing:
+        words += ["--activation-checkpointing"]
+    if asked.clip:
+        words += ["--max-grad-norm", "1"]
+    if asked.lora is not None:
+        words += ["--lora", asked.lora]
+    if asked.ranks > 1:
+        words += ["--nproc", str(asked.ranks)]
+    if settings.run.retained_commits == 0:
+        words += ["--keep", "never"]
+    return shlex.join(words + _of_settings(asked, settings, written))
+
+
+def _of_settings(asked: Asked, settings: Config, written: Path | None) -> list[str]:
+    if written is not None:
+        return ["--config", str(written)]
+    words = [] if asked.config is None else ["--config", str(asked.config)]
+    for path in settings.storage.paths:
+        words += ["--nvme", path]
+    words += ["--host-memory", format_setting(settings.memory.host_bytes)]
+    for name, value in asked.settings.items():
+        if name in _SETTINGS:
+            words += [_SETTINGS[name], str(value)]
+    return words
+
+
+def _batch(found: Estimate) -> _Batch:
+    work = found.workload
+    each = work.batch_tokens // (work.world_size * work.micro_batches)
+    return _Batch(
+        batch_tokens=work.batch_tokens, micro_tokens=each if work.micro_batches > 1 else None, seq=work.sequence
+    )
+
+
+def _why_not(asked: Asked, found: Estimate, written: Path | None) -> str:
+    """Return what of it `infinity train` cannot do; empty: nothing."""
+    from infinity_tools.options import check_batch, check_sequences
+    from infinity_tools.presets import find_model
+
+    if asked.optimizer != "adamw":
+        return "its optimizer is adamw"
+    if asked.trainable is not None:
+        return "it trains all parameters, or --lora"
+    if asked.loop:
+        return "its layers run all micro-batches each (--micro-tokens)"
+    if written is None and (others := [*asked.settings.keys() - _SETTINGS.keys() - {_ARENA}]):
+        return f"{others[0]} is a setting of --config; plan with --out to have the file"
+    try:
+        check_sequences(_batch(found))
+        check_batch(_batch(found), find_model(asked.model or ""), asked.ranks)
+    except ConfigError as error:
+        return str(error)
+    return ""
