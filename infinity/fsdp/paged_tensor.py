@@ -103,6 +103,9 @@ class WithoutMemory(torch.Tensor):
     share_memory_ = pin_memory = __dlpack__ = _no_memory
 
 
+_DATA: Any = torch.Tensor.data
+
+
 class _NoStorage:
     """The storage of a tensor without memory.
 
@@ -159,6 +162,22 @@ class PagedTensor(WithoutMemory):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name the tensor without loading it."""
         return f"{type(self).__name__}({self.home.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same elements, without a graph. Setting it is refused for the stored tensor itself.
+
+        Before torch 2.13 `to_local()` of a DTensor returns that, under no_grad; in memory a gather would not see the
+        new elements then, and the optimizer would. Later it is a view, and nothing but that gets other elements.
+        """
+        found: torch.Tensor = _DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if not self._steps:
+            self._no_memory()
+        _DATA.__set__(self, values)
 
     # Loading #
 
