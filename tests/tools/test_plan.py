@@ -195,7 +195,7 @@ def test_the_profile_of_the_daemon_is_taken(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("named", ["option", "config", "neither"])
 def test_the_daemon_of_another_folder_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
-    """Of --runtime-dir, or of the settings; the settings of the run have it then."""
+    """Of --runtime-dir, or of the settings, whose folders are looked at; the settings of the run have it then."""
     asked: list[Path] = []
 
     def ask(self: NodeDaemon, op: str, **values: object) -> None:
@@ -203,10 +203,14 @@ def test_the_daemon_of_another_folder_is_asked(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(NodeDaemon, "ask", ask)
     config = tmp_path / "some.toml"
-    config.write_text(f'[telemetry]\nruntime_dir = "{tmp_path}/run"\n')
-    options = {"option": f"--runtime-dir {tmp_path}/run", "config": f"--config {config}", "neither": ""}[named]
-    said = planned(f"plan --model tiny --host-memory 2MiB --nvme {tmp_path} --tflops 0.05 --batch-tokens 512 "
-                   f"--no-changes {options}")  # fmt: skip
+    config.write_text(f'[storage]\npaths = ["{tmp_path}"]\n[telemetry]\nruntime_dir = "{tmp_path}/run"\n')
+    options = {
+        "option": f"--nvme {tmp_path} --runtime-dir {tmp_path}/run",
+        "config": f"--config {config}",
+        "neither": f"--nvme {tmp_path}",
+    }[named]
+    said = planned(f"plan --model tiny --host-memory 2MiB --tflops 0.05 --batch-tokens 512 --no-changes {options}")
+    assert tomllib.loads(said["toml"])["storage"]["paths"] == [str(tmp_path)]
     assert (asked == [tmp_path / "run"]) == (named != "neither")
     assert tomllib.loads(said["toml"]).get("telemetry") == (
         None if named == "neither" else {"runtime_dir": f"{tmp_path}/run"}

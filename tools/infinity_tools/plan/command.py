@@ -164,7 +164,7 @@ def plan(
         list[Path] | None,
         typer.Option(
             help="Folder on a drive of this machine; repeat it for several drives. Its bandwidth is what infinityd has "
-            "measured, else it is measured now. [default: this folder]",
+            "measured, else it is measured now. [default: those of --config, or this folder]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -287,7 +287,7 @@ def plan(
         gpu_memory=gpu_memory,
         link=link,
         interconnect=interconnect,
-        nvme=tuple(nvme or ()),
+        nvme=tuple(nvme or _paths_of(config if nvme_bandwidth is None else None)),
         nvme_bandwidth=nvme_bandwidth,
         nvme_count=nvme_count,
         nvme_size=nvme_size,
@@ -354,3 +354,10 @@ def _list_accelerators(*, json: bool) -> None:
     ]
     headings = ("name", ">TFLOP/s reached", ">memory", ">GB/s to the host")
     Console(highlight=False).print(table("accelerators", headings, rows))
+
+
+def _paths_of(config: Path | None) -> tuple[Path, ...]:
+    """Return the folders that a file of settings names. Raises `ConfigError`."""
+    from infinity.config import load_config
+
+    return tuple(map(Path, load_config(config).storage.paths)) if config is not None else ()
