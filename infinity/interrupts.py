@@ -2,7 +2,7 @@
 
 Python raises `KeyboardInterrupt` between any two operations of the main thread: also between the two that take an
 update out of a list and hand it on, or that take a lock and note that it is held. So in short blocks the handler of
-SIGINT only notes it, and the one that was there before gets it at their end. A second one is not held back.
+SIGINT only notes it, and the one that was there before gets it at their end. One that comes later is not held back.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations of all, which takes ten times as long
 import os
 import threading
+import time
 from _thread import get_ident
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 _SIGINT: Final = _signal.SIGINT
+_SAME_SECONDS = 2.0
+"""What comes within this time is the same one: ranks get it from the terminal, and from torchrun."""
 
 
 class _HeldBack:
@@ -30,6 +33,8 @@ class _HeldBack:
         """Those of them in which waits are not interrupted."""
         self._noted = False
         """Whether SIGINT came in them."""
+        self._noted_at = 0.0
+        """When it did, of `time.monotonic`."""
         self._noting = self._note
         """One object, made once."""
         self._before: Callable[[int, Any], Any] | None = None
@@ -70,9 +75,10 @@ class _HeldBack:
             self._before(_SIGINT, None)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self._noted and self._before is not None:
+        if not self._noted:
+            self._noted, self._noted_at = True, time.monotonic()
+        elif self._before is not None and time.monotonic() - self._noted_at >= _SAME_SECONDS:
             self._before(number, frame)
-        self._noted = True
 
 
 _HELD: Final = _HeldBack()
