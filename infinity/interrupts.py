@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 _SIGINT: Final = _signal.SIGINT
-_SAME_SECONDS = 2.0
-"""What comes within this time is the same one: ranks get it from the terminal, and from torchrun."""
+SAME_SECONDS = 2.0
+"""What comes again so soon is the same wish: torchrun and batch systems pass on what a process has had already."""
 
 
 class _HeldBack:
@@ -77,7 +77,7 @@ class _HeldBack:
     def _note(self, number: int, frame: Any) -> None:
         if not self._noted:
             self._noted, self._noted_at = True, time.monotonic()
-        elif self._before is not None and time.monotonic() - self._noted_at >= _SAME_SECONDS:
+        elif self._before is not None and time.monotonic() - self._noted_at >= SAME_SECONDS:
             self._before(number, frame)
 
 

@@ -93,7 +93,7 @@ def test_a_wait_may_let_it_through_and_a_second_one_is_not_held(monkeypatch: pyt
             block()
     assert heard == ["not yet", "not yet", "not the second one"]
     heard.clear()
-    monkeypatch.setattr(interrupts, "_SAME_SECONDS", 0.0)
+    monkeypatch.setattr(interrupts, "SAME_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         again()
     assert heard == ["not yet"]

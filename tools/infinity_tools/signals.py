@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SAME_SECONDS = 2.0
-"""What comes again so soon is the same wish: torchrun and batch systems pass on what the process has had already."""
+from infinity.interrupts import SAME_SECONDS
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_SECONDS = 0.2
 
 
@@ -63,7 +62,7 @@ class StopRequest:
         if not self.patient:
             raise SystemExit(128 + number)
         if self.received:
-            if number == signal.SIGHUP or now - self._since < _SAME_SECONDS:
+            if number == signal.SIGHUP or now - self._since < SAME_SECONDS:
                 return
             raise SystemExit(128 + number)
         self.received, self._since = number, now
