@@ -238,9 +238,9 @@ def plan(
 ) -> None:
     """Plan a run before there is one: does it fit, where does everything lie, how long do steps take, do drives last?
 
-    Nothing is trained or allocated, for models of any size. The planner and the clock are those of a run. The settings
-    that it prints are what `infinity train --config` and `infinity.offload` take; with --model, it ends with the line
-    that trains what was planned.
+    The model is not trained, and nothing of its size is allocated; without --gpu or --tflops three of its layers are
+    timed. The planner and the clock are those of a run. The settings that it prints are what `infinity train --config`
+    and `infinity.offload` take; with --model, it ends with the line that trains what was planned.
 
     For example: `infinity plan --parameters 70e9 --layers 80 --hidden 8192 --vocabulary 128256 --host-memory 256GiB
     --nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --batch-tokens 32768`.
