@@ -2,7 +2,8 @@
 
 Python raises `KeyboardInterrupt` between any two operations of the main thread: also between the two that take an
 update out of a list and hand it on, or that take a lock and note that it is held. So in short blocks the handler of
-SIGINT only notes it, and the one that was there before gets it at their end. One that comes later is not held back.
+SIGINT only notes it, and the one that was there before gets it at their end. One that comes later is not held back. A
+handler that C code has set, as `faulthandler.register` does, is not seen by Python, and gone behind the first block.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class _HeldBack:
         self._whole = 0
         """Those of them in which waits are not interrupted."""
         self._noted = False
-        """Whether SIGINT came in them."""
-        self._noted_at = 0.0
-        """When it did, of `time.monotonic`."""
+        """Whether SIGINT came in them, and nobody was told."""
+        self._since = 0.0
+        """When it came first, of `time.monotonic`; 0: it did not."""
         self._noting = self._note
         """One object, made once."""
         self._before: Callable[[int, Any], Any] | None = None
-        """The handler that was there; None outside of blocks, and where there is none of Python's."""
+        """The handler that was there when the outermost block began; None if that was none of Python's."""
 
     def begin(self, whole: bool = False) -> None:
         """Begin a block; a `whole` one is one in which waits are not interrupted either."""
@@ -46,11 +47,11 @@ class _HeldBack:
             return
         if not self._blocks:
             before = _signal.getsignal(_SIGINT)
-            self._noted = False
-            if callable(before):
-                # From here on nothing is raised.
+            if before is not self._noting:
+                self._before = before if callable(before) else None
+            self._noted, self._since = False, 0.0
+            if self._before is not None:
                 _signal.signal(_SIGINT, self._noting)
-                self._before = before
         self._blocks += 1
         self._whole += whole
 
@@ -62,11 +63,10 @@ class _HeldBack:
         self._blocks -= 1
         if self._blocks or self._before is None:
             return
-        before, self._before = self._before, None
-        _signal.signal(_SIGINT, before)
+        self._put_back()
         if self._noted:  # looked at behind that, or one would be lost that comes between the two
             self._noted = False
-            before(_SIGINT, None)
+            self._before(_SIGINT, None)
 
     def check(self) -> None:
         """Let through what has been noted, at a place where nothing is half done. Raises as `end`."""
@@ -74,11 +74,29 @@ class _HeldBack:
             self._noted = False
             self._before(_SIGINT, None)
 
+    def enter_child(self) -> None:
+        """In a child that was forked: its thread is the main one; blocks are those of the thread that forked it."""
+        if self.main != get_ident():
+            self.main, self._blocks, self._whole, self._noted = get_ident(), 0, 0, False
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Put the handler back, unless somebody has set another one since."""
+        if self._before is not None and _signal.getsignal(_SIGINT) is self._noting:
+            _signal.signal(_SIGINT, self._before)
+
     def _note(self, number: int, frame: Any) -> None:
-        if not self._noted:
-            self._noted, self._noted_at = True, time.monotonic()
-        elif self._before is not None and time.monotonic() - self._noted_at >= SAME_SECONDS:
-            self._before(number, frame)
+        before, now = self._before, time.monotonic()
+        if before is None:
+            return
+        if not self._blocks:  # a handler of another signal has raised where a block begins or ends
+            self._put_back()
+            before(number, frame)
+        elif not self._since:
+            self._noted, self._since = True, now
+        elif now - self._since >= SAME_SECONDS:
+            self._noted = False
+            before(number, frame)
 
 
 _HELD: Final = _HeldBack()
@@ -99,8 +117,4 @@ def held(*, waits: bool = True) -> Iterator[None]:
         end(waits)
 
 
-def _in_child() -> None:
-    _HELD.main = get_ident()
-
-
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_HELD.enter_child)

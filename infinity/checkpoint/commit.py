@@ -162,20 +162,12 @@ class Committer:
         # must not be of pages that were written over.
         kept = {**self._commits, step: commit}
         kept = {step: kept[step] for step in self._store.retained_with(step, prefer)}
-        interrupted: KeyboardInterrupt | None = None
-        try:
-            remove_commits(self._folder, self._ranks, keep=kept.values())
-        except KeyboardInterrupt as error:
-            # It is published: without slots of those that it replaces, the next step would wait for ever.
-            interrupted = error
-            remove_commits(self._folder, self._ranks, keep=kept.values())
+        remove_commits(self._folder, self._ranks, keep=kept.values())
         self._commits = kept
         self._store.adopt(step, versions, prefer)
         while self._unsettled:
             self._store.release(self._unsettled.pop())
         self._room.hold(self._to_come)
-        if interrupted is not None:
-            raise interrupted
 
     def _withdraw(self, commit: CommitName, versions: Mapping[int, Version]) -> None:
         """Undo what this rank has published of a commit that failed on a rank. [Note: withdrawing]"""

@@ -255,7 +255,7 @@ def _plain(value: Any, place: str) -> Any:
         return value
     raise CommitError(
         f"{place} of the optimizer is of type {type(value).__name__}, which cannot be committed: {value!r}; make it a "
-        "number, a text or a tensor, or a list or dictionary of these"
+        "number, a text or a tensor, or a list or dictionary of these; without commits, set run.retained_commits = 0"
     )
 
 

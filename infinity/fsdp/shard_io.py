@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.profiler import record_function
 
+from infinity import interrupts
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout, Page, Placed, overlapping
 from infinity.content.views import Content, bytes_of, put, read_section, section, stored, torch_dtype
@@ -223,10 +224,11 @@ class ShardIO:
         if not segment.trainable:
             pages = (*segment.param_pages, *segment.update_pages)
             self._opened.make_room(page.index for page in pages if page.start < end and page.stop > begin)
-        for component, items in stored(segment.format, name, content.detach().cpu()):
-            for page, _, _ in overlapping(segment.pages(component.role), begin, end):
-                with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
-                    put(held, page, component, placed.start, items)
+        with interrupts.held():
+            for component, items in stored(segment.format, name, content.detach().cpu()):
+                for page, _, _ in overlapping(segment.pages(component.role), begin, end):
+                    with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
+                        put(held, page, component, placed.start, items)
 
     def initialise(self, unit: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
         """Write the first content of a unit's pages.

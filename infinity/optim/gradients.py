@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from infinity import interrupts
 from infinity.content.format import HALVES, MASTER
 from infinity.content.halves import halves
 from infinity.content.layout import Layout, Page, overlapping
@@ -507,13 +508,15 @@ class Gradients:
         """Store what is held of a unit's gradients, added to what is stored."""
         self._updates.run_pending(unit)
         stored = self._stored.pop(unit, {})
-        totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
-        before = self._components.get(unit, 1)
-        components = max(before, self._components_of(unit, totals, added=any(shard in stored for shard in totals)))
-        self._recording.gradients(unit, components)
-        self._components[unit] = components
-        accesses = store_gradient_accesses(self._layout, unit, stored=before if stored else 0, components=components)
         try:
+            totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
+            before = self._components.get(unit, 1)
+            components = max(before, self._components_of(unit, totals, added=any(shard in stored for shard in totals)))
+            self._recording.gradients(unit, components)
+            self._components[unit] = components
+            accesses = store_gradient_accesses(
+                self._layout, unit, stored=before if stored else 0, components=components
+            )
             with self._ledger.part("copy"):
                 self._walk(accesses, stored, totals, at_home=self._pager.at_home(unit))
             with self._ledger.part("update"):
@@ -607,6 +610,15 @@ class Gradients:
 
     def _write(self, gradient: OneGradient, values: torch.Tensor) -> None:
         """Store the elements of one gradient, flat, in place of what is stored of it."""
+        with interrupts.held():
+            try:
+                self._write_whole(gradient, values)
+            except BaseException:  # some of its pages may have the new ones already
+                self._unstore(gradient)
+                gradient.end(CUT_OFF)
+                raise
+
+    def _write_whole(self, gradient: OneGradient, values: torch.Tensor) -> None:
         shard = gradient.shard
         placed = self._layout.shards[shard]
         unit, segment = placed.unit, self._layout.segments[placed.segment]

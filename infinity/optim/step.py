@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from threading import RLock
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -47,6 +47,8 @@ _MOST_BEHIND = 2
 else keeps the training thread from going on, and gradients from taking the device's memory."""
 
 
+_LOOK_SECONDS = 0.5
+"""After which it is looked whether the training thread is to be interrupted, while another one has its turn."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -60,9 +62,14 @@ def _one_at_a_time(method: Callable[P, R], *, waits: bool = False) -> Callable[P
 
     @wraps(method)
     def run(*args: P.args, **keywords: P.kwargs) -> R:
-        runner: Any = args[0]
-        with interrupts.held(waits=waits), runner._lock:
-            return method(*args, **keywords)
+        lock = args[0]._lock  # type: ignore[attr-defined]
+        with interrupts.held(waits=waits):
+            while not lock.acquire(timeout=_LOOK_SECONDS):
+                interrupts.check()
+            try:
+                return method(*args, **keywords)
+            finally:
+                lock.release()
 
     return run
 

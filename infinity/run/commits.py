@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from infinity import interrupts
 from infinity.checkpoint.commit import Committer, check_tensors, remove_commits
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.extra import save_extra
@@ -109,7 +110,8 @@ class Checkpointer:
             updates, own = self._runner.updates, self._given.kernel.kept_own
             groups = self._given.groups_by_shard()
             try:
-                self._committer.publish(updates.step, self._model, updates.scalars, groups, extra, own, prefer)
+                with interrupts.held():  # else it may be published while what it replaces is still kept
+                    self._committer.publish(updates.step, self._model, updates.scalars, groups, extra, own, prefer)
             except OSError as error:
                 file = error.filename or str(run.folder.commits)
                 raise StorageError("commit", file, 0, 0, error.errno) from error

@@ -15,7 +15,7 @@ from infinity.checkpoint.reader import CommitReader
 from infinity.config import Config, runtime_dir
 from infinity.content.layout import Layout
 from infinity.ending import Undo, end_all
-from infinity.errors import CommitError
+from infinity.errors import CommitError, InfinityError, LostRankError
 from infinity.io.drives import locate
 from infinity.ranks import Ranks
 from infinity.sources.reshard import ReshardSource, folders_of, lies_otherwise
@@ -158,10 +158,13 @@ def page_bytes_of_commit(settings: Config, ranks: Ranks) -> int:
     paths = settings.run.resume_paths or settings.storage.paths
     try:
         run_id = choose_run(paths, settings.run.resume, ranks)
-    except CommitError:
+    except LostRankError:
+        raise
+    except InfinityError:  # on all ranks
         return 0
     with suppress(OSError, CommitError):
-        for folder in (run.roots[0] / "commits" for run in look_for_runs(paths)[0] if run.run_id == run_id):
+        here = [run.roots[0] for run in look_for_runs(paths)[0] if run.run_id == run_id and 0 in run.roots]
+        for folder in (root / "commits" for root in here):
             own = [name for name in published_in(folder) if name.rank == ranks.rank]
             newest = choose_commit(run_id, [name.commit for name in own], settings.run.resume_step)
             return read_manifest(folder / newest.of(ranks.rank).file_name).layout.page_bytes

@@ -131,8 +131,8 @@ class Run:
         self.hashers = hash_threads(cores - self.update_cores - (computing if device.type == "cpu" else 1))
         """Threads for checksums each way, where cores are idle; else 0."""
         self.freed = FreedMemory()
-        self.undo.push(self.freed.close)
         """Bounds what the C library keeps."""
+        self.undo.push(self.freed.close)
         self.peers = Peers(ranks)
         """The other ranks: what ends one ends all."""
         try:

@@ -364,18 +364,19 @@ class Pager:
     def _send(self, page: int, home: Home) -> None:
         """Begin to copy a page that is at home into a frame, from where it is written. No lease is out."""
         back, uses = self._device.stream("back"), (Use(page, Mode.WRITE),)
-        with self.transfers.lock:
-            self._cache.acquire(uses, threaded=False)
-        try:
-            home.used.before(back)
-            self._device.copy(bytes_of(self._frames.content(page)), home.content, back)
-            self._device.keep(home.content, back)
-            home.used, home.newer = self._device.mark(back), False
-        except Exception as error:
-            self.fail(error)  # before the frame can be written
-            raise
-        with self.transfers.lock:
-            self._cache.release(uses, home.used)
+        with interrupts.held():
+            with self.transfers.lock:
+                self._cache.acquire(uses, threaded=False)
+            try:
+                home.used.before(back)
+                self._device.copy(bytes_of(self._frames.content(page)), home.content, back)
+                self._device.keep(home.content, back)
+                home.used, home.newer = self._device.mark(back), False
+            except Exception as error:
+                self.fail(error)  # before the frame can be written
+                raise
+            with self.transfers.lock:
+                self._cache.release(uses, home.used)
 
     def discard(self, pages: Sequence[int]) -> None:
         """Drop the content of pages that nobody will read again. Raises as `access`."""

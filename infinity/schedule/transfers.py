@@ -96,7 +96,11 @@ class _Lock(Condition):
 
     def __enter__(self) -> bool:
         interrupts.begin()
-        return super().__enter__()
+        try:
+            return super().__enter__()
+        except BaseException:
+            interrupts.end()
+            raise
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[arg-type]

@@ -257,6 +257,7 @@ def _remove_closed(folder: Path, run_id: str) -> None:
     for file in stats_page_files(folder):
         with contextlib.suppress(OSError, StatsPageError):
             about, page = file.stat(follow_symlinks=False), read_stats_page(file)
-            last = page.values[CLOSED_CELL] if page.status == "ended" else about.st_mtime
+            stepped = page.value("step_last_completed_timestamp_seconds")
+            last = page.values[CLOSED_CELL] if page.status == "ended" else max(about.st_mtime, stepped)
             if not page.alive and time.time() - last >= KEEP_CLOSED_SECONDS and page.header.run_id != run_id:
                 remove_stats_page(file, about)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from infinity.checkpoint.room import CommitRoom
 from infinity.errors import CommitError, LostRankError, StorageError
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
+from infinity.store.pages import PageStore
 from support.ranks import RankPool
 from support.session import Session, reference
 from support.tables import in_turn
@@ -223,24 +226,28 @@ def test_a_commit_that_was_interrupted_before_the_exchange_is_withdrawn(
         assert len(store._named) == usual
 
 
-def test_training_goes_on_behind_an_interrupt_while_old_commits_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(commits, "remove_commits"), (PageStore, "adopt"), (PageStore, "release"), (manifests, "write_manifest")],
+)
+def test_a_commit_is_whole_whenever_ctrl_c_is_pressed(
+    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new one is published then: what it replaces is removed, or the next step has no slots to write to."""
+    """It is heard behind it; else the next step has no slots to write to, where what it replaces was not given up."""
     (tmp_path / "undisturbed").mkdir()
     undisturbed = reference(tmp_path / "undisturbed")
-    remove, calls = commits.remove_commits, []
+    original, calls = getattr(owner, name), []
 
-    def interrupted(*given: Any, **named: Any) -> None:
+    def pressed(*given: Any, **named: Any) -> Any:
         calls.append(given)
         if len(calls) == 1:
-            raise KeyboardInterrupt
-        remove(*given, **named)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*given, **named)
 
     with Session(tmp_path, storage={"timeout_seconds": 10}) as session:
         losses = session.run(3) + session.run(5, every=0)
         with monkeypatch.context() as patch:
-            patch.setattr(commits, "remove_commits", interrupted)
+            patch.setattr(owner, name, pressed)
             with pytest.raises(KeyboardInterrupt):
                 session.commit()
         assert [found.step for found in published_in(run_folder(tmp_path).commits)] == [5]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,47 @@ def test_handlers_of_the_program_are_called() -> None:
     assert len(heard) == 2
 
 
+def test_handlers_of_other_signals_may_raise() -> None:
+    """Where a block begins or ends, too: Ctrl-C is heard behind that as before."""
+
+    def raising(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    before, caught = signal.signal(signal.SIGALRM, raising), 0
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        ended = time.monotonic() + 1.0
+        while time.monotonic() < ended:
+            try:
+                interrupts.begin()
+                interrupts.end()
+            except TimeoutError:
+                caught += 1
+                interrupts._HELD._blocks = 0  # it may have come between the two
+    except TimeoutError:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert caught
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        ctrl_c()
+
+
+def test_a_handler_that_is_set_in_a_block_stays() -> None:
+    """It is somebody's wish."""
+    before, heard = signal.getsignal(signal.SIGINT), []
+    try:
+        with interrupts.held():
+            signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+        ctrl_c()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
+
+
 def in_memory() -> list[float]:
     model = build(RECIPE)
     optimizer = make_optimizer(RECIPE, model)
@@ -230,6 +272,29 @@ def test_gradients_that_were_stored_in_part_are_dropped(tmp_path: Path, monkeypa
         optimizer.zero_grad()
         losses += [step(model, optimizer, number) for number in range(1, STEPS)]
     assert losses == in_memory()
+
+
+def test_a_gradient_that_is_written_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its pages, as in memory; one that an error cuts off is not used."""
+    model, optimizer = paged(tmp_path, "after_backward")
+    with optimizer:
+        step(model, optimizer, 0)
+        models.loss_of(model, batch(model, 1)).backward()
+        param = max(model.parameters(), key=lambda param: param.to_local().numel())
+        param.grad.to_local().mul_(1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Cache, "acquire", once(Cache.acquire))
+            with pytest.raises(KeyboardInterrupt):
+                param.grad.to_local().copy_(torch.full(param.to_local().shape, 7.0))
+        assert (param.grad.to_local() == 7.0).all()
+        with monkeypatch.context() as patch:
+            patch.setattr(Gradients, "_add_components", _out_of_memory)
+            with pytest.raises(MemoryError):
+                param.grad.to_local().copy_(torch.full(param.to_local().shape, 8.0))
+        with pytest.raises(InfinityError, match="cut off"):
+            optimizer.step()
+        optimizer.zero_grad()
+        step(model, optimizer, 1)
 
 
 def _out_of_memory(*_: Any, **__: Any) -> None:

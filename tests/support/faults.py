@@ -157,8 +157,7 @@ KILLED_UNSEEN = {
     "pidfd_open is refused (Operation not permitted)": replace(KILLED, prepare=_refuse_pidfd),
     "pidfd_open is refused (module 'os' has no attribute 'pidfd_open')": replace(KILLED, prepare=_lack_pidfd),
 }
-"""By what is logged where the end of a process is not told."""
-"""Where a seccomp profile forbids to hold a descriptor of another process."""
+"""By what is logged where no descriptor of another process can be held: it is forbidden, or Python lacks it."""
 LEFT = Case(act=_leave, says="", peer="RuntimeError: .*by peer")
 """Closed in order, though the others go on: no failure, but the end of their collectives."""
 

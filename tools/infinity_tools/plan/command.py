@@ -164,7 +164,7 @@ def plan(
         list[Path] | None,
         typer.Option(
             help="Folder on a drive of this machine; repeat it for several drives. Its bandwidth is what infinityd has "
-            "measured, else it is measured now. [default: those of --config, or this folder]",
+            "measured, else it is measured now. [default: those of --config, if they are there, or this folder]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -357,7 +357,8 @@ def _list_accelerators(*, json: bool) -> None:
 
 
 def _paths_of(config: Path | None) -> tuple[Path, ...]:
-    """Return the folders that a file of settings names. Raises `ConfigError`."""
+    """Return the folders that a file of settings names, if they are all there. Raises `ConfigError`."""
     from infinity.config import load_config
 
-    return tuple(map(Path, load_config(config).storage.paths)) if config is not None else ()
+    named = tuple(map(Path, load_config(config).storage.paths)) if config is not None else ()
+    return named if all(path.is_dir() for path in named) else ()
