@@ -104,7 +104,7 @@ def test_weights_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "model.layers.2.mlp.experts.gate_up_proj" in done.errors
     done = run_here(*words, "--dtype", "fp32", "--steps", "1", "--out", "o", "--no-strict", "--json")
     assert done.status == 0, done.errors
-    done = run_here(*SMALL, "--steps", "1", "--out", "o", "--no-strict")
+    done = run_here(*SMALL, "--steps", "1", "--out", "p", "--no-strict")
     assert done.status == 2
     assert "--no-strict is for a folder with weights" in done.errors
 
