@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def test_the_sample_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) 
     assert done.status == 0
     assert [line.rstrip() for line in done.output.splitlines()] == block("sample").splitlines()
     assert PAGE.count("# Settings of infinity") == 1
+    assert f"`infinity {shlex.join(SAMPLE)}` prints:" in PAGE.replace("\n", " ")
 
 
 def test_the_tables_are_those_of_the_results() -> None:
