@@ -37,6 +37,8 @@ from peers.live import Live, SystemFailedError, clear, occupied  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from infinity.units import parse_size  # noqa: E402
+
 SIZES = {"tiny": "tiny", "100m": "llama-100m", "354m": "llama-354m", "gpt2-354m": "gpt2-354m", "1b": "llama-1b"}
 """Presets of `infinity train`; the first one is for a try, and DeepSpeed does not train GPT-2 with prefetch."""
 SEQ = 512
@@ -130,7 +132,8 @@ class Bench:
         """Add figures to the result, and write it."""
         row = self.result.setdefault(who.name, {}).setdefault(size, {}).setdefault(f"{ranks} ranks", {})
         if tokens is not None:
-            row = row.setdefault(f"{tokens} tokens", {})
+            slow = f", drive of {self.options.drive}" if self.options.drive else ""
+            row = row.setdefault(f"{tokens} tokens{slow}", {})
         row.update(found, machine=machine())
         self.options.out.write_text(json.dumps(self.result, indent=2) + "\n")
 
@@ -409,6 +412,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=numbers, default=[512, 2048, 8192], help="per rank and step")
     parser.add_argument("--ranks", type=numbers, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5, help="turns of each that count")
+    parser.add_argument("--drive", metavar="RATE", help="slow the drive down to so much per second each way, as 600MB")
     parser.add_argument("--only", type=words, default=[], help="contestants whose name has one of these words")
     parser.add_argument("--nvme", type=Path, default=Path(), help="folder on the drive")
     parser.add_argument("--environment", type=Path, default=HERE.parent / ".peers", help="where DeepSpeed is installed")
@@ -429,8 +433,10 @@ def main() -> None:
             sys.exit(str(error))
         if seconds:
             console.print(f"DeepSpeed was installed in {seconds:.0f} s; it compiles when it is first used")
-    with tempfile.TemporaryDirectory(dir=options.nvme, prefix="peers-") as folder:
+    with tempfile.TemporaryDirectory(dir=options.nvme, prefix="peers-") as folder, ExitStack() as stack:
         bench = Bench(options, Path(folder), console)
+        if options.drive:
+            stack.enter_context(limits.slow_drive(Path(folder), parse_size(options.drive)))
         with console.status("") as status:
             for size in options.sizes:
                 for ranks in options.ranks:

@@ -1,4 +1,4 @@
-"""The smallest memory control group in which a system still trains, by bisection. cgroup v1, root."""
+"""Limits by control groups (version 1, as root): the least memory in which a system trains, and slower drives."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MEMORY = Path("/sys/fs/cgroup/memory")
+BLKIO = Path("/sys/fs/cgroup/blkio")
 MIB = 1 << 20
 
 
@@ -42,3 +43,25 @@ def smallest(trains: Callable[[list[str]], bool], most: int, step: int = 64 * MI
         with limited(middle * step) as within:
             low, high = (low, middle) if trains(within) else (middle, high)
     return high * step
+
+
+@contextmanager
+def slow_drive(folder: Path, rate: int) -> Iterator[None]:
+    """Let this process and what it starts read, and write, at most so many bytes per second on the drive of a folder.
+
+    Raises:
+        OSError: there is no block controller of version 1, or groups may not be made.
+    """
+    number = os.stat(folder).st_dev
+    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    drive = ((block.parent if (block / "partition").exists() else block) / "dev").read_text().strip()
+    group = BLKIO / f"infinity-peers-{os.getpid()}"
+    group.mkdir()
+    try:
+        for way in ("read", "write"):
+            (group / f"blkio.throttle.{way}_bps_device").write_text(f"{drive} {rate}")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (BLKIO / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()

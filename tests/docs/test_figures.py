@@ -323,14 +323,15 @@ def larger_rows() -> list[str]:
 
 
 def further_rows() -> list[str]:
-    """Return the rows of the table of peers on a processor with AVX-512: 354M parameters, other tokens and ranks."""
+    """Return the rows of the table of peers with AVX-512: 354M parameters, by tokens, ranks and drives."""
     return [
-        f"| {name} | {ranks.split()[0]} | {tokens.split()[0]} | {row['step_seconds']['median']:.1f} | "
-        f"{over_of(row)} | {moved_and_peak(row)} |"
+        f"| {name} | {ranks.split()[0]} | {tokens} | {drive.removeprefix(', drive of ').removesuffix('MB')} | "
+        f"{row['step_seconds']['median']:.1f} | {over_of(row)} | {moved_and_peak(row)} |"
         for name, sizes in systems("peers-avx512").items()
         for ranks, found in sizes.get("354m", {}).items()
-        for tokens, row in found.items()
-        if tokens.endswith(" tokens")
+        for key, row in found.items()
+        for tokens, named, drive in [key.partition(" tokens")]
+        if named
     ]
 
 
