@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from infinity.io.drives import locate
+
 MEMORY = Path("/sys/fs/cgroup/memory")
 BLKIO = Path("/sys/fs/cgroup/blkio")
 MIB = 1 << 20
@@ -52,9 +54,7 @@ def slow_drive(folder: Path, rate: int) -> Iterator[None]:
     Raises:
         OSError: there is no block controller of version 1, or groups may not be made.
     """
-    number = os.stat(folder).st_dev
-    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-    drive = ((block.parent if (block / "partition").exists() else block) / "dev").read_text().strip()
+    drive = Path(f"/sys/class/block/{locate(str(folder)).drive.name}/dev").read_text().strip()
     group = BLKIO / f"infinity-peers-{os.getpid()}"
     group.mkdir()
     try:

@@ -196,8 +196,9 @@ class Updates:
 
     def settle(self) -> None:
         """Run the updates that wait for the next forward, in the order in which it would; wait until all have run."""
-        for unit in [*self._due.values(), *self._pending]:
+        for unit in self._due.values():
             self.run_pending(unit)
+        self.run_left()
         self.drain()
 
     def bound(self, most: int) -> None:

@@ -172,3 +172,15 @@ def check_batch(options: Batch, source: ModelSource, world_size: int) -> None:
 def micro_batches(options: TrainOptions, ranks: Ranks) -> int:
     """Return the number of micro-batches of a rank in a step."""
     return options.batch_tokens // (options.micro_tokens * ranks.world_size) if options.micro_tokens else 1
+
+
+def batch_words(
+    batch_tokens: int, seq: int, micro_tokens: int | None, loss_tokens: int | None, *, checkpointing: bool
+) -> list[str]:
+    """Return the options of `infinity train` that say what a step computes."""
+    words = ["--batch-tokens", str(batch_tokens), "--seq", str(seq)]
+    if micro_tokens is not None:
+        words += ["--micro-tokens", str(micro_tokens)]
+    if loss_tokens is not None:
+        words += ["--loss-tokens", str(loss_tokens)]
+    return [*words, "--activation-checkpointing"] if checkpointing else words

@@ -46,17 +46,15 @@ def train_line(asked: Asked, found: Estimate, settings: Config, written: Path | 
     """
     if asked.model is None or found.problems or asked.nodes > 1:
         return None
+    from infinity_tools.options import batch_words
+
     if why := _why_not(asked, found, written):
         return f"`infinity train` takes something else: {why}"
     batch = _batch(found)
     words = ["infinity", "train", "--model", asked.model, "--dtype", asked.dtype]
-    words += ["--batch-tokens", str(batch.batch_tokens), "--seq", str(batch.seq)]
-    if batch.micro_tokens is not None:
-        words += ["--micro-tokens", str(batch.micro_tokens)]
-    if asked.loss_tokens is not None:
-        words += ["--loss-tokens", str(asked.loss_tokens)]
-    if asked.checkpointing:
-        words += ["--activation-checkpointing"]
+    words += batch_words(
+        batch.batch_tokens, batch.seq, batch.micro_tokens, asked.loss_tokens, checkpointing=asked.checkpointing
+    )
     if asked.clip:
         words += ["--max-grad-norm", "1"]
     if asked.lora is not None:

@@ -162,16 +162,14 @@ def tune(
 
 def _next_lines(out: Path, workload: Workload) -> list[str]:
     """Return how to train with what was found."""
+    from infinity_tools.options import batch_words
     from infinity_tools.tune.run import FILES, SETTINGS
 
     words = ["infinity", "train", "--config", str(out / SETTINGS), "--model", workload.model]
-    words += ["--batch-tokens", str(workload.batch_tokens), "--seq", str(workload.seq)]
-    if workload.micro_tokens is not None:
-        words += ["--micro-tokens", str(workload.micro_tokens)]
-    if workload.loss_tokens is not None:
-        words += ["--loss-tokens", str(workload.loss_tokens)]
-    if workload.activation_checkpointing:
-        words += ["--activation-checkpointing"]
+    words += batch_words(
+        workload.batch_tokens, workload.seq, workload.micro_tokens, workload.loss_tokens,
+        checkpointing=workload.activation_checkpointing,
+    )  # fmt: skip
     if workload.max_grad_norm is not None:
         words += ["--max-grad-norm", f"{workload.max_grad_norm:g}"]
     if workload.dtype != "auto":
